@@ -36,7 +36,8 @@ soak: $(STAMP) ## MINUTES=15 [HABITS=1]: replicas that come, go and are killed a
 
 chaos: $(STAMP) ## SECONDS=600 SEED=1: schedules of changes and deaths drawn at random, beyond those of the tests
 	@ADAPTDL_CHAOS_SECONDS=$(or $(SECONDS),600) ADAPTDL_CHAOS_SEED=$(or $(SEED),1) \
-		$(BIN)/python -m pytest -q -s --timeout 100000 tests/library/test_chaos.py tests/library/test_loop_grammar.py -k more
+		$(BIN)/python -m pytest -q -s --timeout 100000 tests/library/test_chaos.py tests/library/test_loop_grammar.py \
+		tests/library/test_hang_watch.py -k more
 
 simulate-faults: $(STAMP) ## SECONDS=60 SEED=1: the real agents and coordinators in simulated clusters that fail in every way
 	@PYTHONPATH=tests/simulation:tests/support $(BIN)/python -m faultsim --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)

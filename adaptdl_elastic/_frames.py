@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
 """Prefix of the file names of the library's code."""
+
+_FRAMES = 30
+"""Most frames of a stack that are shown."""
+
+_INNERMOST = 6
+"""Frames that tell whether a thread waits in a collective."""
 
 
 def is_library(code: CodeType) -> bool:
@@ -63,6 +71,26 @@ def up_to(outermost: CodeType | None) -> Iterator[FrameType]:
         if frame.f_code is outermost or frame.f_code.co_name == "<module>":
             return
         frame = frame.f_back
+
+
+def main_thread_stack() -> tuple[str, list[str]]:
+    """Return the main thread's stack, and the file names of its innermost frames. For any thread.
+
+    Returns:
+        The stack as in a traceback, the innermost call last, without calls outside of the script; and the
+        names of the files of the innermost frames.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = traceback.extract_stack(frame)
+    first = max((i for i, one in enumerate(frames) if one.name == "<module>"), default=0)
+    text = "".join(traceback.format_list(frames[first:][-_FRAMES:]))
+    return text, [one.filename for one in frames[-_INNERMOST:]]
+
+
+def innermost(stack: str) -> str:
+    """Return the last place in a stack that `main_thread_stack` returned, on one line."""
+    lines = [line.strip() for line in stack.splitlines() if line.startswith('  File "')]
+    return lines[-1] if lines else "with an empty stack"
 
 
 def _line(frame: FrameType) -> str:

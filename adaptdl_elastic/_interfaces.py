@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
+from adaptdl_elastic.protocol.hints import Straggler
 from adaptdl_elastic.protocol.messages import ChangePlan, RecoveryPlan
 
 if TYPE_CHECKING:
@@ -313,6 +314,10 @@ class ElasticLoader(Protocol):
     def gradient_weight(self) -> float:
         """Factor by which to multiply the mean gradient of the current batch."""
 
+    @property
+    def concentration(self) -> float:
+        """Sum over replicas of the squared fractions of the window's samples that they take."""
+
     def is_accum_step(self) -> bool:
         """Return whether more batches follow the current one before the optimizer steps."""
 
@@ -475,8 +480,14 @@ class Reporter(Protocol):
     ) -> None:
         """Take the position of the job, in steps, epochs and samples."""
 
-    def report_problem(self, about: str, problem: str | None) -> None:
+    def report_problem(self, about: str, problem: str | None, every_time: bool = False) -> None:
         """Take a description of a problem with a part of the training; None if the problem is solved."""
+
+    def set_stragglers(self, stragglers: tuple[Straggler, ...]) -> None:
+        """Take the replicas that the others wait for."""
+
+    def shares_changed(self) -> None:
+        """Take note that the samples are shared among the replicas in another way from now on."""
 
     def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Take whether the number of replicas can change without a restart, and if not, the reason."""

@@ -157,6 +157,14 @@ def checkpoint_interval() -> float:
     return 30.0 if value is None else value
 
 
+def hang_timeout() -> float | None:
+    """Return the seconds without progress after which a replica is killed (`ADAPTDL_HANG_TIMEOUT`).
+
+    The value is that of `--hang-timeout`; None if not set or 0.
+    """
+    return _read(_seconds, environment.HANG_TIMEOUT) or None
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)

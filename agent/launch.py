@@ -487,6 +487,7 @@ def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> Agen
             threads=options.threads,
             rescale=options.rescale,
             virtual_local_rank=options.virtual_local_rank,
+            hang_timeout=options.hang_timeout,
             secret=found.secret,
         ),
         coordinator=_coordinator_command(options, parts.access),

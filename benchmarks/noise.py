@@ -285,6 +285,7 @@ class Loader:
     sample_dimension = 0
     key = "0"
     may_accumulate = False
+    local_bsz_bounds = (1, BATCH)
     gradient_weight = 1.0
     micro_batch = 0
 

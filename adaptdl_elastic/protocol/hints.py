@@ -66,6 +66,16 @@ class ProfileEntry:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class Straggler:
+    """A replica that the others wait for in every step."""
+
+    rank: _Count
+    host: str
+    part: str  # what it is slow in: data, compute or communication
+    ratio: _Amount  # its busy time per step over that of the others
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class JobHints:
     """A job's report. Sizes are in samples, times in seconds, rates in samples per second.
 
@@ -105,6 +115,7 @@ class JobHints:
     inplace_reason: str = ""  # why not, if inplace is False
     # present problems, and what to do about them
     warnings: Annotated[tuple[str, ...], Field(max_length=100)] = ()
+    stragglers: Annotated[tuple[Straggler, ...], Field(max_length=10_000)] = ()
     time: float = 0.0
 
     def __post_init__(self) -> None:

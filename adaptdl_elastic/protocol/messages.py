@@ -201,6 +201,15 @@ class PeerLost:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class Hanging:
+    """The script of this replica hangs, and all others wait for it for `--hang-timeout`: kill it."""
+
+    kind: ClassVar[str] = "hanging"
+    reason: str
+    """What is known about it, on one line."""
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class Pong:
     """The answer to a `Ping`."""
 
@@ -250,6 +259,7 @@ ReplicaMessage = (
     | Finished
     | Stopping
     | PeerLost
+    | Hanging
     | Pong
     | Switched
     | Hints
@@ -264,7 +274,7 @@ _REPORTS: dict[str, type[Any]] = {
     one.kind: one
     for one in (
         *(Hello, Event, StepFinished, Ready, Resilient, EpochsFinished, Finished, Stopping),
-        *(PeerLost, Pong, Switched, Hints, Saved),
+        *(PeerLost, Hanging, Pong, Switched, Hints, Saved),
     )
 }
 

@@ -122,7 +122,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._buffers_are_shared = bool(self.broadcast_buffers)  # as DDP's constructor set it
         optimizer = self._optimizer  # not self: DDP's reducer keeps the hook, and so would keep self, forever
         norms = comm_hook.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
-        self._hook = comm_hook.HookState(norms, self.process_group, self.process_group.size())
+        self._hook = comm_hook.HookState(
+            norms, self.process_group, self.process_group.size(), clock=registry().speed.clock
+        )
         if self.process_group is dist.group.WORLD:
             self._hook.link = backends.present(current_session())
         self._memory.hook = self._hook
@@ -445,6 +447,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 # Gradients of at least half a batch enter the statistics. An epoch's last batch may be a
                 # single sample, which is too few.
                 even=window == full or (micro_batches == 1 and window % parts == 0 and 2 * window >= full),
+                concentration=loader.concentration,
                 local=loader.local_samples,
                 dimension=loader.sample_dimension,
                 size=window / initial,
@@ -598,6 +601,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             self.irreparable = grad_scaler.why_irreparable(self._mp_scaler)
             current_session().recovery.before_step(left_out=True)
             return False
+        self._hook.clock.stepping()
         loader = current_dataloader()
         if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
             loader.train()

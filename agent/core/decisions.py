@@ -43,6 +43,7 @@ from adaptdl_elastic.agent.core.states import (
     ReplicaEpochsFinished,
     ReplicaExited,
     ReplicaFinished,
+    ReplicaHangs,
     ReplicaHello,
     ReplicaLostPeer,
     ReplicaPong,
@@ -221,10 +222,11 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         return replace(state, held=peer_loss.record_report(held, event.local_rank, stopping=True)), []
     if isinstance(event, ReplicaLostPeer):
         return peer_loss.handle_report(state, held, event, now)
-    if isinstance(event, ReplicaExited) and any(
-        r.hanging for r in held.replicas if r.local_rank == event.local_rank
-    ):
-        event = replace(event, message=hang_detection.hang_message(state))
+    if isinstance(event, ReplicaExited):
+        for replica in held.replicas:
+            if replica.hanging and replica.local_rank == event.local_rank:
+                why = replica.hang_reason or hang_detection.hang_message(state)
+                event = replace(event, message=why)
     if isinstance(event, ReplicaExited) and peer_loss.survived(held, event):
         return peer_loss.record_death(state, held, event, now)
     if getattr(event, "generation", None) != held.generation:
@@ -244,6 +246,8 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
             held = _change(held, local_rank, step=step, stepped=now, heard=now, pinged=None)
         case ReplicaPong(_, local_rank):
             held = _change(held, local_rank, heard=now, pinged=None)
+        case ReplicaHangs(_, local_rank, reason):
+            held, actions = hang_detection.kill_reported(state, held, local_rank, reason)
         case ReplicaExited():
             held = _learn_exit(held, event)
     return replace(state, held=held), actions

@@ -5,9 +5,10 @@ replica that does not answer is stopped, or some code never releases its interpr
 the others survive its death as usual. A replica is not asked before its first step, while data and models are
 loaded; a newcomer is asked as soon as it has joined, because the others then wait for it in every step.
 
-With `--hang-timeout`, a script whose replicas all answer but take no step is taken to hang, too. The cause is
-unknown, so all replicas are killed, after a delay in which agents of other nodes may find the one that does
-not answer.
+With `--hang-timeout`, a script whose replicas all answer but take no step is taken to hang, too. The library
+finds the replica that the others wait for (`torch/_runtime/hang_watch.py`), and that replica asks its agent
+to kill it. If the library cannot tell, all replicas are killed, after a delay in which agents of other nodes
+may find the one that does not answer.
 """
 
 from __future__ import annotations
@@ -81,6 +82,17 @@ def watch(state: State, held: LocalGeneration, now: float) -> Step | None:
             held = replace(held, failure=Failure(replica.rank, -9, message))
             return replace(state, held=held), [Say(f"replica {replica.rank}: {message}")]
     return None
+
+
+def kill_reported(
+    state: State, held: LocalGeneration, local_rank: int, reason: str
+) -> tuple[LocalGeneration, list[Action]]:
+    """Kill a replica that reports that its script hangs, if `--hang-timeout` is given."""
+    replica = next((r for r in _watched(held) if r.local_rank == local_rank), None)
+    if replica is None or not state.me.hang_timeout:
+        return held, []
+    held = _mark(held, replica, hanging=True, hang_reason=reason)
+    return held, [Say(f"killed: {reason} (--hang-timeout)"), Kill((local_rank,), reason)]
 
 
 def _watched(held: LocalGeneration) -> list[Replica]:

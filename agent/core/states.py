@@ -66,7 +66,8 @@ class Replica:
     # monotonic time of its newest sign of life since its first step, or since it joined
     heard: float | None = None
     pinged: float | None = None  # monotonic time of a ping that it has not answered
-    hanging: bool = False  # it did not answer a ping and is killed
+    hanging: bool = False  # it did not answer a ping, or the others wait for it, and it is killed
+    hang_reason: str = ""  # why, if it has said so itself
 
 
 class Phase(str, Enum):
@@ -292,6 +293,15 @@ class ReplicaPong:
 
 
 @dataclass(frozen=True)
+class ReplicaHangs:
+    """A replica reports that its script hangs, and that all others wait for it."""
+
+    generation: int
+    local_rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class ReplicaExited:
     """A process has ended. `message` says what is known about the reason."""
 
@@ -366,6 +376,7 @@ Event = (
     | ReplicaStopping
     | ReplicaLostPeer
     | ReplicaPong
+    | ReplicaHangs
     | ReplicaExited
     | Leave
     | LeaveNow

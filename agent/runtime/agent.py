@@ -622,6 +622,8 @@ class ElasticAgent(SimpleElasticAgent):
                 self._decide(states.ReplicaSwitched(generation, handle.local_rank))
             case messages.Pong():
                 self._decide(states.ReplicaPong(handle.generation, handle.local_rank))
+            case messages.Hanging(reason):
+                self._decide(states.ReplicaHangs(handle.generation, handle.local_rank, reason))
             case messages.Resilient(generation):
                 self._decide(states.ReplicaResilient(generation, handle.local_rank))
             case messages.EpochsFinished(finished):

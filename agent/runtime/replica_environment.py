@@ -28,6 +28,7 @@ class JobEnvironment:
     threads: int | None
     rescale: str = "auto"
     virtual_local_rank: bool = False
+    hang_timeout: float | None = None
     secret: str = field(default="", repr=False)  # secret of the run
 
 
@@ -90,6 +91,8 @@ def replica_environment(
     }
     if job.rescale == "restart":  # otherwise the library decides, since it may survive an error
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if job.hang_timeout:
+        values[environment.HANG_TIMEOUT] = f"{job.hang_timeout:g}"
     if job.threads is not None:
         values["OMP_NUM_THREADS"] = job.threads
     if job.virtual_local_rank:

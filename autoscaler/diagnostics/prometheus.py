@@ -80,6 +80,9 @@ JOB_GAUGES: dict[str, tuple[str, _Reader]] = {
     ),
 }
 
+STRAGGLER = "adaptdl_job_straggler"
+STRAGGLER_HELP = "Busy time per step of a replica that the others wait for, over theirs."
+
 CLUSTER_GAUGES: dict[str, str] = {
     "adaptdl_leader": "Whether this coordinator decides.",
     "adaptdl_nodes": "Registered nodes.",
@@ -155,6 +158,11 @@ class CoordinatorMetrics(Collector):
                 if value is not None:
                     family.add_metric([job], float(value))
             yield family
+        lags = GaugeMetricFamily(STRAGGLER, STRAGGLER_HELP, labels=["job", "rank", "host", "part"])
+        for job, fact in facts.items():
+            for one in fact.hints.stragglers if fact.hints else ():
+                lags.add_metric([job, str(one.rank), one.host, one.part], one.ratio)
+        yield lags
 
     def _cluster(self, view: View) -> Iterable[Metric]:
         ledger = Ledger(view)

@@ -64,6 +64,12 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]], int]]]] = [
                 ],
                 8,
             ),
+            (
+                "Replicas that the others wait for: their time per step over the others'",
+                "short",
+                [(f"adaptdl_job_straggler{JOB}", "{{job}} rank {{rank}} on {{host}}: {{part}}")],
+                8,
+            ),
             ("Generation", "short", [(f"adaptdl_job_generation{JOB}", "{{job}}")], 8),
             ("Nodes of the job", "short", [(f"adaptdl_job_nodes{JOB}", "{{job}}")], 8),
         ],

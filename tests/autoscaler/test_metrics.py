@@ -18,6 +18,7 @@ from adaptdl_elastic.autoscaler.diagnostics.prometheus import (
     CoordinatorMetrics,
     serve,
 )
+from adaptdl_elastic.protocol.hints import Straggler
 from adaptdl_elastic.rendezvous.schema.records import AutoscalerStatus, JobCost, encode
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "adaptdl.json"
@@ -43,7 +44,15 @@ def pump() -> Pump:
     )
     pump.ask("a", replicas=2)
     pump.settle()
-    agent.report(pump.plan("a"), throughput=5000.0, efficiency=0.8, gain=3.0, lr_factor=2.0, progress=0.25)
+    agent.report(
+        pump.plan("a"),
+        throughput=5000.0,
+        efficiency=0.8,
+        gain=3.0,
+        lr_factor=2.0,
+        progress=0.25,
+        stragglers=(Straggler(3, "n7", "data", 3.5),),
+    )
     pump.store.put(
         pump.keys.autoscaler_status,
         encode(AutoscalerStatus("static", 1, 1, 2.5, 7.0, jobs=(JobCost("a", 6.5, 2.5, 9.0, 3600.0),))),
@@ -152,3 +161,16 @@ def test_it_is_served_where_it_is_asked_to_be(pump: Pump) -> None:
 def test_the_page_about_monitoring_names_every_metric() -> None:
     page = DASHBOARD.parents[1].joinpath("monitoring.md").read_text()
     assert {name for name in (*JOB_GAUGES, *CLUSTER_GAUGES) if f"`{name}" not in page} == set()
+
+
+def test_a_replica_that_lags_is_a_series_with_rank_host_and_part(pump: Pump) -> None:
+    registry = CollectorRegistry()
+    metrics = CoordinatorMetrics(registry)
+    observe(pump, metrics)
+    line = 'adaptdl_job_straggler{host="n7",job="a",part="data",rank="3"} 3.5'
+    assert line in generate_latest(registry).decode()
+    pump.agents[0].report(pump.plan("a"))
+    observe(pump, metrics)
+    assert "adaptdl_job_straggler{" not in generate_latest(registry).decode()
+    assert "`adaptdl_job_straggler" in DASHBOARD.parents[1].joinpath("monitoring.md").read_text()
+    assert "adaptdl_job_straggler" in DASHBOARD.read_text()

@@ -29,6 +29,7 @@ ALONE: dict[str, Any] = {
     "rescale": "auto",
     "secret": None,
     "checkpoint_interval": 30.0,
+    "hang_timeout": None,
 }
 
 # (function, variable of ours, text, value; torchrun's variable, text, value)
@@ -54,6 +55,8 @@ OURS_ALONE = [
     ("secret", "ADAPTDL_SECRET", "clé", "clé".encode()),
     ("checkpoint_interval", "ADAPTDL_CHECKPOINT_INTERVAL", "0.5", 0.5),
     ("checkpoint_interval", "ADAPTDL_CHECKPOINT_INTERVAL", "0", 0.0),
+    ("hang_timeout", "ADAPTDL_HANG_TIMEOUT", "20", 20.0),
+    ("hang_timeout", "ADAPTDL_HANG_TIMEOUT", "0", None),
 ]
 
 MALFORMED = [

@@ -35,9 +35,12 @@ from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._data.checks import check_bounds, check_writer
 from adaptdl_elastic.torch._data.partition import Window, share
 from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic.torch._data.unequal_shares import UnequalShares
 from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
+from adaptdl_elastic.torch._runtime.step_clock import Stage
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial, local_batch, misfit
 from adaptdl_elastic.torch._tuning.memory_limit import limited, memory_limit, split
+from adaptdl_elastic.torch._tuning.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ class AdaptiveDataLoaderHelper:
         self._reported_for: tuple[int, int] | None = None  # (generation, epoch) of the eligibility report
         self._loops: ScriptPosition | None = None
         self._skipped = False
+        self.unequal = UnequalShares(self._registry.speed, self.key)
         self._mark = (0.0, 0, 0)  # progress, attempted steps and index when progress was last made
         self._entered: tuple[int, list[int]] = (0, [])  # at loop start: session step, attempts of each model
         # the current window
@@ -203,7 +207,10 @@ class AdaptiveDataLoaderHelper:
             return 0
         if self._window is None:
             return self._atomic
-        return share(self._window[self._chunk], self.replicas, _session.current().rank)
+        rank, chunk = _session.current().rank, self._window[self._chunk]
+        if self.unequal.shares is None:
+            return share(chunk, self.replicas, rank)
+        return self.unequal.counts(chunk, self.replicas)[rank]
 
     @property
     def gradient_weight(self) -> float:
@@ -215,6 +222,15 @@ class AdaptiveDataLoaderHelper:
         if self._window is None:
             return 1.0
         return self.local_samples * self.replicas * len(self._window) / sum(self._window)
+
+    @property
+    def concentration(self) -> float:
+        """Sum over replicas of the squared fractions of the window's samples that they take."""
+        replicas, window = self.replicas, self._window
+        if window is None or self.unequal.shares is None:
+            return 1.0 / replicas
+        counts = zip(*(self.unequal.counts(chunk, replicas) for chunk in window), strict=True)
+        return float(sum(sum(own) ** 2 for own in counts)) / sum(window) ** 2
 
     @property
     def adaptive(self) -> bool:
@@ -232,13 +248,13 @@ class AdaptiveDataLoaderHelper:
         return self._registry.training is None and script_position().trainer is None
 
     @property
-    def settled(self) -> tuple[int, int, int, int]:
-        """Generation, batch of one replica, accumulation steps, and a count of repeated steps.
+    def settled(self) -> tuple[int, int, int, int, Shares | None]:
+        """Generation, batch of one replica, accumulation steps, count of repeated steps, unequal shares.
 
         If this value changes, the replicas' shares or the position have changed, and the iterator must be
         made again.
         """
-        return _session.current().generation, self._atomic, self._accum, self._repeats
+        return _session.current().generation, self._atomic, self._accum, self._repeats, self.unequal.shares
 
     def train(self) -> None:
         """Make this the loader that models are trained with.
@@ -274,6 +290,7 @@ class AdaptiveDataLoaderHelper:
         """Keep to the limit of the memory, which has become smaller. On all replicas at the same boundary."""
         fitting = split(BatchSize(self._atomic, self._accum), memory_limit().largest)
         self._atomic, self._accum = fitting.atomic_bsz, fitting.accumulation_steps
+        self.unequal.share_equally(self._limits.bounds, self._accum + 1)
         self._repeats += 1
         self._announce()
 
@@ -368,6 +385,7 @@ class AdaptiveDataLoaderHelper:
                     session.consensus.poll_soon()
             if self.training:
                 session.metrics.set_current_batch_size(self._atomic, self._accum)
+            self.unequal.share_equally(self._limits.bounds, self._accum + 1)
         return self._atomic
 
     def _initial(self) -> tuple[int, int]:
@@ -397,6 +415,7 @@ class AdaptiveDataLoaderHelper:
         if largest is not None and command["atomic"] > largest:
             return  # it was chosen before the limit was known
         self._atomic, self._accum = command["atomic"], command["accumulation"]
+        self.unequal.limit(self._limits.bounds, self._accum + 1)
         _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
 
     # -- the data loop -----------------------------------------------------------------------------
@@ -443,6 +462,8 @@ class AdaptiveDataLoaderHelper:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
             self._mark = (*self._effort(), state.index)
             self._entered = session.step, self._each_attempts()
+            self._registry.speed.clock.restart()
+            self._registry.speed.clock.enter(Stage.DATA)
             if not self._skipped:
                 streams.enter_loop()
                 drawing = True
@@ -553,6 +574,7 @@ class AdaptiveDataLoaderHelper:
     def begin_batch(self) -> None:
         """Prepare to hand out a batch."""
         self._handed_out = True
+        self._registry.speed.clock.enter(Stage.BODY)
         if self._chunk == 0:
             index = self._running().index
             self._window_start = index, self._attempts()
@@ -575,12 +597,17 @@ class AdaptiveDataLoaderHelper:
             boundary: Whether to call `pass_boundary` at the end of a window; if False, the caller calls it.
         """
         session, state, training = _session.current(), self._running(), self.training
-        accumulating, safe = self.is_accum_step(), session.recovery
+        accumulating, safe, speed = self.is_accum_step(), session.recovery, self._registry.speed
+        speed.clock.enter(Stage.DATA if accumulating else Stage.BOUNDARY)
         if training:
             if commit and even and not (safe.broken or safe.failed):
                 session.metrics.profile_step_commit(accumulating)
             else:
                 session.metrics.pause()
+            if not accumulating:
+                counts = commit and even and not safe.broken
+                samples = self.local_samples * (self._accum + 1)
+                speed.step_ended(counts, (self._atomic, self._accum, self.unequal.shares), samples)
         if accumulating:
             self._chunk += 1
             return
@@ -614,6 +641,7 @@ class AdaptiveDataLoaderHelper:
         # Not while the script accumulates in no_sync: its local gradients are in no checkpoint.
         if not any(model.accumulates_by_hand for model in session.models):
             session.recovery.retry_on_peer_loss(lambda: state.boundary(last), self)
+        self._registry.speed.clock.enter(Stage.DATA)
 
     def _report_position(self, session: _session.Session, state: ScriptPosition) -> None:
         now = (session.generation, state.finished)

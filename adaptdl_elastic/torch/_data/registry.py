@@ -8,7 +8,9 @@ from adaptdl_elastic import _frames, _session, checkpoint
 from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic.torch._data.batch_comparison import BatchComparison
 from adaptdl_elastic.torch._data.random_streams import RandomStreams
+from adaptdl_elastic.torch._runtime.hang_watch import HangWatch
 from adaptdl_elastic.torch._runtime.position import script_position
+from adaptdl_elastic.torch._tuning.replica_speed import ReplicaSpeed
 
 
 class LoaderRegistry:
@@ -22,6 +24,8 @@ class LoaderRegistry:
         self.unrepeatable = 0  # number of loaders that cannot hand out the samples of a step again
         self._streams: RandomStreams | None = None
         self._comparison: BatchComparison | None = None
+        self._speed: ReplicaSpeed | None = None
+        self._watch: HangWatch | None = None
 
     @property
     def streams(self) -> RandomStreams:
@@ -37,6 +41,14 @@ class LoaderRegistry:
         if self._comparison is None:
             self._comparison = BatchComparison(_session.current())
         return self._comparison
+
+    @property
+    def speed(self) -> ReplicaSpeed:
+        """Comparison of the speeds of the replicas."""
+        if self._speed is None:
+            self._speed = ReplicaSpeed(_session.current())
+            self._watch = HangWatch(_session.current(), self._speed.clock)
+        return self._speed
 
     def key(self) -> str:
         """Return the key of a new loader, the same on all replicas and in every run of the script.

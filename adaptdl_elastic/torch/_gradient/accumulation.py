@@ -54,8 +54,9 @@ class Batch:
     # the last micro-batch, not synchronised: the script itself accumulates several windows
     by_hand: bool = False
     weight: float = 1.0  # w in the module's docstring
-    # every micro-batch of the window, on every replica, has the same size, which is not tiny
+    # every micro-batch of the window has the same size over all replicas, which is not tiny
     even: bool = True
+    concentration: float | None = None  # Σ_r (n_r / Σ n)², where n_r are replica r's samples; None: 1/R
     local: int | None = None  # samples on this replica; None: unknown
     dimension: int | None = None  # dimension of the batch's tensors that counts the samples; None: unknown
     size: float = 1.0  # S: samples of the window relative to the initial batch size

@@ -10,6 +10,7 @@ not sampled the hook only weighs and averages.
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from adaptdl_elastic.torch._process_group.backends import ARRIVES
+from adaptdl_elastic.torch._runtime.step_clock import StepClock
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -189,6 +191,7 @@ class HookState:
     works: list[Any] = field(default_factory=list)  # all-reduces of norms that may not have ended
     link: "Group | None" = None  # what the library knows of the group, if it is torch's default one
     queued: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # pending buckets and their works
+    clock: StepClock = field(default_factory=StepClock)  # measures what this replica does in a step
 
     @property
     def completion_is_unreliable(self) -> bool:
@@ -295,10 +298,14 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
         return _finished(buffer)
     if state.spoilt:
         buffer.fill_(math.nan)
+    if bucket.is_last():  # before the call below: a slow peer may let it wait
+        state.clock.computed(buffer.is_cuda)
+    begun = time.monotonic()
     try:
         if state.lost is not None:
             raise RuntimeError(str(state.lost))
         work = state.queue(buffer)
+        state.clock.sent(time.monotonic() - begun)
         future = work.get_future()
         if recording is not None and bucket.is_last():
             _reduce_own(state, recording)
@@ -406,14 +413,16 @@ def _measure(state: HookState, bucket: GradBucket, recording: Recording | None) 
 
 def _chained(state: HookState, bucket: GradBucket, recording: Recording | None, future: Any) -> Future:
     """Return a future that ends, or fails, with the all-reduce."""
-    buffer, measure = bucket.buffer(), _measure(state, bucket, recording)
-    examines = bucket.is_last() and state.tells_of_memory and not state.completion_is_unreliable
+    buffer, measure, last = bucket.buffer(), _measure(state, bucket, recording), bucket.is_last()
+    examines = last and state.tells_of_memory and not state.completion_is_unreliable
 
     def finish(done: Any) -> torch.Tensor:
         done.value()  # raises the all-reduce's error; torch's fake backend has no value
         measure()
         if examines:
             state.examine(buffer)
+        if last:
+            state.clock.arrived()
         return buffer
 
     chained: Future = future.then(finish)
@@ -436,6 +445,8 @@ def _finish(state: HookState, bucket: GradBucket, recording: Recording | None, f
         except Exception as error:
             reduction.settle(partial(state.fail, error))
         else:
+            if last:
+                state.clock.arrived()
             reduction.settle(None)
 
     future.add_done_callback(arrived)

@@ -276,7 +276,9 @@ class Sampler:
         replicas, parts = self._batch.replicas, self._batch.micro_batches
         first, variances = self._first, self._variances
         if replicas > 1:
-            return lambda: _of_replicas(recordings, replicas)
+            known = self._batch.concentration
+            concentration = 1.0 / replicas if known is None else known
+            return lambda: of_replicas(recordings, concentration)
         mean = _total(recordings[-1].own) if self._mean is None else self._mean
         if parts > 1 and first is not None:
             return lambda: torch.stack([mean, (first - mean) / (parts - 1)])
@@ -313,8 +315,13 @@ def _total(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(rows).sum(0)
 
 
-def _of_replicas(recordings: list[Recording], replicas: int) -> torch.Tensor:
+def of_replicas(recordings: list[Recording], concentration: float) -> torch.Tensor:
     """Return |ḡ|² of the last backward pass, and V summed over all of them.
+
+    With n_r of N samples on replica r, p_r = n_r/N and ḡ = Σ p_r g_r, the expectations are, for a true
+    gradient G and a variance S per sample, |G|² + S/N of |ḡ|², and q |G|² + S/N of Σ |p_r g_r|², where
+    q = Σ p_r² is the concentration. So V = (Σ |p_r g_r|² - q |ḡ|²) / (1 - q) is an unbiased estimate of S/N,
+    the variance of ḡ. With equal shares q is 1/R.
 
     A second synchronised pass (D(real), then D(fake)) adds its gradient to the present average, which is the
     same on all replicas and so does not change the difference of the norms.
@@ -325,7 +332,6 @@ def _of_replicas(recordings: list[Recording], replicas: int) -> torch.Tensor:
         # no limit.
         recording.work.wait(*(() if recording.own[0].is_cuda else (_PATIENCE,)))
         mean = _total(recording.average)
-        # The norms are of buffers that were divided by R: mean_r |g_r|² = R · Σ_r |g_r/R|².
-        assert recording.reduced is not None
-        variance = variance + (replicas * recording.reduced - mean) / (replicas - 1)
+        assert recording.reduced is not None  # of buffers that were multiplied by p_r already
+        variance = variance + (recording.reduced - concentration * mean) / (1.0 - concentration)
     return torch.stack([mean, torch.as_tensor(variance)])

@@ -25,7 +25,7 @@ import numpy as np
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.protocol import environment
-from adaptdl_elastic.protocol.hints import MOST, JobHints, ProfileEntry, encode
+from adaptdl_elastic.protocol.hints import MOST, JobHints, ProfileEntry, Straggler, encode
 from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits
 from adaptdl_elastic.torch._tuning.step_times import ENOUGH, WINDOW, Key, StepTimes, robust_mean
@@ -94,6 +94,7 @@ class Metrics:
         self._gains: dict[str, tuple[float, float]] = {}
         self._progress = 0.0
         self._warnings = TrainingWarnings(self._session)
+        self._stragglers: tuple[Straggler, ...] = ()
         self._limits: Limits | None = None
         self._current = BatchSize(0, 0)
         self._steps = 0  # optimizer steps since the batch size was changed
@@ -243,10 +244,27 @@ class Metrics:
         if self._session.rank == 0 and self._background and self._thread is None:
             self._start()  # no step is measured if all are shorter than the batch size
 
-    def report_problem(self, about: str, problem: str | None) -> None:
-        """Report what is wrong with a part of the training, and what to do; None: nothing any more."""
-        if self._warnings.report(about, problem):
+    def report_problem(self, about: str, problem: str | None, every_time: bool = False) -> None:
+        """Report what is wrong with a part of the training, and what to do; None: nothing any more.
+
+        Args:
+            about: The part.
+            problem: The problem, or None.
+            every_time: Whether to log every beginning and end of the problem, not only its first beginning.
+        """
+        if self._warnings.report(about, problem, every_time):
             self._wake.set()
+
+    def set_stragglers(self, stragglers: tuple[Straggler, ...]) -> None:
+        """Set the replicas that the others wait for."""
+        self._stragglers = stragglers
+        self._wake.set()
+
+    def shares_changed(self) -> None:
+        """Forget step times of this number of replicas: their samples are shared in another way now."""
+        self._times.forget(self._session.nodes, self._session.replicas)
+        self._where, self._skip = None, WARMUP
+        self._recent.clear()
 
     def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Set whether this script can change in place, and why not."""
@@ -360,6 +378,7 @@ class Metrics:
             inplace=self._inplace[0],
             inplace_reason=self._inplace[1],
             warnings=self._warnings.messages,
+            stragglers=self._stragglers,
             time=time.time(),
         )
 

@@ -48,8 +48,14 @@ class TrainingWarnings:
         self._problems: dict[str, str] = {}
         self._lock = Lock()
 
-    def report(self, what: str, problem: str | None) -> bool:
-        """Record a problem with `what`, or None for its end; return whether that is new."""
+    def report(self, what: str, problem: str | None, every_time: bool = False) -> bool:
+        """Record a problem with `what`, or None for its end; return whether that is new.
+
+        Args:
+            what: The part of the training.
+            problem: The problem, or None.
+            every_time: Whether to log every beginning and end, not only the first beginning.
+        """
         if (what in self._problems) == (problem is not None):
             return False
         with self._lock:
@@ -61,9 +67,11 @@ class TrainingWarnings:
         if session.rank == 0:
             if problem is None:
                 session.emit("warning_over", about=what, step=session.step)
+                if every_time:
+                    logger.warning("%s: the problem is over", what)
             else:
                 session.emit("warning", about=what, message=problem, step=session.step)
-                if what not in self._logged:
+                if every_time or what not in self._logged:
                     self._logged.add(what)
                     logger.warning("%s", problem)
         return True

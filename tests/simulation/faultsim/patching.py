@@ -76,7 +76,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
 }
 
 NOT_RUN: dict[str, str] = {
-    # module: why nothing of it runs here, or why what it imports does not matter
+    # module or package: why nothing of it runs here, or why what it imports does not matter
     "adaptdl_elastic.agent.cli": "the command line",
     "adaptdl_elastic.agent.launch": "agents.AgentProcess takes its place",
     "adaptdl_elastic.agent.cluster.run_secret": "only `launch` asks for a secret",
@@ -87,6 +87,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.agent.runtime.generation_store": "node.Meeting takes its place",
     "adaptdl_elastic.agent.runtime.torch_events": "no handler of events is named, so its thread does not run",
     "adaptdl_elastic.agent.runtime.orphan_errors": "inside a replica's process",
+    "adaptdl_elastic.agent.service": "a machine's service, which starts agents as processes",
     "adaptdl_elastic.agent.terminal.display": "the terminal",
     "adaptdl_elastic.agent.terminal.event_log": "a file; the simulator's journals write into a list",
     "adaptdl_elastic.agent.terminal.replica_output": "node.Output takes its place",
@@ -94,6 +95,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.rendezvous.local.addresses": "real sockets",
     "adaptdl_elastic.rendezvous.local.scratch_directory": "directories",
     "adaptdl_elastic.rendezvous.local.store_server": "real sockets",
+    "adaptdl_elastic.rendezvous.services": "addresses and signatures of services, which no agent here uses",
     "adaptdl_elastic.rendezvous.store.base": "only names the type of Lease.lost",
     "adaptdl_elastic.rendezvous.store.credentials": "files of passwords and certificates, for drivers",
     "adaptdl_elastic.rendezvous.store.endpoints": "a driver; client.SimClient takes its place",
@@ -135,7 +137,8 @@ def unknown() -> list[str]:
     found = []
     for package in _PACKAGES:
         for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-            if info.name in NOT_RUN or info.name.endswith("__main__"):
+            unused = any(f"{info.name}.".startswith(f"{name}.") for name in NOT_RUN)
+            if unused or info.name.endswith("__main__"):
                 continue
             module = importlib.import_module(info.name)
             for attribute, value in vars(module).items():

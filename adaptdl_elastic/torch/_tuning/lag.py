@@ -1,0 +1,105 @@
+"""Decide which replica lags: pure functions of the times that the replicas report.
+
+A replica lags if it is busy for much longer than the others in every step, so that they wait for it. The
+comparison must not be misled by a busy machine. So each replica reports medians over its last steps, a
+replica is compared with the median of the others, and a verdict changes only if successive reports agree;
+the limit for its end is lower than the one for its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from adaptdl_elastic.torch._runtime.step_clock import StepParts
+
+BEGINS = 2.0
+"""Factor of the others' time from which a replica lags."""
+
+ENDS = 1.5
+"""Factor of the others' time below which it does not lag any more."""
+
+AGREEING = 2
+"""Successive reports that must agree before a verdict changes."""
+
+LEAST_SECONDS = 0.05
+"""Least time per step that the others lose before a replica is said to lag."""
+
+LEAST_SHARE = 0.2
+"""Least share of the time from step to step that the others lose."""
+
+PARTS = {"data": "loading data", "compute": "computing", "communication": "sending gradients"}
+
+
+class Report(NamedTuple):
+    """What a replica reports about its last steps."""
+
+    host: str
+    parts: StepParts  # medians per step
+    samples: int  # of this replica, in each of these steps
+
+
+@dataclass(frozen=True)
+class Lag:
+    """A replica that the others wait for."""
+
+    rank: int
+    host: str
+    part: str  # the part of a step that takes longest beside the others': a key of `PARTS`
+    ratio: float  # its busy time per step over that of the others
+    seconds: float  # its busy time per step
+    usual: float  # that of the others
+
+    @property
+    def message(self) -> str:
+        """Return what is wrong, and what to do."""
+        return (
+            f"replica {self.rank} on {self.host} is slow in {PARTS[self.part]}: it is busy for "
+            f"{self.seconds * 1e3:.0f} ms per step, the others for {self.usual * 1e3:.0f} ms, and they wait "
+            f"for it. Look what else runs on {self.host}; `adaptdl drain` takes the job off a node, and the "
+            f"loader's share_by_speed() gives a slow replica fewer samples"
+        )
+
+
+class LagJudge:
+    """Compare the replicas of one generation, and say which lag."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}  # rank → successive reports that contradict the present verdict
+        self.lags: dict[int, Lag] = {}
+
+    def judge(self, reports: Mapping[int, Report]) -> None:
+        """Take one report of every replica, about the same steps; `lags` are the verdicts afterwards."""
+        for rank, report in reports.items():
+            others = [one for other, one in reports.items() if other != rank]
+            found = compare(rank, report, others)
+            lagging = rank in self.lags
+            if lagging and found.ratio > ENDS:
+                self._seen[rank] = 0
+                self.lags[rank] = found
+                continue
+            if not lagging and not _lags(found, report.parts):
+                self._seen[rank] = 0
+                continue
+            self._seen[rank] = self._seen.get(rank, 0) + 1
+            if self._seen[rank] >= AGREEING:
+                self._seen[rank] = 0
+                if lagging:
+                    del self.lags[rank]
+                else:
+                    self.lags[rank] = found
+
+
+def compare(rank: int, report: Report, others: Sequence[Report]) -> Lag:
+    """Return how the replica `rank` compares with the others."""
+    usual = StepParts(*(median(column) for column in zip(*(one.parts for one in others), strict=True)))
+    seconds, reference = report.parts.own, median(one.parts.own for one in others)
+    part = max(PARTS, key=lambda name: getattr(report.parts, name) - getattr(usual, name))
+    return Lag(rank, report.host, part, seconds / max(reference, 1e-9), seconds, reference)
+
+
+def _lags(found: Lag, parts: StepParts) -> bool:
+    lost = found.seconds - found.usual
+    return found.ratio >= BEGINS and lost >= max(LEAST_SECONDS, LEAST_SHARE * sum(parts))

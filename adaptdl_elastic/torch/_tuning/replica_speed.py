@@ -1,0 +1,150 @@
+"""Compare the speeds of the replicas while they train.
+
+Each replica measures the parts of its steps (`step_clock`). After every `EVERY` steps it sends medians over
+its last `WINDOW` steps to rank 0 as a control message, for which no replica waits. When rank 0 has the
+reports of all replicas about the same steps, it decides which replica lags (`lag`), and which shares of a
+batch would let all replicas finish together (`shares`).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from statistics import median
+from typing import Any
+
+from adaptdl_elastic._session import Session
+from adaptdl_elastic.protocol.hints import Straggler
+from adaptdl_elastic.torch._runtime.step_clock import StepClock, StepParts
+from adaptdl_elastic.torch._tuning.lag import LagJudge, Report
+from adaptdl_elastic.torch._tuning.shares import ShareChooser
+
+logger = logging.getLogger(__name__)
+
+KIND = "step parts"
+"""Kind of the control messages that carry a replica's times."""
+
+WINDOW = 7
+"""Steps whose median is reported."""
+
+EVERY = 5
+"""Steps from one report to the next."""
+
+SKIPPED = 3
+"""Steps that are not measured after a change of replicas or batch size."""
+
+_PENDING = 8  # incomplete comparisons that are kept
+
+State = tuple[Any, ...]
+"""Generation, batch size and shares: times of different states are not compared."""
+
+
+class ReplicaSpeed:
+    """Report this replica's times; on rank 0, compare those of all replicas. One per session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.clock = StepClock()
+        self._host = socket.gethostname()
+        self._state: State = ()
+        self._recent: deque[StepParts] = deque(maxlen=WINDOW)
+        self._steps = 0  # in this state
+        # on rank 0
+        self._lock = threading.Lock()
+        self._judged: int | None = None  # generation of the verdicts
+        self._judge = LagJudge()
+        self._chooser = ShareChooser()
+        self._chosen_for: State = ()
+        self._waiting: dict[tuple[State, int], dict[int, Report]] = {}
+        self.bounds: tuple[int, int | None] = (1, None)  # samples of a replica per step
+        session.consensus.listen(KIND, self._take)
+
+    @property
+    def state(self) -> State:
+        """Generation, batch size and shares of the last step."""
+        return self._state
+
+    @property
+    def suggestion(self) -> tuple[State, tuple[int, ...] | None]:
+        """Shares that pay, or None, and the state in which they were measured."""
+        with self._lock:
+            return self._chosen_for, self._chooser.suggestion
+
+    def step_ended(self, counts: bool, batch: tuple[Any, ...], samples: int) -> None:
+        """Record that a step has ended.
+
+        Args:
+            counts: Whether its time is that of a full step.
+            batch: Batch size and shares.
+            samples: Samples of this replica in the step.
+        """
+        session = self._session
+        state = (session.generation, *batch)
+        if state != self._state:
+            self._state, self._steps = state, 0
+            self._recent.clear()
+            if session.rank == 0 and session.generation != self._judged:
+                self._begin_generation()
+        found = self.clock.finish()
+        if session.replicas == 1 or session.reducer is None or not counts:
+            return
+        self._steps += 1
+        if self._steps <= SKIPPED:
+            return
+        self._recent.extend(found)
+        if self._steps % EVERY == 0 and len(self._recent) >= 2:
+            medians = [median(column) for column in zip(*self._recent, strict=True)]
+            body = [list(state), self._host, medians, samples]
+            session.reducer.send_control(0, (KIND, self._steps, body))
+
+    def _begin_generation(self) -> None:
+        """Forget the verdicts about an earlier generation, whose ranks were others."""
+        with self._lock:
+            lags, self._judge = self._judge.lags, LagJudge()
+            self._judged = self._session.generation
+            self._waiting.clear()
+        for rank in lags:
+            self._session.metrics.report_problem(_about(rank), None)
+        self._session.metrics.set_stragglers(())
+
+    def _take(self, sender: int, number: int, body: Any) -> None:
+        """Take a replica's report. Runs on rank 0, in the thread that receives control messages."""
+        state, host, medians, samples = body
+        key = _frozen(state), number
+        if key[0][0] != self._session.generation:
+            return
+        with self._lock:
+            reports = self._waiting.setdefault(key, {})
+            reports[sender] = Report(str(host), StepParts(*medians), int(samples))
+            while len(self._waiting) > _PENDING:
+                del self._waiting[next(iter(self._waiting))]
+            if len(reports) < self._session.replicas:
+                return
+            del self._waiting[key]
+            if self._chosen_for != key[0]:
+                self._chosen_for, self._chooser = key[0], ShareChooser()
+            self._chooser.take(reports, *self.bounds)
+            before = set(self._judge.lags)
+            self._judge.judge(reports)
+            now = dict(self._judge.lags)
+        metrics = self._session.metrics
+        if not before and not now:
+            return
+        for rank in before - set(now):
+            metrics.report_problem(_about(rank), None, every_time=True)
+        for rank in set(now) - before:
+            metrics.report_problem(_about(rank), now[rank].message, every_time=True)
+        metrics.set_stragglers(
+            tuple(Straggler(lag.rank, lag.host, lag.part, lag.ratio) for lag in now.values())
+        )
+
+
+def _about(rank: int) -> str:
+    return f"the speed of replica {rank}"
+
+
+def _frozen(value: Any) -> Any:
+    """Return nested lists, as a message carries them, as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
