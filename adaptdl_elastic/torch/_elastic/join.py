@@ -22,7 +22,7 @@ from adaptdl_elastic.protocol.messages import Ready
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
 from adaptdl_elastic.torch._process_group import backends, capability, placeholder
 from adaptdl_elastic.torch._process_group.store import FOREVER, generation_store
-from adaptdl_elastic.torch._runtime.position import script_position
+from adaptdl_elastic.torch._runtime.position import BEHIND_ALL, script_position
 
 
 class Newcomer:
@@ -45,6 +45,8 @@ class Newcomer:
         if again:  # keep the own position: the newcomer runs through the script up to the new place
             states.pop("adaptdl-loops", None)
         epoch, loop = step["at"]
+        if epoch >= 0 and loop > BEHIND_ALL:  # with epoch < 0 the first epoch is still to come
+            collective.give_up("the running replicas are behind their epochs, where no replica can join")
         self._at = (epoch, loop)
         checkpoint.restore_states(states)
 

@@ -24,7 +24,8 @@ from adaptdl_elastic.torch._runtime.inner_loops import InnerLoops
 
 logger = logging.getLogger(__name__)
 
-_BEHIND_ALL = 10**6  # number of a data loop after all loops of an epoch: an epoch has fewer
+BEHIND_ALL = 10**6
+"""Data loops outside of epochs have greater numbers than this; those in an epoch have smaller ones."""
 _STREAM_POSITIONS = 4  # windows of a stream whose positions are kept: a recovery may go back one or two
 
 
@@ -267,7 +268,7 @@ class ScriptPosition(checkpoint.TensorState):
                 just begun.
         """
         if self.outside:  # a newcomer cannot join in a data loop outside of epochs
-            place, last = (self._begun, _BEHIND_ALL + self._outside), True
+            place, last = (self._begun, BEHIND_ALL + self._outside), True
         else:
             place = (self.finished, self.entered)
         self._session.consensus.boundary((*place, self.index), last)
