@@ -19,7 +19,8 @@ The sums are part of every checkpoint. Code outside of data loops may run again 
 `synchronized()` block that was passed before the restart then shows the same sums as before, and an addition
 that was made before is not made twice. An addition is recognised by the script's statements that lead to it,
 its key, and the number of such additions so far. So an addition that the script makes only after a restart
-is made, and one that it made only before the restart remains.
+is made, and one that it made only before the restart remains. A data loop outside of epochs runs again from
+its start: what it added before the restart remains if it had ended, and is dropped if it had not.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Accumulator(MutableMapping[Any, Any]):
             if self._view is not None:
                 add_to(self._view, key, change)
             elif _in_data_loop():
-                add_to(self._state.updates, key, change)
+                self._state.add_in_loop(key, change)
             else:
                 self._add_outside(key, change, sign)
 
@@ -137,6 +138,7 @@ class Accumulator(MutableMapping[Any, Any]):
             if current_session().dry:
                 state.add_total(state.updates)
             else:
+                state.take_loop()
                 state.sync()
             return state.results
         if epoch is not None:  # a finished epoch does not run again

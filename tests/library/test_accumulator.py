@@ -435,6 +435,31 @@ def test_before_a_data_loop_that_was_begun_only_new_additions_count(script: Scri
     assert before_a_loop(2, 2) == {"samples": 3, "batches": SIZE, "restarted": 2}
 
 
+def outside_of_epochs(stopped: str) -> dict[Any, Any]:
+    """A loop before the epochs and one in them, stopped in one of them; what was summed in the first one."""
+    sums = Accumulator()
+    for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
+        sums["n"] += 1
+        if stopped == "before":
+            stop()
+            wait_until_it_is_agreed_on()
+    for _ in remaining_epochs_until(1):
+        for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
+            if stopped == "inside":
+                stop()
+                wait_until_it_is_agreed_on()
+    with sums.synchronized():
+        return dict(sums)
+
+
+def test_a_data_loop_outside_of_epochs_that_runs_again_counts_once(script: Script) -> None:
+    for stopped in ("before", "inside", "inside"):
+        with pytest.raises(SystemExit):
+            outside_of_epochs(stopped)
+        script.restart()
+    assert outside_of_epochs("nowhere") == {"n": SIZE}
+
+
 EDITED = """
 def run(sums):
     sums['n'] += 1

@@ -62,9 +62,39 @@ class AccumulatorState(checkpoint.TensorState):
         self._loaded: Additions = {}  # `additions` of the run that is being continued, as loaded
         self._reached: Reached = (0, None, 0)  # how far the run that is being continued had come
         self._own: list[tuple[Addition, Totals]] = []  # additions of a newcomer that the others did not make
+        self._loops = 0  # number of the last finished data loop outside of epochs that added here
+        self._loop = 0  # number of the running one, if it has added here; else 0
+        self._in_loop: Totals = {}  # what it has added: not in checkpoints, because it runs again
+
+    def add_in_loop(self, key: Any, change: Any) -> None:
+        """Add `change` in a data loop, unless the continued run has finished this loop outside of epochs."""
+        loop = script_position().outside_loop
+        self._settle()
+        if not loop:
+            add_to(self.updates, key, change)
+        elif loop > self._loops:
+            self._loop = loop
+            add_to(self._in_loop, key, change)
+
+    def _settle(self) -> None:
+        """Take over the sums of a data loop outside of epochs once it is over."""
+        if self._loop and self._loop != script_position().outside_loop:
+            self.updates = merge(self.updates, self._in_loop)
+            self._loops, self._loop, self._in_loop = self._loop, 0, {}
+
+    def take_loop(self) -> None:
+        """Take over what the running data loop outside of epochs has added so far, to show it."""
+        self._settle()
+        self.updates, self._in_loop = merge(self.updates, self._in_loop), {}
+
+    def own_sums(self) -> Totals:
+        """Return a shallow copy of this replica's sums since the last sync."""
+        self._settle()
+        return dict(self.updates)
 
     def add_outside(self, addition: Addition, change: Totals) -> None:
         """Add `change` outside of data loops, unless the continued run has made this addition already."""
+        self._settle()
         if self._was_made(addition):
             return
         made = self.additions.setdefault(addition.epoch, {})
@@ -99,6 +129,7 @@ class AccumulatorState(checkpoint.TensorState):
 
     def sync(self) -> None:
         """Add up the sums of all replicas. A collective."""
+        self._settle()
         mine = self.updates, self.additions
         total, self.additions = collective.allreduce(mine, _merge_with_additions, tag=self.name)
         self.add_total(total)
@@ -136,6 +167,7 @@ class AccumulatorState(checkpoint.TensorState):
     @override
     def state_dict(self) -> dict[str, Any]:
         position = script_position()
+        self._settle()
         return {
             "results": _encode(self.results),
             "updates": _encode(self.updates),
@@ -143,6 +175,7 @@ class AccumulatorState(checkpoint.TensorState):
             "additions": {epoch: dict(made) for epoch, made in self.additions.items()},
             "reached": (position.epoch_loops, _session.current().epoch, position.entered),
             "syncs": self.syncs,
+            "loops": self._loops,
         }
 
     @override
@@ -154,7 +187,8 @@ class AccumulatorState(checkpoint.TensorState):
             raise ValueError("it was saved by an older version, which recognised additions in another way")
         self._loaded, self._reached = saved["additions"], tuple(saved["reached"])
         self.additions = copy.deepcopy(self._loaded)
-        self.syncs = saved.get("syncs", 0)
+        self.syncs, self._loops = saved.get("syncs", 0), saved.get("loops", 0)
+        self._loop, self._in_loop = 0, {}
         own, self._own = self._own, []
         if _session.current().joining:
             for addition, change in own:
@@ -213,7 +247,7 @@ def _decode(value: Any) -> Any:
 def sums_of(session: Session) -> Sums:
     """Return the sums of every Accumulator as shallow copies: sums are replaced, never changed in place."""
     return {
-        name: (dict(state.results), dict(state.updates), state.syncs)
+        name: (dict(state.results), state.own_sums(), state.syncs)
         for name, state in session.states.items()
         if isinstance(state, AccumulatorState)
     }

@@ -68,6 +68,11 @@ class ScriptPosition(checkpoint.TensorState):
         """Whether a data loop outside of epochs is running."""
         return self._kept is not None
 
+    @property
+    def outside_loop(self) -> int:
+        """Number of the running data loop outside of epochs, counted from 1 in this process; 0: none runs."""
+        return self._outside if self.outside else 0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position for checkpoints and newcomers."""
         finished_loops, index = self._behind()
