@@ -370,6 +370,10 @@ class Consensus(Protocol):
 
     started: bool
     loops_over: bool
+    between: bool
+    """Whether the connections of the old generation are closed, and the new ones not yet open."""
+    saving: bool
+    """Whether the training thread writes a checkpoint."""
     lost: str | None
     """Why this generation can agree on nothing any more; None while no replica is lost."""
     handlers: dict[str, Callable[[Command], None]]

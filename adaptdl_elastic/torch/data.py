@@ -209,7 +209,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         """
         if self._stream:
             raise ValueError("share_by_speed with an IterableDataset: the shares of a stream are equal")
-        self._elastic.unequal.enabled = flag("enabled", enabled)
+        self._elastic.unequal.enable(flag("enabled", enabled))
 
     def __len__(self) -> int:
         """Return the number of batches that each replica gets in one pass at the current batch size."""

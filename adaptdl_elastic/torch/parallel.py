@@ -128,6 +128,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if self.process_group is dist.group.WORLD:
             self._hook.link = backends.present(current_session())
         self._memory.hook = self._hook
+        self._memory.reset()
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
         self.register_comm_hook(self._hook, comm_hook.reduce_bucket)
 

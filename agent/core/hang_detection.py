@@ -91,6 +91,8 @@ def kill_reported(
     replica = next((r for r in _watched(held) if r.local_rank == local_rank), None)
     if replica is None or not state.me.hang_timeout:
         return held, []
+    if held.phase is not Phase.RUNNING or replica.epochs_finished:  # it may write a checkpoint, or evaluate
+        return held, []
     held = _mark(held, replica, hanging=True, hang_reason=reason)
     return held, [Say(f"killed: {reason} (--hang-timeout)"), Kill((local_rank,), reason)]
 

@@ -77,9 +77,12 @@ class World:
         self.events: list[dict[str, Any]] = []
         self.sent: dict[int, list[Any]] = {rank: [] for rank in range(replicas)}
         self.listeners: list[dict[str, Any]] = [{} for _ in range(replicas)]
-        self.clocks = [SimpleNamespace(stage=Stage.GRADIENTS, changed=1000.0) for _ in range(replicas)]
+        self.clocks = [
+            SimpleNamespace(stage=Stage.GRADIENTS, changed=1000.0, passes=1) for _ in range(replicas)
+        ]
         place = SimpleNamespace(finished=0, entered=1, index=64, looping=True)
         monkeypatch.setattr(hang_watch, "script_position", lambda: place)
+        self.flags = SimpleNamespace(loops_over=False, between=False, saving=False)  # of rank 0's consensus
         self.watches = [self._watch(rank, replicas) for rank in range(replicas)]
 
     def _watch(self, rank: int, replicas: int) -> HangWatch:
@@ -100,11 +103,10 @@ class World:
             metrics=SimpleNamespace(report_problem=problem),
             emit=lambda event, **fields: self.events.append({"event": event, **fields}),
             send=self.sent[rank].append,
-            consensus=SimpleNamespace(
-                listen=lambda kind, call: self.listeners[rank].__setitem__(kind, call),
-                polls=[], poll_soon=lambda: None,
-            ),
+            consensus=self.flags,
         )  # fmt: skip
+        self.flags.listen = lambda kind, call: self.listeners[rank].__setitem__(kind, call)
+        self.flags.polls, self.flags.poll_soon = [], lambda: None
         return HangWatch(session, self.clocks[rank], now=lambda: self.now)  # type: ignore[arg-type]
 
     def later(self, seconds: float) -> None:
@@ -137,6 +139,31 @@ def test_a_replica_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     world.later(PATIENCE + 8)
     assert list(world.problems) == ["the progress of replica 1"]
     assert PATIENCE + 8 <= 30
+
+
+@pytest.mark.parametrize("flag", ["loops_over", "between", "saving"])
+def test_nobody_hangs_behind_the_epochs_in_a_switch_or_while_rank_0_saves(
+    monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    world = World(monkeypatch, 3, timeout="30")
+    world.clocks[0].stage = Stage.BODY
+    setattr(world.flags, flag, True)
+    world.later(100)
+    assert world.problems == {}
+    assert world.sent[0] == []
+    setattr(world.flags, flag, False)
+    world.later(100)
+    assert list(world.problems) == ["the progress of replica 0"]
+
+
+def test_of_two_backward_passes_in_a_batch_the_earlier_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replica 2 has averaged the first one's gradients; the others wait for those of the second one."""
+    world = World(monkeypatch, 3)
+    for clock in world.clocks[:2]:
+        clock.passes = 2
+    world.clocks[2].stage = Stage.STEP
+    world.later(PATIENCE + 8)
+    assert list(world.problems) == ["the progress of replica 2"]
 
 
 def test_with_a_time_limit_it_asks_its_agent_to_kill_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

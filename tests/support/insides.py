@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaptdl_elastic.torch._gradient.accumulation import Batch
+from adaptdl_elastic.torch._gradient.out_of_memory import Samples
 
 
 def helper(loader: Any) -> Any:
@@ -64,3 +65,8 @@ def scale_next_batch(adp: Any, scale: float) -> None:
 def state(accumulator: Any) -> Any:
     """Return the State under which an accumulator is saved."""
     return accumulator._state
+
+
+def say_samples(adp: Any, count: int) -> None:
+    """Let out-of-memory handling take the current batch for one of a data loader's."""
+    adp._memory.batch = lambda: Samples(local=count, trains=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import insides
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from adaptdl_elastic.torch._elastic.recovery import Recovery
 from adaptdl_elastic.torch._gradient.comm_hook import Norms
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass, difference, variance
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
@@ -105,6 +107,45 @@ def test_nothing_of_the_training_is_changed_by_it() -> None:
 
     for one, other in zip(train(True), train(False), strict=True):
         assert torch.equal(one, other)
+
+
+class OutOfMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+
+class HalfTooLarge(Model):
+    """Has memory for a backward pass of a whole batch, and not for one of half of it besides."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x, y)
+        return OutOfMemory.apply(loss) if len(x) < 16 else loss  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_half_that_does_not_fit_into_memory_costs_a_measurement_and_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Recovery, "why_not_repeatable", lambda self: None)  # as in a data loop
+    model = HalfTooLarge()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adp = AdaptiveDataParallel(model, optimizer)
+    cases.measure_always(adp)
+    insides.say_samples(adp, 16)
+    for _ in range(3):
+        before = model.layer.weight.clone()
+        optimizer.zero_grad()
+        adp(*batch(16)).backward()
+        assert model.layer.weight.grad is not None
+        expected = before - 0.1 * model.layer.weight.grad
+        optimizer.step()
+        assert adp.failure is None
+        torch.testing.assert_close(model.layer.weight, expected)
+    assert not adp.gns.known
 
 
 def pair(model: nn.Module, x: torch.Tensor, samples: int | None = None) -> ForwardPass:

@@ -50,8 +50,9 @@ class UnequalShares:
             passes: Batches of one replica in an optimizer step.
         """
         self._bounds = (1, None) if bounds is None else bounds
-        least, most = self._bounds
-        self._speed.bounds = least * passes, None if most is None else most * passes
+        if self.enabled:  # the speed is that of the loader that trains
+            least, most = self._bounds
+            self._speed.bounds = least * passes, None if most is None else most * passes
 
     def share_equally(self, bounds: tuple[int, int] | None, passes: int) -> None:
         """Share equally from now on, until speeds have been measured; arguments as for `limit`.
@@ -60,7 +61,11 @@ class UnequalShares:
         """
         self.shares = None
         self.limit(bounds, passes)
-        if not self.enabled:
+
+    def enable(self, enabled: bool) -> None:
+        """Turn unequal shares on or off, from the next change of the replicas on."""
+        self.enabled = enabled
+        if not enabled:
             return
         consensus = _session.current().consensus
         if self._command not in consensus.handlers:  # the script may make the loader again in every epoch
@@ -74,7 +79,9 @@ class UnequalShares:
         if loaders is None or loaders.training is None or loaders.training.key != self._key:
             return None  # speeds are measured in training
         state, suggestion = self._speed.suggestion
-        if suggestion is None or state != self._speed.state:
+        if suggestion is None or state != self._speed.state or tuple(suggestion) == self.shares:
+            return None
+        if state[0] != _session.current().generation:  # measured with other replicas
             return None
         return {"kind": self._command, "shares": list(suggestion)}
 

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from adaptdl_elastic.torch._gradient.accumulation import tensors_with_gradients
 from adaptdl_elastic.torch._gradient.comm_hook import Norms
+from adaptdl_elastic.torch._gradient.out_of_memory import unguarded
 
 _SAME = 1e-3  # relative difference of squared norms that rounding may cause
 
@@ -98,7 +99,8 @@ class ForwardPass:
                     raise ValueError(f"an output of shape {list(gradient.shape)} depends on other samples")
                 gradient = gradient.index_select(along, half.to(gradient.device)) * (count / len(half))
             signals.append(gradient)
-        torch.autograd.backward([output for output, _ in reached], signals)
+        with unguarded():
+            torch.autograd.backward([output for output, _ in reached], signals)
 
     def _along(self, tensor: torch.Tensor, count: int) -> int | None:
         dims = [dim for dim, size in enumerate(tensor.shape) if size == count]

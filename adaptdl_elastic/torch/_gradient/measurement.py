@@ -171,6 +171,9 @@ class Sampler:
         try:
             found = half_pass.variance(passes, mean, sqr, self._hook.norms, self._generator)
         except Exception as error:  # the script's own model runs, on a batch of another size
+            if is_out_of_memory(error):
+                self._sampled = False  # the next step is due instead
+                return
             self.can_not_halve(str(error).partition("\n")[0] or type(error).__name__)
             return
         self._variances["halves"] = found

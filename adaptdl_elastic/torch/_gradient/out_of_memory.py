@@ -20,7 +20,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -142,7 +143,8 @@ class MemoryGuard:
             largest = _half(samples)
         assert batch is not None
         while True:
-            release_memory()
+            if text is not None:  # a try has failed
+                release_memory()
             output, text = _tried(self._chunks, call, args, kwargs, samples, batch, largest)
             if text is None:
                 break
@@ -172,7 +174,11 @@ class MemoryGuard:
             return passes_fit(self._module, args, kwargs, samples, batch.dimension, size, reserve)
 
         began = time.monotonic()
-        found = largest_fitting(fits, samples, batch.goal)
+        try:
+            found = largest_fitting(fits, samples, batch.goal)
+        except Exception as error:  # the script's own model runs, on batches of other sizes
+            log.info("searched for no largest local batch: the model cannot be run on trial (%s)", error)
+            return
         log.info("searched for the largest local batch for %.1f s: %s", time.monotonic() - began, found)
         if found:
             what = f"{found} samples fit into the memory of rank {session.rank} (a search at the start)"
@@ -229,12 +235,14 @@ class MemoryGuard:
         else:
             self.hook.spoilt = True
         if waits:
+            # parameters without a gradient of this pass
             missing = [
                 param
                 for param, grad, version in self._marks
                 if param.grad is grad and (grad is None or grad._version == version)
             ]
-            _backward(_no_gradient(*missing))
+            if missing:
+                _backward(_no_gradient(*missing))
         if self.hook.world_size == 1:
             self.drop_gradients()
 
@@ -355,6 +363,16 @@ _inside = threading.local()
 _backward: Callable[..., None] = torch.autograd.backward
 
 
+@contextmanager
+def unguarded() -> Iterator[None]:
+    """Enclose backward passes whose errors are handled by the code around them."""
+    before, _inside.now = getattr(_inside, "now", False), True
+    try:
+        yield
+    finally:
+        _inside.now = before
+
+
 def guards() -> list[MemoryGuard]:
     """Return the guards of all models of this process's session."""
     return [guard for guard in list(_guards) if guard.session is _session.current()]
@@ -363,7 +381,8 @@ def guards() -> list[MemoryGuard]:
 @wraps(_backward)
 def _guarded_backward(*args: Any, **kwargs: Any) -> None:
     """Replace `torch.autograd.backward`, which `Tensor.backward` calls."""
-    if getattr(_inside, "now", False):  # within another pass, as reentrant checkpoints are
+    # Within another pass, as reentrant checkpoints are; on a GPU these run in a thread of autograd's.
+    if getattr(_inside, "now", False) or torch._C._current_graph_task_id() != -1:
         return _backward(*args, **kwargs)
     found = guards()
     if not found:
@@ -399,7 +418,11 @@ def _survive(found: list[MemoryGuard], waiting: list[MemoryGuard], text: str) ->
         for guard in found:
             guard.drop_gradients()
         return
-    samples = found[0].batch().local or 0
+    samples = found[0].batch().local
+    if samples is None:
+        raise torch.OutOfMemoryError(
+            f"{text} (outside of an AdaptiveDataLoader's loop: the step cannot be repeated)"
+        )
     if samples <= 1:
         raise _one_sample(text)
     why = "several models wait for the gradients of one pass" if len(waiting) > 1 else None

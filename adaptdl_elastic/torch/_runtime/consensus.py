@@ -107,6 +107,7 @@ class BoundaryConsensus:
         self._unheard: list[tuple[int, Any]] = []  # control messages without a listener so far
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._closed = False
+        self.saving = False  # the training thread writes a checkpoint
         self.between = False  # the connections of the old generation are closed, the new ones not yet open
         self._leader = RoundCoordinator(self)
         self._interrupted_at: float | None = None
@@ -454,10 +455,14 @@ class BoundaryConsensus:
             for rank in range(session.replicas):
                 self._tell(rank, ("saved", 0, asked))
 
-        with contextlib.suppress(checkpoint.CheckpointSaveError):  # save_all_states has logged it
-            checkpoint.save_all_states(
-                kind=kind, background=kind in ("periodic", "request"), step=session.step, done=done
-            )
+        self.saving = True
+        try:
+            with contextlib.suppress(checkpoint.CheckpointSaveError):  # save_all_states has logged it
+                checkpoint.save_all_states(
+                    kind=kind, background=kind in ("periodic", "request"), step=session.step, done=done
+                )
+        finally:
+            self.saving = False
 
     def _stop(self, command: Command) -> None:
         session = self.session

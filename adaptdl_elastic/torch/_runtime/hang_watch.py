@@ -46,7 +46,7 @@ _WAITS_IN = ("/torch/distributed/", "/adaptdl_elastic/reducer.py", "/adaptdl_ela
 """Parts of file names: a thread in these files waits for other replicas."""
 
 Place = tuple[int, ...]
-"""Epoch, data loop, sample, stage: it grows while a replica runs the script."""
+"""Epoch, data loop, sample, averaged backward passes of its batch, stage: it grows while a script runs."""
 
 
 class Answer(NamedTuple):
@@ -108,8 +108,8 @@ class HangWatch:
     def _place(self) -> Place:
         state, stage = script_position(), self._clock.stage
         if not state.looping:
-            return state.finished, state.entered, _NO_INDEX, 0
-        return state.finished, state.entered, state.index, int(stage)
+            return state.finished, state.entered, _NO_INDEX, 0, 0
+        return state.finished, state.entered, state.index, self._clock.passes, int(stage)
 
     def _where(self) -> str:
         state = script_position()
@@ -141,7 +141,9 @@ class HangWatch:
         reducer = session.reducer
         still = now - self._clock.changed
         watched = reducer is not None and session.replicas > 1 and session.last_step_time is not None
-        if not watched or still < self._patience or session.recovery.waiting:
+        consensus = session.consensus
+        elsewhere = consensus.loops_over or consensus.between or consensus.saving or session.recovery.waiting
+        if not watched or still < self._patience or elsewhere:
             self._end()
             return None
         assert reducer is not None

@@ -67,6 +67,7 @@ class StepClock:
         self.stage = Stage.STEP
         self.changed = time.monotonic()  # when the present stage began
         self.moves = 0  # how often the stage has changed
+        self.passes = 0  # backward passes of the present batch whose gradients were averaged
         self._spent = [0.0] * len(Stage)
         self._sending = 0.0
         self._lock = threading.Lock()
@@ -80,6 +81,8 @@ class StepClock:
             self._spent[self.stage] += now - self.changed
             self.stage, self.changed = stage, now
             self.moves += 1
+            if stage < Stage.GRADIENTS:
+                self.passes = 0
 
     def sent(self, seconds: float) -> None:
         """Record that the last `seconds` of the present stage were spent on starting to send gradients."""
@@ -91,6 +94,7 @@ class StepClock:
         """Record that all gradients of this replica are computed, and on their way to the others."""
         if on_gpu:
             self._ready = _event()
+        self.passes += 1
         self.enter(Stage.GRADIENTS)
 
     def arrived(self) -> None:
