@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ def test_survivors_are_not_led_to_a_stranger(start: Any, attack: Any) -> None:
     attacker = attack(job)
     attacker.do(attacker.send_replicas_here, attacker.impersonate)
     job.kill(2)
-    job.plan_recovery()
+    # Rank 1 looks before rank 0 writes, so that it finds the stranger's address.
+    forgery = "adaptdl/1/go/1"
+    job.plan_recovery(told=[1], before=lambda: job.stores[-1].wait([forgery], timedelta(seconds=60)))
     refused = forged(job, attacker)
     assert not attacker.owned.exists()
     assert refused

@@ -225,12 +225,22 @@ class FakeAgent:
         self.running = left
         return left
 
-    def plan_recovery(self) -> None:
-        """Tell those who live to go on as generation g + 1."""
+    def plan_recovery(
+        self, told: Sequence[int] | None = None, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """Tell those who live to go on as generation g + 1.
+
+        Args:
+            told: Ranks that are told; None: all.
+            before: Called when the store of the generation is open, and nobody has been told yet.
+        """
         self.generation += 1
         host, port = self.open_store()
+        before()
         replicas = len(self.running)
         for rank, each in enumerate(self.running):
+            if told is not None and rank not in told:
+                continue
             environ = self.variables(rank, replicas, self.generation, host, port)
             each.channel.send(RecoveryPlan(self.generation, rank, replicas, 1, host, port, environ))
 

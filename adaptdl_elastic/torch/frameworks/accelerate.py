@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import env
-from adaptdl_elastic.torch.frameworks.single_process import connect, single_process
+from adaptdl_elastic.torch.frameworks._single_process import connect, single_process
 
 __all__ = ["Accelerator"]
 

@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic.torch.epoch import continue_at
-from adaptdl_elastic.torch.frameworks.single_process import connect, single_process
+from adaptdl_elastic.torch.frameworks._single_process import connect, single_process
 
 __all__ = ["ElasticTrainerMixin", "Trainer", "TrainingArguments"]
 

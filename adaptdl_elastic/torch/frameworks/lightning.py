@@ -26,7 +26,7 @@ from lightning.pytorch.utilities import rank_zero_only
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic.torch.epoch import continue_at
-from adaptdl_elastic.torch.frameworks.single_process import connect
+from adaptdl_elastic.torch.frameworks._single_process import connect
 
 __all__ = ["ElasticStrategy"]
 
