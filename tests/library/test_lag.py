@@ -127,7 +127,7 @@ def test_the_parts_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(directory: Path, part: str) -> tuple[list[dict[str, Any]], str]:
     """The events of a job whose replica 1 is slow in that part of steps 8 to 24, and what was printed."""
-    settings = {"slow": {part: 0.3}, "from": 8, "until": 25, "samples": 24 * 45}
+    settings = {"slow": {part: 0.3}, "from": 8, "until": 25, "samples": 24 * 200}
     arguments = ["--standalone", "--nproc-per-node=3", "--no-autoscale", SCRIPT]
     with ElasticRun(arguments, directory, {"LAG": json.dumps(settings)}) as job:
         assert job.wait() == 0, job.text()
