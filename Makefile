@@ -58,8 +58,8 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 quick: $(STAMP) ## the tests that start no process, in under two minutes
 	@$(BIN)/python -m pytest --quick -n 2 --dist worksteal
 
-test: lint ## the tests
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
+test: lint ## the tests; three at a time on two cores, because processes of the end-to-end tests wait a good half of the time
+	@$(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
 
 INTEGRATIONS := .venv-integrations
 REQUIRED     := tests/integrations/requirements.txt tests/integrations/constraints.txt
@@ -72,7 +72,7 @@ $(INTEGRATIONS)/.installed: setup.cfg $(REQUIRED) | $(BIN)/python
 		-r tests/integrations/requirements.txt -e .
 	@touch $@
 
-test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others: torchdata, datasets, transformers, accelerate, lightning
+test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others (torchdata, datasets, transformers, accelerate, lightning), and of the page in a browser
 	@$(INTEGRATIONS)/bin/python -m pytest tests/integrations
 
 # PYTHON-TORCH; setup.cfg claims no others, and of these the ones whose tests have passed (CONTRIBUTING.md). An environment is

@@ -74,7 +74,7 @@ def up_to(outermost: CodeType | None) -> Iterator[FrameType]:
 
 
 def main_thread_stack() -> tuple[str, list[str]]:
-    """Return the main thread's stack, and the file names of its innermost frames. For any thread.
+    """Return the main thread's stack, and the file names of its innermost frames. Callable in any thread.
 
     Returns:
         The stack as in a traceback, the innermost call last, without calls outside of the script; and the

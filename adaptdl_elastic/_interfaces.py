@@ -6,7 +6,7 @@
 | protocol | purpose | implemented by |
 |---|---|---|
 | `SavedState` | a state that is saved and sent to newcomers | `checkpoint.State` |
-| `ElasticModel` | a model whose number of replicas changes | `torch.parallel.AdaptiveDataParallel` |
+| `ElasticModel` | a model whose number of replicas changes | `AdaptiveDataParallel`, `AdaptiveFSDP` |
 | `ScaledModel` | a model as scaling rules and GradScalers need it | the same |
 | `ElasticLoader` | a data loader and its current batch | `torch._data.loader` |
 | `Consensus` | act at the same step on all replicas | `torch._runtime.consensus` |
@@ -48,7 +48,7 @@ class RetryDataLoop(Exception):
 
 
 class StepOutOfMemory(RuntimeError):
-    """The gradients of a step are not known, as the memory of a replica was exhausted. All replicas know it.
+    """Raised if the gradients of a step are lost because a replica ran out of memory; on all replicas.
 
     Args:
         message: What has happened, for users.
@@ -79,6 +79,9 @@ class SavedState(Protocol):
 
     def sync(self) -> None:
         """Synchronise the state between the replicas. A collective."""
+
+    def collect_for_save(self) -> None:
+        """Collect on rank 0 what only other replicas hold, for a checkpoint. A collective."""
 
     def snapshot(self) -> Any:
         """Return a copy that later changes of the state do not change."""
@@ -157,8 +160,8 @@ class ElasticModel(Protocol):
     def clear_failure(self) -> None:
         """Forget the failure, and drop the gradients of the step that failed."""
 
-    def give_up(self, reason: str) -> None:
-        """Let a backward pass that waits for a lost peer continue. Callable in any thread."""
+    def giving_up(self, reason: str) -> Callable[[], None]:
+        """Return a function, for any thread, that lets a backward pass of this generation stop waiting."""
 
     @property
     def stuck(self) -> bool:
@@ -175,12 +178,24 @@ class ElasticModel(Protocol):
 
     @property
     def accumulates_by_hand(self) -> bool:
-        """Whether the script accumulates over several windows in `no_sync`."""
+        """Whether the script adds up gradients of several windows, and has not stepped yet.
+
+        Changes, checkpoints and stops wait for the step, since these gradients would be lost.
+        """
 
     def drop_window(self) -> None:
         """Drop the gradients of an accumulation window that will not be stepped."""
 
     # A new generation.
+
+    def hand_over(self, order: Sequence[int]) -> None:
+        """Give parts that other replicas lack to those that stay, before the process group is left.
+
+        A collective of the old generation, called only if replicas leave or their order changes.
+
+        Args:
+            order: Old ranks of the replicas that stay, in the order of their new ranks.
+        """
 
     def reinit_process_group(self) -> None:
         """Use torch's current default process group from now on, with the same parameters."""
@@ -192,6 +207,10 @@ class ElasticModel(Protocol):
         """Begin a data loop not known to train: give every replica rank 0's buffers. A collective."""
 
     # Gradient statistics.
+
+    @property
+    def gain(self) -> float:
+        """Progress of a step, in steps at the initial batch size."""
 
     @property
     def progress(self) -> float:
@@ -324,8 +343,18 @@ class ElasticLoader(Protocol):
     def is_optim_step(self) -> bool:
         """Return whether the optimizer steps after the current batch."""
 
+    @property
+    def drives(self) -> bool:
+        """Whether this loop counts as the training of its epoch."""
+
+    def part_done(self) -> float:
+        """Return the part of the running data loop that is done, from 0 to 1; 0 if that is not known."""
+
+    def expected_batches(self) -> int | None:
+        """Return how many batches this process gets in the whole running data loop; None: not known."""
+
     def fit_memory(self) -> None:
-        """Keep to the limit of the memory, which has become smaller; the iterator is made again."""
+        """Choose batches that fit into the new, smaller memory limit; the iterator is made again."""
 
     def train(self) -> None:
         """Make this the loader that models are trained with."""
@@ -405,6 +434,9 @@ class Consensus(Protocol):
     def on_lost(self, rank: int) -> None:
         """Record that the connection to a replica was lost without a regular end."""
 
+    def on_finished(self, rank: int) -> None:
+        """Record that a replica has ended regularly: nothing can be agreed on any more."""
+
     def lose(self, reason: str) -> None:
         """Record that this generation can agree on nothing any more. Callable in any thread."""
 
@@ -448,8 +480,10 @@ class Reporter(Protocol):
     def pause(self) -> None:
         """Exclude the time until the next pass from the measured step times."""
 
-    def update_grad_params(self, key: str, sqr: float, var: float, sqr_error: float = 0.0) -> None:
-        """Take the gradient statistics of one model, and the standard error of `sqr`."""
+    def update_grad_params(
+        self, key: str, sqr: float, var: float, sqr_error: float = 0.0, estimator: str = ""
+    ) -> None:
+        """Take the gradient statistics of one model, the error of `sqr`, and the estimator's name."""
 
     def update_gain(self, key: str, gain: float, lr_factor: float) -> None:
         """Take the gain and the learning-rate factor of one model."""
@@ -491,10 +525,10 @@ class Reporter(Protocol):
         """Take the replicas that the others wait for."""
 
     def shares_changed(self) -> None:
-        """Take note that the samples are shared among the replicas in another way from now on."""
+        """Record that from now on the replicas take other shares of the samples."""
 
     def set_inplace(self, possible: bool, reason: str = "") -> None:
-        """Take whether the number of replicas can change without a restart, and if not, the reason."""
+        """Record whether the number of replicas can change without a restart, and if not, the reason."""
 
     def best_batch_size(self) -> ChosenBatchSize | None:
         """Return the best batch size on the replicas of this generation; None without a goodput model."""

@@ -217,6 +217,11 @@ class Session:
         else:  # the script has used only collectives so far
             self._lost = rank
 
+    def on_finished(self, rank: int) -> None:
+        """Record that another replica has ended regularly. Runs in the reducer's thread."""
+        if self._consensus is not None:
+            self._consensus.on_finished(rank)
+
     def hello(self) -> Hello:
         """Return the first message to the agent."""
         return Hello(adaptdl_elastic.__version__, self.pid)
@@ -264,7 +269,7 @@ _lock = threading.Lock()
 
 
 def install(parts: Parts) -> None:
-    """Let sessions make their parts by the functions in `parts`."""
+    """Set the functions with which every session of this process makes its parts."""
     global _parts
     _parts = parts
 

@@ -77,14 +77,14 @@ def pack_for_strangers(value: object) -> bytes:
 
 
 def unpack(data: bytes | memoryview, objects: bool = False) -> Any:
-    """Return what `pack` made bytes of.
+    """Return the value that `pack` encoded as `data`.
 
     Args:
-        data: From a peer.
-        objects: The peer has authenticated, and a user's object is expected here.
+        data: Bytes received from a peer.
+        objects: Whether the peer has proved that it knows the key, and an object of the script is expected.
 
     Raises:
-        CodecError: It is not what `pack` makes, or an object where none is expected.
+        CodecError: `data` was not made by `pack`, or holds an object although none is expected.
     """
     kind, body = bytes(data[:1]), memoryview(data)[1:]
     if kind == _PLAIN:
@@ -95,10 +95,10 @@ def unpack(data: bytes | memoryview, objects: bool = False) -> Any:
 
 
 class FrameKeys:
-    """Tags of the frames of one connection, in both directions.
+    """Compute the tags of the frames of one connection, in both directions.
 
     Args:
-        secret: What both sides know; None: frames have no tags.
+        secret: Secret that both sides know; None: frames have no tags.
         listening: The nonce of the listening side.
         connecting: The nonce of the connecting side.
         listens: Whether this is the listening side.
@@ -124,7 +124,7 @@ class FrameKeys:
 
 
 def send_frame(sock: socket.socket, keys: FrameKeys, kind: int, payload: bytes) -> None:
-    """Send one frame, blocking. Frames of a connection are sent one after the other."""
+    """Send one frame, and return when it is sent. Callers send the frames of a connection one at a time."""
     header = _HEADER.pack(len(payload), kind)
     tag = keys.tag(header, payload, sends=True)
     if len(payload) < 65536:
@@ -136,10 +136,10 @@ def send_frame(sock: socket.socket, keys: FrameKeys, kind: int, payload: bytes) 
 
 
 def receive_frame(sock: socket.socket, keys: FrameKeys) -> tuple[int, bytes]:
-    """Return the next frame, blocking.
+    """Wait for the next frame, and return its kind and payload.
 
     Raises:
-        ConnectionError: The peer has closed, or another one has sent this frame.
+        ConnectionError: the peer has closed the connection, or the frame's tag is wrong.
     """
     header = _receive(sock, _HEADER.size)
     length, kind = _HEADER.unpack(header)

@@ -53,6 +53,7 @@ def initialize(
         secret=_secrets.generation_key(env.secret(), _secrets.REDUCER, session.job, session.generation),
         on_control=session.on_control,
         on_lost=session.on_lost,
+        on_finished=session.on_finished,
     )
 
 

@@ -127,7 +127,7 @@ def supervisor_url() -> str | None:
 
 
 def from_ray() -> bool:
-    """Return whether the script runs inside of Ray Tune. Always False: this library does not support it."""
+    """Return False. A trial of Ray Tune runs as any job does: see `adaptdl_elastic.tune`."""
     return False
 
 

@@ -122,7 +122,10 @@ class Reducer:
         timeout: Seconds until all replicas must be connected.
         on_control: Called with (sender's rank, message) for every control message, in the reader thread.
         on_lost: Called with the rank of a replica whose connection was lost, in the reader thread.
+        on_finished: Called with the rank of a replica that has ended regularly, in the reader thread.
         publish: Called with the port on rank 0, before it waits for the others.
+        find_root: Returns host and port of rank 0 on the other ranks, where they may change: what a store
+            says may be left from an earlier round. Called before each attempt to connect.
         cancelled: Called repeatedly while connecting; if it returns True, connecting fails.
 
     Raises:
@@ -141,7 +144,9 @@ class Reducer:
         timeout: float = CONNECT_TIMEOUT,
         on_control: ControlHandler | None = None,
         on_lost: Callable[[int], None] | None = None,
+        on_finished: Callable[[int], None] | None = None,
         publish: Callable[[int], None] | None = None,
+        find_root: Callable[[], tuple[str, int]] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         place, count = integer(rank), integer(replicas)
@@ -151,7 +156,7 @@ class Reducer:
         if not isinstance(root_host, str):
             raise TypeError(f"root_host={root_host!r}: give the name or address of rank 0's machine")
         self.rank, self.replicas, self.port = rank, replicas, root_port
-        self.on_control, self.on_lost = on_control, on_lost
+        self.on_control, self.on_lost, self.on_finished = on_control, on_lost, on_finished
         self.local_address = root_host
         """Address of this machine on its connections to the other replicas."""
         self._trusted = secret is not None
@@ -162,6 +167,9 @@ class Reducer:
         self._apart: CollectiveMismatchError | None = None  # set once the replicas have run different code
         self.calls: dict[int, _Call] = {}  # on rank 0: unfinished calls by their numbers
         self._futures: dict[int, Future] = {}  # on other ranks: unfinished calls by their numbers
+        self._failed: dict[
+            int, CollectiveError
+        ] = {}  # there: calls that failed before this replica made them
         self._lost: dict[int, PeerLostError] = {}
         self._closing = self._aborted = False
         self._send_locks: dict[int, threading.Lock] = {}
@@ -172,7 +180,7 @@ class Reducer:
         if rank == 0:
             self._listen(root_host, root_port, secret, timeout, publish)
         else:
-            self._connect(root_host, root_port, secret, timeout)
+            self._connect(find_root or (lambda: (root_host, root_port)), secret, timeout)
         self._send_locks = {peer: threading.Lock() for peer in self.peers}
         _forget_in_children(self)
         self._reader = threading.Thread(target=self._read_loop, name="adaptdl-reducer", daemon=True)
@@ -215,10 +223,13 @@ class Reducer:
                 sock.close()
             raise CollectiveError("connecting was given up")
 
-    def _connect(self, host: str, port: int, secret: bytes | None, timeout: float) -> None:
+    def _connect(
+        self, find_root: Callable[[], tuple[str, int]], secret: bytes | None, timeout: float
+    ) -> None:
         deadline, delay = time.monotonic() + timeout, 0.005
         while True:
             self._check_cancelled()
+            host, port = find_root()
             try:
                 sock = socket.create_connection((host, port), timeout=min(timeout, 10.0))
                 try:
@@ -302,7 +313,8 @@ class Reducer:
             self._sequences[stream] += 1
             if self.rank != 0:
                 future = self._futures[sequence] = Future(objects)
-                lost = self._lost.get(0)
+                # what has failed earlier tells who was lost first: rank 0 may have ended because of that
+                lost = self._failed.pop(sequence, None) or self._lost.get(0)
             else:
                 call = self.calls.setdefault(sequence, _Call())
                 call.own, call.reduce_fn, call.tag, call.objects = value, reduce_fn, tag, objects
@@ -438,25 +450,28 @@ class Reducer:
                     f"loops (is it for a variable that differs between replicas?)"
                 ),
             )
+            if self.on_finished is not None:
+                self.on_finished(peer)
             return False
         return True
 
     def _finish(self, sequence: int, kind: int, payload: bytes) -> None:
         with self._lock:
             future = self._futures.pop(sequence, None)
-        if future is None:
-            return
+            if future is None:
+                if kind == _FAILURE:
+                    self._failed[sequence] = _failure(payload)
+                return
         try:
-            value = _wire.unpack(payload, kind == _RESULT and future.objects and self._trusted)
+            if kind == _RESULT:
+                future._set(_wire.unpack(payload, future.objects and self._trusted))
+                return
+            failure = _failure(payload)
         except Exception as error:
             future._set(error=CollectiveError(str(error)))
             return
-        if kind == _RESULT:
-            future._set(value)
-        else:
-            failure = _ERRORS.get(value[0], CollectiveError)(value[1])
-            future._set(error=failure)
-            self._come_apart(failure)
+        future._set(error=failure)
+        self._come_apart(failure)
 
     def _on_lost(self, peer: int, reason: str) -> None:
         with self._lock:
@@ -527,6 +542,12 @@ _ERRORS: dict[str, type[CollectiveError]] = {
     kind.__name__: kind
     for kind in (CollectiveError, PeerLostError, PeerFinishedError, CollectiveMismatchError)
 }
+
+
+def _failure(payload: bytes) -> CollectiveError:
+    """Return the error that rank 0 has sent."""
+    kind, text = _wire.unpack(payload)
+    return _ERRORS.get(kind, CollectiveError)(text)
 
 
 _open: weakref.WeakSet[Reducer] = weakref.WeakSet()

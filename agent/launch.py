@@ -22,8 +22,11 @@ import adaptdl_elastic
 from adaptdl_elastic.agent.cluster import ended_run, job_joining, run_secret
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
+from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.machine import interruption
+from adaptdl_elastic.agent.machine.graphics import gpus as machine_gpus
+from adaptdl_elastic.agent.machine.usage import Usage
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig, MeetingPoint
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import Command
@@ -45,6 +48,7 @@ from adaptdl_elastic.rendezvous.local.addresses import (
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Rescale
+from adaptdl_elastic.rendezvous.store import local_socket
 from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
@@ -58,7 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
-_STANDALONE_INTERVAL = "3"  # seconds between policy rounds of a standalone job
+_INTERVAL_OF_ONE_MACHINE = "3"  # seconds between policy rounds where the store is in memory
 
 
 class LaunchError(RuntimeError):
@@ -70,8 +74,8 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
     with ExitStack() as stack:
         redirects = Streams.parse("--redirects", options.redirects)
         tee = Streams.parse("--tee", options.tee)
-        if options.standalone:
-            _lock_standalone_job(options.job, stack)
+        if options.of_one_machine:
+            _lock_job(options.job, stack)
         check_checkpoint_path(options.checkpoint_path)
         events = _open_event_log(options, say)
         stack.callback(events.close)
@@ -98,7 +102,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             all_tracebacks=options.tracebacks == "all",
         )
         stack.callback(output.close)
-        if options.standalone:
+        if options.of_one_machine:
             note = runtime_file.RuntimeFile(access.endpoint, options.cluster, options.job, os.getpid())
             runtime_file.write(note)
             stack.callback(runtime_file.remove, options.job, os.getpid())
@@ -142,8 +146,8 @@ class AgentParts:
     share: SharePath
 
 
-def _lock_standalone_job(job: str, stack: ExitStack) -> None:
-    """Make sure that no other run of this standalone job exists; it would write the same checkpoints."""
+def _lock_job(job: str, stack: ExitStack) -> None:
+    """Make sure that no other run of this job of one machine exists; it would write the same checkpoints."""
     lock = stack.enter_context(runtime_file.locked(job))
     other = runtime_file.find(job)
     if lock and other is None:
@@ -190,7 +194,12 @@ def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) ->
 
 
 def _confidential(store: PlanStore, endpoint: str, options: StoreOptions) -> bool:
-    """Return whether only users with a password can read this store; etcd's v2 API lets guests read."""
+    """Return whether only this user, or users with a password, can read this store.
+
+    etcd's v2 API lets guests read.
+    """
+    if local_socket.is_local(endpoint):
+        return True
     urls = parse_endpoints(endpoint, options.secure)
     encrypted = all(url.startswith("https://") for url in urls)
     return encrypted and options.user is not None and isinstance(store.driver, EtcdV3Store)
@@ -209,7 +218,7 @@ def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[s
         "KEY": options.etcd_key,
         "USER": options.etcd_user,
     }
-    if options.endpoint is None:
+    if options.of_one_machine:
         for name in (*given, "PASSWORD", "PASSWORD_FILE"):
             found.pop(f"ADAPTDL_ETCD_{name}", None)
     else:
@@ -246,7 +255,7 @@ def _open_event_log(options: RunOptions, say: Callable[[str], None]) -> EventLog
 def _join(options: RunOptions, parts: AgentParts) -> _Found:
     """Register this node and join the job, or begin it; LaunchError if that is impossible."""
     host = options.local_addr or "127.0.0.1"
-    if not (options.local_addr or options.standalone):
+    if not (options.local_addr or options.of_one_machine):
         host = address_towards(parse_endpoints(parts.access.endpoint))
     listen(host, options.port_range).close()  # a replica here will have to listen, so check it now
     point = _meeting_point(options)
@@ -302,6 +311,7 @@ def _check_secret(spec: JobSpec, common: run_secret.CommonSecret, keys: Keys) ->
 def _node_record(
     options: RunOptions, host: str, identity: interruption.InstanceIdentity | None, run: str
 ) -> NodeRecord:
+    gpus, model = machine_gpus()
     return NodeRecord(
         node=options.node_name or job_joining.node_name(socket.gethostname()),
         job=options.job,
@@ -312,21 +322,13 @@ def _node_record(
         min_slots=options.min_slots,
         version=adaptdl_elastic.__version__,
         pid=os.getpid(),
-        gpus=_count_gpus(),
+        gpus=gpus,
+        node_type=model if options.node_type is None else options.node_type,
         instance=identity.instance if identity else None,
         instance_type=identity.instance_type if identity else None,
         zone=identity.zone if identity else None,
         preemptible=identity.preemptible if identity else False,
         joined=time.time(),
-    )
-
-
-def _count_gpus() -> int:
-    # from the driver's files, without a CUDA context
-    return (
-        len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-        if Path("/proc/driver/nvidia/gpus").is_dir()
-        else 0
     )
 
 
@@ -394,10 +396,19 @@ def run_agent(options: RunOptions, found: _Found, parts: AgentParts) -> int:
     watcher = None
     if found.identity is not None:
         watcher = interruption.watch(found.identity, lambda notice: agent.post(notice))
+    registration = found.registration
+    usage = UsageReporter(
+        parts.access.store,
+        parts.keys,
+        registration.record.node,
+        Usage(registration.record.node).read,
+        lambda: registration.lease,
+    )
     try:
         agent.run()
     finally:
         ignore_signals(options.signals)
+        usage.close()
         if watcher is not None:
             watcher.stop()
         try:
@@ -421,9 +432,9 @@ def _note_end(
     """Write a note beside the checkpoints that the job has ended.
 
     A job that is not done needs the note only for `--once`. In a cluster the store has that information; the
-    store of a standalone job ends with it.
+    store of one machine ends with its process.
     """
-    if status is not None and (status.state is JobState.DONE or options.standalone):
+    if status is not None and (status.state is JobState.DONE or options.of_one_machine):
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
 
 
@@ -489,6 +500,7 @@ def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> Agen
             virtual_local_rank=options.virtual_local_rank,
             hang_timeout=options.hang_timeout,
             secret=found.secret,
+            node_type=record.node_type,
         ),
         coordinator=_coordinator_command(options, parts.access),
         max_restarts=found.spec.max_restarts,
@@ -514,8 +526,8 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
 def _coordinator_command(options: RunOptions, access: StoreAccess) -> CoordinatorCommand:
     """Return how to start a coordinator, if this agent comes to run one."""
     arguments = ["--etcd", access.endpoint, "--cluster", options.cluster, "--etcd-api", options.etcd_api]
-    if options.standalone:
-        arguments += ["--interval", _STANDALONE_INTERVAL]
+    if options.of_one_machine:
+        arguments += ["--interval", _INTERVAL_OF_ONE_MACHINE]
     return CoordinatorCommand(tuple(arguments), access.environ)
 
 

@@ -1,6 +1,17 @@
 """The whole cluster: which job gets which nodes, and how many nodes there are.
 
-`policy` decides (pure), `coordinator` writes the decisions into the store as plans, `scaling` decides how
-many nodes to buy, `providers` start and stop nodes, `simulator` replays workloads against the same code, and
-`cli` is the command `adaptdl`.
+| question | module or package |
+|---|---|
+| Which job gets how many replicas, on which nodes? (pure) | `policy` |
+| How do the policy's answers become plans in the store? | `coordinator` |
+| How long will a change pause a job? | `coordinator.policy_adapter` (`expected_pause`) |
+| How many nodes should there be, and which ones are bought or released? | `scaling` |
+| How are nodes started and stopped? | `providers` |
+| How do the coordinator and the autoscaler see the records in the store? | `cluster_view` |
+| What does the command `adaptdl` consist of, and how does it find a store? | `cli`, `commands` |
+| Why does a job have its size, and is the cluster in order? | `diagnostics` |
+| How is a cluster set up over ssh? | `provisioning` |
+| What does the page of `adaptdl web` show? | `web` |
+| How are hyper-parameters searched for? | `sweep` |
+| How would a policy or the autoscaler do on a workload? | `simulator` |
 """

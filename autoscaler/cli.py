@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 _HERE = "adaptdl_elastic.autoscaler"
 _OWN: dict[str, tuple[str, str]] = {
-    "ls": (f"{_HERE}.commands.jobs:ls", "What runs: jobs, their size, batch size, goodput and progress."),
+    "ls": (
+        f"{_HERE}.commands.job_lists:ls",
+        "What runs: jobs, their size, batch size, goodput and progress.",
+    ),
+    "queue": (f"{_HERE}.commands.job_lists:queue", "Which jobs wait, and why."),
+    "history": (f"{_HERE}.commands.job_lists:history", "Which jobs have ended, and how."),
     "status": (f"{_HERE}.commands.jobs:status", "One job in detail."),
     "explain": (f"{_HERE}.commands.explain:explain", "Why a job has what it has."),
     "report": (f"{_HERE}.commands.report:report", "What a run's noise allowed, and settings for the next."),
@@ -44,7 +49,11 @@ _OWN: dict[str, tuple[str, str]] = {
     ),
     "submit": (f"{_HERE}.commands.submit:submit", "Run a job on the cluster, from this directory."),
     "logs": (f"{_HERE}.commands.logs:logs", "What a submitted job's replicas have written."),
+    "resume": (f"{_HERE}.commands.submit:resume", "Let a submitted job that was stopped go on."),
     "cancel": (f"{_HERE}.commands.submit:cancel", "End a submitted job, or take it out of the queue."),
+    "sweep": (f"{_HERE}.commands.sweep:sweep", "Search for hyper-parameters with Optuna."),
+    "web": (f"{_HERE}.web.command:web", "The cluster in a browser, live."),
+    "cloud": (f"{_HERE}.commands.cloud:cloud", "Prepare machines of a cloud."),
     "simulate": (f"{_HERE}.simulator.simulate_command:simulate", "Replay a workload against a policy."),
     "autoscale": (f"{_HERE}.commands.autoscale:autoscale", "Let a cloud give and take nodes."),
 }
@@ -211,7 +220,10 @@ class Where:
         if cluster is not None and of_clusters:
             refuse(("standalone_job",), f"is for standalone jobs: leave it away for the cluster {cluster}")
             return of_clusters
-        found = [Place(n.endpoint, cluster or n.cluster, n.job) for n in notes if job in (None, n.job)]
+        first = {
+            n.endpoint: n for n in reversed(notes) if job in (None, n.job)
+        }  # a search's trials share a store
+        found = [Place(n.endpoint, cluster or n.cluster, n.job) for n in notes if first.get(n.endpoint) is n]
         if found or of_clusters:
             return of_clusters + found
         if notes:
@@ -273,7 +285,7 @@ class Where:
 
 
 def _which_job(clusters: Collection[Place] = ()) -> str:
-    """Return what to do if several standalone jobs could be meant: some commands have `--job`."""
+    """Return the end of an error message: the option that selects the store."""
     if clusters:
         return f"say --cluster {next(iter(clusters)).cluster} if the cluster is meant"
     context = click.get_current_context(silent=True)

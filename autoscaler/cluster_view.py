@@ -97,10 +97,12 @@ class View:
     )  # job → node → registration
     jobs: Mapping[str, JobView] = field(default_factory=_empty)
     drains: Mapping[str, Observed[records.DrainRequest]] = field(default_factory=_empty)
+    submitted: frozenset[str] = frozenset()  # names in the keys of submissions, which are not read here
     # (job, node) → registration seen to vanish
     gone: Mapping[tuple[str, str], Missing] = field(default_factory=_empty)
     leader: Observed[records.LeaderRecord] | None = None
     autoscaler: Observed[records.AutoscalerStatus] | None = None
+    usage: Mapping[str, Observed[records.NodeUsage]] = field(default_factory=_empty)
     steady_since: float = float("-inf")  # since when the store has answered without a break
     revision: int = 0
 
@@ -152,6 +154,8 @@ class ClusterCache:
         self._nodes: dict[str, Mapping[str, Observed[records.NodeRecord]]] = {}
         self._jobs: dict[str, JobView] = {}
         self._drains: dict[str, Observed[records.DrainRequest]] = {}
+        self._submitted: frozenset[str] = frozenset()
+        self._usage: dict[str, Observed[records.NodeUsage]] = {}
         self._gone: dict[tuple[str, str], Missing] = {}
         self._leader: Observed[records.LeaderRecord] | None = None
         self._autoscaler: Observed[records.AutoscalerStatus] | None = None
@@ -177,14 +181,14 @@ class ClusterCache:
             self._remove(key, now)
         for item in snapshot.items:
             known = self._find(item.key)
-            if known is None or known.revision != item.mod_revision:  # otherwise it is known already
+            if known is None or known.revision != item.mod_revision:  # otherwise nothing has changed
                 self._put(item.key, item.value, item.mod_revision, now)
         self._revision = max(self._revision, snapshot.revision)
 
     def apply(self, change: Change, now: float) -> bool:
         """Apply one change.
 
-        Return False if it is not newer than what is known, as for this process's own writes.
+        Return False if the change is not newer than what is known, as after this process's own writes.
         """
         current = self._find(change.key)
         if current is not None and current.revision >= change.revision:
@@ -220,6 +224,8 @@ class ClusterCache:
             nodes=MappingProxyType(dict(self._nodes)),
             jobs=MappingProxyType(dict(self._jobs)),
             drains=MappingProxyType(dict(self._drains)),
+            submitted=self._submitted,
+            usage=MappingProxyType(dict(self._usage)),
             gone=MappingProxyType(dict(self._gone)),
             leader=self._leader,
             autoscaler=self._autoscaler,
@@ -235,6 +241,8 @@ class ClusterCache:
                 return self._nodes.get(job, {}).get(node)
             case ["drains", node]:
                 return self._drains.get(node)
+            case ["usage", node]:
+                return self._usage.get(node)
             case ["coordinator", "leader"]:
                 return self._leader
             case ["autoscaler", "status"]:
@@ -286,6 +294,12 @@ class ClusterCache:
                 drain = self._decode(records.DrainRequest, key, value, revision, now)
                 if drain is not None:
                     self._drains[node] = drain
+            case ["submissions", job]:
+                self._submitted |= {job}
+            case ["usage", node]:
+                usage = self._decode(records.NodeUsage, key, value, revision, now)
+                if usage is not None:
+                    self._usage[node] = usage
             case ["coordinator", "leader"]:
                 self._leader = self._decode(records.LeaderRecord, key, value, revision, now)
             case ["autoscaler", "status"]:
@@ -390,6 +404,10 @@ class ClusterCache:
                     self._gone[job, node] = Missing(was.record.agent, now)
             case ["drains", node]:
                 self._drains.pop(node, None)
+            case ["submissions", job]:
+                self._submitted -= {job}
+            case ["usage", node]:
+                self._usage.pop(node, None)
             case ["coordinator", "leader"]:
                 self._leader = None
             case ["autoscaler", "status"]:

@@ -1,6 +1,6 @@
 """Solve allocation problems with the policy and say how long each took.
 
-    python benchmarks/policy.py INSTANCE.json... [--bounds bounds.json] [--json]
+    python benchmarks/policy.py INSTANCE.json... [--bounds bounds.json] [--types 3] [--json]
     python benchmarks/policy.py --generate 1024 1024 8 > INSTANCE.json
 
 The objective is the plain sum of speedups, without a price of change. An instance holds `name`,
@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,8 @@ from adaptdl_elastic.autoscaler.policy import (
     PolicySettings,
     allocate,
 )
+from adaptdl_elastic.autoscaler.policy.solver.tables import build, room_of
+from adaptdl_elastic.autoscaler.policy.solver.typed_knapsack import choose
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
 CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
@@ -138,8 +141,10 @@ def first_problem(error: ValidationError) -> str:
 SETTINGS = PolicySettings(objective=Objective.SPEEDUP, default_pause=0.0, hysteresis=0.0)
 
 
-def problem(instance: Instance) -> tuple[list[JobInfo], list[NodeInfo]]:
-    jobs = []
+def problem(instance: Instance, types: int = 1) -> tuple[list[JobInfo], list[NodeInfo]]:
+    """Return jobs and nodes; on each of several types a job is 1.2 to 3 times slower than on the last."""
+    jobs, rng = [], np.random.default_rng(0)
+    names = [f"type-{i}" for i in range(types)]
     for job in instance.jobs:
         model = GoodputModel(
             PerfParams(*job.perf_params),
@@ -149,16 +154,32 @@ def problem(instance: Instance) -> tuple[list[JobInfo], list[NodeInfo]]:
             (job.min_local_bsz, job.max_local_bsz),
             True,
         )
-        most = job.max_replicas
-        jobs.append(
-            JobInfo(job.name, max(job.min_replicas, 1), most, model=model, max_profiled_replicas=most)
-        )
-    nodes = [NodeInfo(f"{i:05d}", instance.gpus_per_node) for i in range(instance.num_nodes)]
+        most, slowness, models = job.max_replicas, 1.0, {}
+        for name in names if types > 1 else ():
+            *times, gamma = model.perf_params
+            models[name] = replace(model, perf_params=PerfParams(*(slowness * x for x in times), gamma))
+            slowness *= float(rng.uniform(1.2, 3))
+        least = max(job.min_replicas, 1)
+        jobs.append(JobInfo(job.name, least, most, model=model, models=models, max_profiled_replicas=most))
+    nodes = [
+        NodeInfo(f"{i:05d}", instance.gpus_per_node, node_type=names[i % types] if types > 1 else "")
+        for i in range(instance.num_nodes)
+    ]
     return jobs, nodes
 
 
-def solve(instance: Instance, repeat: int) -> dict[str, Any]:
-    jobs, nodes = problem(instance)
+def bound_of(jobs: list[JobInfo], nodes: list[NodeInfo]) -> float:
+    """Return an upper bound of the sum of speedups: that of the choice of sizes, regardless of places."""
+    common = room_of(JobInfo(""), nodes)
+    rooms, nothing = {job.name: common for job in jobs}, {job.name: {} for job in jobs}
+    tables = build(jobs, nodes, rooms, nothing, set(), 0.0, SETTINGS)
+    capacity = [sum(n.slots for n in nodes if n.node_type == name) for name in tables.sizes.types]
+    speedups = np.where(tables.allowed, tables.speedup, 0.0)
+    return choose(tables.sizes, speedups, np.array(capacity)).bound
+
+
+def solve(instance: Instance, repeat: int, types: int = 1) -> dict[str, Any]:
+    jobs, nodes = problem(instance, types)
     wall, cpu = [], []
     for _ in range(repeat):
         started = time.perf_counter(), time.process_time()
@@ -175,6 +196,7 @@ def solve(instance: Instance, repeat: int) -> dict[str, Any]:
         "seconds": min(wall),
         "cpu_seconds": min(cpu),
         "allocation": allocation,
+        **({"gap": 1 - decision.objective / bound_of(jobs, nodes)} if types > 1 else {}),
     }
 
 
@@ -227,6 +249,12 @@ def main() -> int:
     parser.add_argument(
         "--repeat", type=at_least_one, default=1, help="solve each so often, report the quickest"
     )
+    parser.add_argument(
+        "--types",
+        type=at_least_one,
+        default=1,
+        help="deal the nodes to so many types; the gap is then that to the bound of the choice of sizes",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON list on standard output")
     options = parser.parse_args()
     if options.generate:
@@ -244,7 +272,8 @@ def main() -> int:
         except InstanceError as error:
             print(error, file=sys.stderr)
             return 2
-        result = solve(instance, options.repeat)
+        result = solve(instance, options.repeat, options.types)
+        bounds = {} if options.types > 1 else bounds  # they are for nodes of one type
         if bound := bounds.get(instance.name):
             result["gap"] = 1 - result["objective"] / bound
         found.append(result)

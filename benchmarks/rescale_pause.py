@@ -2,6 +2,7 @@
 
     python benchmarks/rescale_pause.py --mode restart --model cnn --json
     python benchmarks/rescale_pause.py --mode inplace --params 10M --repeats 5 --json
+    python benchmarks/rescale_pause.py --mode inplace --model fsdp --params 10M --repeats 5 --json
     python benchmarks/rescale_pause.py --mode recover --params 10M --repeats 5 --json
 
 A real job runs under `adaptdl-run` on this machine and is rescaled 1 → 2 → 1 → … by hand. The pause is the
@@ -51,9 +52,16 @@ else:
     width = max(16, int((size / 4) ** 0.5))
     model, shape = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), (width,)
     head = lambda out: out.square().mean()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+if kind == "fsdp":
+    from torch.distributed.fsdp import fully_shard
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer, wrap = torch.optim.AdamW(model.parameters(), lr=1e-4), adl.AdaptiveFSDP
+else:
+    optimizer, wrap = torch.optim.SGD(model.parameters(), lr=1e-4), adl.AdaptiveDataParallel
 loader = adl.AdaptiveDataLoader(TensorDataset(torch.randn(256, *shape)), batch_size=8, shuffle=True)
-model = adl.AdaptiveDataParallel(model, optimizer)
+model = wrap(model, optimizer)
 marks["model"] = time.time()
 log = open(os.path.join(sys.argv[4], f"steps-{os.getpid()}"), "w", buffering=1)
 first = True
@@ -259,8 +267,10 @@ def summary(values: list[float]) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--mode", choices=["restart", "inplace", "recover"], default="restart")
-    parser.add_argument("--model", choices=["cnn", "linear"], default=None)
-    parser.add_argument("--params", default="10M", help="size of the linear model, as 10M or 100M")
+    parser.add_argument("--model", choices=["cnn", "linear", "fsdp"], default=None)
+    parser.add_argument(
+        "--params", default="10M", help="size of the linear model (fsdp: sharded, with AdamW), as 10M or 100M"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="changes in each direction")
     parser.add_argument("--settle", type=float, default=4.0, help="seconds of training between changes")
     parser.add_argument("--json", action="store_true")

@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 SCRIPT = (
-    *("torch", "torch.data", "torch.epoch", "torch.parallel", "torch.accumulator", "torch.iterator"),
+    *("torch", "torch.data", "torch.epoch", "torch.parallel", "torch.fully_sharded"),
+    *("torch.accumulator", "torch.iterator"),
     *("torch.s3_dataset", "torch.scaling_rules", "torch.gradient_noise_scale", "checkpoint", "collective"),
     *("torch.frameworks.huggingface", "torch.frameworks.accelerate", "torch.frameworks.lightning"),
 )
@@ -30,6 +31,7 @@ FIRST = {
     "torch.data": "AdaptiveDataLoader AdaptiveDataLoaderHelper.autoscale_batch_size current_dataloader",
     "torch.epoch": "remaining_epochs_until current_epoch",
     "torch.parallel": "AdaptiveDataParallel",
+    "torch.fully_sharded": "AdaptiveFSDP",
     "torch.accumulator": "Accumulator",
     "torch.s3_dataset": "S3Dataset",
     "checkpoint": "State TensorState load_state",
@@ -44,10 +46,18 @@ INTERNAL = {
         "may_accumulate accumulation sync_local_bsz",
     },
     "torch.parallel": {
-        "AdaptiveDataParallel": "reinit_process_group absorb_failures give_up stuck failure clear_failure "
-        "data_loop_begins stepping skipped_step step_left_out drop_window optimizer lr_scheduler mp_scaler "
+        "AdaptiveDataParallel": "reinit_process_group absorb_failures giving_up stuck failure clear_failure "
+        "hand_over data_loop_begins stepping skipped_step step_left_out drop_window optimizer lr_scheduler "
+        "mp_scaler "
         "has_own_process_group accumulates_by_hand window_under_way attempted_steps progress statistics "
         "load_statistics why_not_resilient snapshot_step",
+    },
+    "torch.fully_sharded": {
+        "AdaptiveFSDP": "hand_over reinit_process_group absorb_failures giving_up stuck failure "
+        "clear_failure data_loop_begins stepping skipped_step step_left_out drop_window optimizer "
+        "lr_scheduler mp_scaler has_own_process_group accumulates_by_hand window_under_way attempted_steps "
+        "progress statistics load_statistics why_not_resilient snapshot_step thawed refuse_thawed "
+        "sync_buffers begin_step end_step begin_zero_grad scale gain initial_batch_size",
     },
     "torch.gradient_noise_scale": {
         "GradientNoiseScale": "set_progress set_accum_scale accum_count should_zero_grad reset_accumulation "

@@ -69,15 +69,27 @@ class Story:
             self.shortcomings.append(text)
 
     def say(self, event: str, fields: Mapping[str, Any]) -> None:
-        """The autoscaler's events."""
+        """Print one of the autoscaler's events."""
         if event == "release" and fields["instance"] in self.bill:
             self.bill[fields["instance"]].why = fields["reason"]
         what = fields.get("message") or ", ".join(
-            f"{name} {fields[name]}"
-            for name in ("pool", "desired", "instance", "node", "reason")
-            if fields.get(name)
+            f"{text} {fields[name]}" for name, text in _TOLD.items() if fields.get(name) not in (None, "")
         )
         print(f"{self.now:6.1f} s    autoscaler: {event}: {what}", flush=True)
+
+
+# fields of the autoscaler's events, and what is printed before their values
+_TOLD = {
+    "pool": "pool",
+    "desired": "desired",
+    "instance": "instance",
+    "node": "node",
+    "job": "job",
+    "replicas": "replicas",
+    "job_hourly_cost": "$ an hour",
+    "cost_so_far": "$ so far",
+    "reason": "reason",
+}
 
 
 class Watcher:

@@ -33,3 +33,6 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
     for name in list(os.environ):
         if name.startswith(_FOREIGN) or name in _TORCHRUN:
             monkeypatch.delenv(name)
+    monkeypatch.setenv(
+        "ADAPTDL_METRICS_PORT", "off"
+    )  # coordinators of several tests would want the same ports

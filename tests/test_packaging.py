@@ -117,6 +117,8 @@ def test_a_wheel_in_a_clean_environment_has_everything(tmp_path: Path) -> None:
                 continue
             assert f"{package.replace('.', '/')}/{relative}" in names
     assert "adaptdl_elastic/py.typed" in names
+    for page in (ROOT / "autoscaler" / "web" / "static").iterdir():
+        assert f"adaptdl_elastic/autoscaler/web/static/{page.name}" in names
     # A clean environment that borrows the dependencies of this one. A directory named in a .pth file is
     # searched, but .pth files in it are not read: this checkout's editable install stays invisible.
     venv.create(tmp_path / "venv", with_pip=False)

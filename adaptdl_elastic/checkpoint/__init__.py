@@ -1,4 +1,4 @@
-"""States that outlive a generation, and the checkpoints that keep them.
+"""Save and load the states that outlive a generation, in checkpoints.
 
 A state of a script is a subclass of `State`::
 
@@ -18,6 +18,12 @@ Models, optimizers, loaders and epoch loops of this library save themselves. `Te
 that has a state dict. Checkpoints are kept in `ADAPTDL_CHECKPOINT_PATH`, a directory that all nodes share or
 `s3://bucket/prefix`; without it nothing is saved or loaded. The last three checkpoints are kept
 (`ADAPTDL_CHECKPOINT_KEEP`). `docs/architecture.md` lists the guarantees of a checkpoint.
+
+| module | question that it answers |
+|---|---|
+| (this one) | Which states are saved, and by which calls does a script save and load them? |
+| `manager` | From which checkpoint does a generation start, and when is a new one written? |
+| `state_copy` | How is a state dict copied, so that training can go on while the copy is written? |
 """
 
 from __future__ import annotations
@@ -66,11 +72,11 @@ _crc32_lock = threading.Lock()  # torch's option applies to the whole process
 
 
 class CheckpointSaveError(RuntimeError):
-    """A checkpoint could not be saved; the previous one is unchanged."""
+    """Raised if a checkpoint could not be saved; the previous checkpoint is unchanged."""
 
 
 class State:
-    """A part of the script's state that is saved in every checkpoint, under a unique name.
+    """Define a part of the script's state that is saved in every checkpoint, under a unique name.
 
     Subclasses override `save` and `load`, and `sync` if replicas hold different parts of the state. A later
     generation finds the state by its name, so the name must be the same in every run of the script. Make
@@ -114,6 +120,12 @@ class State:
     def sync(self) -> None:
         """Make the replicas' parts consistent before rank 0 saves. Called on every replica."""
 
+    def collect_for_save(self) -> None:
+        """Collect on rank 0 what only other replicas hold. Called on every replica before a checkpoint.
+
+        Unlike `sync` it is not called before a change in place, in which each replica keeps its part.
+        """
+
     def snapshot(self) -> Any:
         """Return a copy that later changes do not affect, for a background save or for rolling back."""
         file = io.BytesIO()
@@ -133,11 +145,11 @@ class State:
         return self.snapshot()
 
     def _saved(self, snapshot: Any) -> None:
-        """Take back a snapshot that was written and is not needed any more. Called in the writer's thread."""
+        """Let the next snapshot reuse the memory of a written one. Called in the writer's thread."""
 
 
 class TensorState(State):
-    """A state that is a nested dict of tensors and plain values.
+    """Define a state that is a nested dict of tensors and plain values.
 
     Subclasses override `state_dict` and `load_state_dict`. Files are read with `weights_only=True`: they can
     hold tensors, numbers, strings, None, and dicts, lists and tuples of these, but nothing that runs code.
@@ -160,7 +172,7 @@ class TensorState(State):
         self.write_snapshot(self.snapshot(), fileobj)
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Read it with `torch.load(weights_only=True)`, and call `load_state_dict`."""
+        """Read a state dict with `torch.load(weights_only=True)`, and pass it to `load_state_dict`."""
         import torch
 
         from adaptdl_elastic.checkpoint.state_copy import from_file
@@ -178,7 +190,7 @@ class TensorState(State):
         return copy_to_host(self.state_dict(), self.name)
 
     def _copy_for_save(self) -> Any:
-        """Copy into the memory of the last save, since every save needs as much."""
+        """Copy into the memory of the last save, so that no new memory must be allocated."""
         from adaptdl_elastic.checkpoint.state_copy import HostBuffers, copy_to_host
 
         if type(self).snapshot is not TensorState.snapshot:
@@ -192,7 +204,7 @@ class TensorState(State):
             self._buffers.give(snapshot)
 
     def restore(self, snapshot: Any) -> None:
-        """Call `load_state_dict`, which must copy as torch's own do, since the snapshot may be used again."""
+        """Call `load_state_dict`, which must copy the tensors: the snapshot may be used again."""
         self.load_state_dict(snapshot)
 
     def write_snapshot(self, snapshot: Any, fileobj: Any) -> None:
@@ -229,11 +241,11 @@ def save_all_states(
     After any failure the previous checkpoint is still there.
 
     Args:
-        kind: what the event log calls it: "request", "periodic", ….
-        background: return after the copy.
-        step: the step that it belongs to; None: the present one.
-        done: called on rank 0 with the result, in the writer's thread, when the checkpoint is complete and
-            durable.
+        kind: Name of this kind of save in the event log: "request", "periodic", ….
+        background: Whether to return as soon as the states are copied.
+        step: Step to which the checkpoint belongs; None: the current one.
+        done: Function that is called on rank 0 with the result, in the writer's thread, when the checkpoint
+            is complete and durable.
 
     Returns:
         The result on rank 0 of a foreground save, if there is a checkpoint path; else None.
@@ -248,9 +260,11 @@ def save_all_states(
     states = dict(sorted(session.states.items()))
     for state in states.values():
         state.sync()
+        if manager.storage is not None:
+            state.collect_for_save()
     if session.rank != 0 or manager.storage is None:
         return None
-    manager.open()  # a generation that saves before it loads anything must not replace what was there
+    manager.open()  # carries the states of the old checkpoint over, even if nothing was loaded so far
     if kind == "periodic" and background and manager.busy():
         logger.debug("periodic checkpoint left out: the one before is still being written")
         return None
@@ -316,6 +330,7 @@ def save_state(state: State, checkpoint_dir: str | os.PathLike[str], sync: bool 
     _check_state(state)
     if sync:
         state.sync()
+    state.collect_for_save()
     if _session.current().rank != 0:
         return
     directory = Path(checkpoint_dir)
@@ -394,7 +409,7 @@ def agree(broadcast: Callable[[Any], Any]) -> str | None:
     """Make all replicas start from the checkpoint that rank 0 chooses; return its id.
 
     Args:
-        broadcast: returns rank 0's argument on every replica.
+        broadcast: Function that returns rank 0's argument on every replica.
 
     Raises:
         CheckpointError: rank 0 cannot choose (raised on every replica), or this replica does not see the

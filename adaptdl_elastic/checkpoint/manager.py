@@ -49,12 +49,12 @@ Write = Callable[[ChecksumWriter], None]
 
 
 class CheckpointError(RuntimeError):
-    """There is no usable checkpoint, and starting from scratch would lose training."""
+    """Raised if no checkpoint is usable, and starting from scratch would lose training."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of one save. `error` is None for a complete checkpoint."""
+    """Hold the result of one save. `error` is None for a complete checkpoint."""
 
     id: str
     path: str
@@ -67,14 +67,14 @@ class Saved:
 
 @dataclass
 class _Job:
-    """A save whose states have been copied and that waits for the writer."""
+    """Hold a save whose states have been copied. It waits for the writer thread."""
 
     kind: str
     step: int
     generation: int
     replicas: int
     writes: Mapping[str, tuple[Write, int | None]]  # state → (its writer, epoch after which it expires)
-    carried: Mapping[str, _Unclaimed]  # states that had not been asked for by then
+    carried: Mapping[str, _Unclaimed]  # states that had not been loaded when the save was submitted
     on_done: Callable[[Saved], None]
     begun: float
     done: threading.Event = field(default_factory=threading.Event)
@@ -82,7 +82,7 @@ class _Job:
 
 
 class _Unclaimed:
-    """A saved state that has not been asked for yet. Its file is open until its last holder releases it.
+    """Hold a saved state that the script has not loaded yet. The last holder to release it closes its file.
 
     Holders are the manager, until the state is claimed or expires, and every save that carries it over.
     """
@@ -114,7 +114,7 @@ class _Unclaimed:
             self._file.seek(0)
 
     def take(self) -> BinaryIO:
-        """Return the content to a holder, which closes it and is no holder any more."""
+        """Return the content to a holder and remove that holder. The caller closes the returned file."""
         with self._counting:
             if self._holders == 1:
                 return self._file
@@ -126,17 +126,17 @@ class _Unclaimed:
 
 
 class CheckpointManager:
-    """The checkpoints of one session. `storage` is None if there is no place for them.
+    """Load and save the checkpoints of one session.
 
     Args:
-        storage: Where they are.
-        recorded: The checkpoint that the store records.
+        storage: Storage of the checkpoints; None: nothing is loaded or saved.
+        recorded: Id of the checkpoint that the store records.
         job: Name of the job.
-        keep: How many are kept.
+        keep: Number of checkpoints to keep.
         writes: Whether this replica saves.
         wait: Seconds to wait for a checkpoint that this generation has to start from and that is not there
             yet: where nodes share no directory, their services copy it.
-        clock: Monotonic seconds.
+        clock: Function that returns monotonic seconds.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class CheckpointManager:
         self._memory: dict[str, Any] = {}
         self._history: tuple[str, ...] = ()
         self._damaged: set[str] = set()
-        self._number_at_start: int | None = None  # the highest of a checkpoint then
+        self._number_at_start: int | None = None  # highest checkpoint number when this session began
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: list[_Job] = []
         self._thread: threading.Thread | None = None
@@ -175,14 +175,14 @@ class CheckpointManager:
 
     @property
     def loaded_id(self) -> str | None:
-        """The checkpoint that this generation started from; None: from scratch."""
+        """Id of the checkpoint that this generation started from; None: it started from scratch."""
         return self._manifest.id if self._manifest else None
 
     def open(self, exactly: str | None = None) -> str | None:
-        """Choose and verify a checkpoint, once; return its id, or None if there is none.
+        """Choose and verify a checkpoint at the first call; return its id, or None if there is none.
 
         Args:
-            exactly: the only acceptable checkpoint (the one that rank 0 chose).
+            exactly: Id of the only acceptable checkpoint, which rank 0 has chosen; None: any.
 
         Raises:
             CheckpointError: something was saved before and cannot be used.
@@ -266,9 +266,9 @@ class CheckpointManager:
         return bool(self._recorded) and self._recorded not in ids and not self._descends(storage, ids)
 
     def _newest_first(self, ids: list[str]) -> list[str]:
-        """Return ids by their numbers; what an older generation saved late comes behind the recorded one.
+        """Return ids by their numbers; those that an older generation saved late follow the recorded one.
 
-        Such a generation was cut off and did not know that another had taken its place.
+        Such a generation had lost its connection and did not know that a newer one had replaced it.
         """
         recorded = self._recorded or ""
         number, generation = sequence_number(recorded), generation_number(recorded)
@@ -343,7 +343,10 @@ class CheckpointManager:
         return (True, self._memory.pop(name)) if name in self._memory else (False, None)
 
     def claim(self, name: str) -> BinaryIO | None:
-        """Return the saved content of a state, once; None if there is none. The caller closes it."""
+        """Return a file with the saved content of a state; None if there is none. The caller closes it.
+
+        A second call for the same state returns None.
+        """
         self.open()
         with self._lock:
             found = self._unclaimed.pop(name, None)
@@ -544,9 +547,9 @@ class CheckpointManager:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the most helpful cause.
+    """Return the cause of an error that tells a user most.
 
-    A StorageError itself, else the OSError behind it, as for a full disk.
+    That is a StorageError itself, else the OSError that caused it, for example for a full disk.
     """
     seen: BaseException | None = None if isinstance(error, StorageError) else error
     while seen is not None:

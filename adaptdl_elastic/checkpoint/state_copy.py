@@ -16,7 +16,7 @@ _DEFAULTS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, 
 
 
 class HostBuffers:
-    """The memory of an earlier copy, used again: new memory costs a page fault per 4 KiB."""
+    """Keep the memory of an earlier copy for the next: new memory costs a page fault per 4 KiB."""
 
     def __init__(self) -> None:
         self._spare: dict[tuple[Any, ...], list[torch.Tensor]] = {}

@@ -1,9 +1,10 @@
-"""The formats in which library, agents and coordinator communicate.
+"""Define the formats in which library, agents and coordinator communicate.
 
-| module | what it defines |
+| module | question that it answers |
 |---|---|
-| `channel` | the connection between an agent and one of its replicas |
-| `messages` | the messages on that connection |
-| `environment` | the names of a replica's environment variables |
-| `hints` | what a job reports about itself |
+| `channel` | How are an agent and one of its replicas connected? |
+| `messages` | Which messages do an agent and a replica send each other? |
+| `environment` | Which environment variables tell a replica its rank, generation and settings? |
+| `hints` | What does a job report about itself to the coordinator? |
+| `uncaught_error` | How does an agent learn which error ended its replica's script? |
 """

@@ -1,8 +1,9 @@
-"""The connection between an agent and one of its replicas.
+"""Connect an agent and one of its replicas.
 
-It is a socket pair: the agent keeps one end, the replica inherits the other, whose descriptor number is in
-`ADAPTDL_AGENT_FD`. The messages are those of `messages`, one per line. No port is opened, and only a child
-process of the agent can hold the other end. When the agent is gone the replica reads end-of-file.
+The connection is a socket pair: the agent keeps one end, the replica inherits the other, whose descriptor
+number is in `ADAPTDL_AGENT_FD`. The messages are those of `messages`, one per line. No port is opened,
+and only a child process of the agent can hold the other end. When the agent is gone the replica reads
+end-of-file.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 
 class Channel:
-    """One end of the connection. Sending is thread-safe; only one thread may receive."""
+    """Hold one end of the connection. Any thread may send, but only one thread may receive."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -101,7 +102,7 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close the connection; a reader at either end sees its end."""
+        """Close the connection. Readers at both ends then read end-of-file."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

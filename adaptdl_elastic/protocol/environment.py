@@ -1,4 +1,4 @@
-"""The names of the environment variables that tell a replica its rank, its generation and its settings.
+"""Name the environment variables that tell a replica its rank, its generation and its settings.
 
 The agent, which writes them, and the library and scripts, which read them, use this one list.
 docs/architecture.md explains the variables; `adaptdl_elastic.env` defines which of them takes precedence.
@@ -30,6 +30,7 @@ ADAPTDL_MASTER_PORT = "ADAPTDL_MASTER_PORT"
 NUM_REPLICAS = "ADAPTDL_NUM_REPLICAS"
 REPLICA_RANK = "ADAPTDL_REPLICA_RANK"
 NUM_NODES = "ADAPTDL_NUM_NODES"
+NODE_TYPE = "ADAPTDL_NODE_TYPE"
 NUM_RESTARTS = "ADAPTDL_NUM_RESTARTS"
 GENERATION = "ADAPTDL_GENERATION"
 ADAPTDL_LOCAL_RANK = "ADAPTDL_LOCAL_RANK"

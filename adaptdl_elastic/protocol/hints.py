@@ -1,4 +1,4 @@
-"""The report of a job about itself, from which its size is decided: a versioned schema.
+"""Define the versioned report of a job about itself, by which its number of replicas is decided.
 
 `JobHints` is what the coordinator reads. `SCHED_HINTS` and `PERF_PARAMS` are AdaptDL's names for the parts
 that AdaptDL had.
@@ -7,6 +7,7 @@ that AdaptDL had.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import field
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -38,7 +39,7 @@ SCHED_HINTS = MappingProxyType(
 """AdaptDL's names of the parts of a report."""
 
 
-# bounds of numbers in reports: larger ones are errors, and could not be computed with
+# Larger numbers in a report are errors, and computing with them could overflow.
 _Count = Annotated[int, Field(ge=0, le=10**9)]
 _Positive = Annotated[int, Field(ge=1, le=10**9)]
 _Seconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -49,12 +50,16 @@ _Amount = Annotated[float, Field(ge=0, le=MOST)]  # samples, squared norms
 _Rate = Annotated[float, Field(ge=0, le=1e12)]  # samples per second
 _Gamma = Annotated[float, Field(ge=1, le=1e3)]
 _Theta = tuple[_Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Gamma]
+_ReportedName = Annotated[str, Field(max_length=100)]
+MOST_CONFIGURATIONS = 10_000
+"""Largest number of configurations whose step times are in one report."""
+
 _SHORTEST = 1e-12  # shortest possible time of a forward and backward pass, in seconds
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class ProfileEntry:
-    """Mean step times at one configuration, in seconds."""
+    """Hold the mean step times at one configuration, in seconds."""
 
     nodes: _Positive
     replicas: _Positive
@@ -67,17 +72,32 @@ class ProfileEntry:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Straggler:
-    """A replica that the others wait for in every step."""
+    """Describe a replica that the others wait for in every step."""
 
     rank: _Count
     host: str
-    part: str  # what it is slow in: data, compute or communication
+    part: str  # slow part of its steps: data, compute or communication
     ratio: _Amount  # its busy time per step over that of the others
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class TypeProfile:
+    """Hold a job's measurements on nodes of a type that it does not run on now."""
+
+    node_type: str
+    profile: Annotated[tuple[ProfileEntry, ...], Field(max_length=MOST_CONFIGURATIONS)] = ()
+    perf_params: _Theta | None = None
+    max_profiled_replicas: _Count = 1
+    local_bsz_bounds: tuple[_Positive, _Positive] | None = None  # None: as on the present type
+    memory_limit: _Positive | None = None
+
+    def __post_init__(self) -> None:
+        _check_type(self.local_bsz_bounds, self.perf_params)
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class JobHints:
-    """A job's report. Sizes are in samples, times in seconds, rates in samples per second.
+    """Hold a job's report. Sizes are in samples, times in seconds, rates in samples per second.
 
     Raises:
         pydantic.ValidationError: a value is impossible. (`decode` reports it as one line.)
@@ -97,8 +117,12 @@ class JobHints:
     memory_limit: _Positive | None = None  # largest batch of one replica that fits into memory, once known
     max_profiled_replicas: _Count = 1
     grad_params: tuple[_Amount, _Amount] | None = None  # (|G|², tr Σ) at init_batch_size
+    grad_error: _Amount | None = None  # standard error of |G|², in its unit; None: not known
+    estimator: str = ""  # how the gradient statistics are measured
     perf_params: _Theta | None = None  # in the order of PERF_PARAMS
-    profile: Annotated[tuple[ProfileEntry, ...], Field(max_length=10_000)] = ()
+    profile: Annotated[tuple[ProfileEntry, ...], Field(max_length=MOST_CONFIGURATIONS)] = ()
+    node_type: str = ""  # of the nodes that the job runs on; step times, θ and memory limit are of this type
+    elsewhere: Annotated[tuple[TypeProfile, ...], Field(max_length=100)] = ()  # measurements on other types
     gain: _Amount = 1.0
     lr_factor: _Amount = 1.0
     throughput: _Rate | None = None  # measured
@@ -113,28 +137,35 @@ class JobHints:
     step: _Count = 0
     inplace: bool = False  # whether this script and backend could rescale in place
     inplace_reason: str = ""  # why not, if inplace is False
-    # present problems, and what to do about them
+    # current problems, each with what the user can do about it
     warnings: Annotated[tuple[str, ...], Field(max_length=100)] = ()
     stragglers: Annotated[tuple[Straggler, ...], Field(max_length=10_000)] = ()
+    # numbers that the script last reported (loss, accuracy, …), added by the agent of rank 0
+    reported: Annotated[dict[_ReportedName, float], Field(max_length=100)] = field(default_factory=dict)
     time: float = 0.0
 
     def __post_init__(self) -> None:
-        low, high = self.local_bsz_bounds or (1, 1)
-        if low > high:
-            raise ValueError(f"local_bsz_bounds: {low} is more than {high}")
+        _check_type(self.local_bsz_bounds, self.perf_params)
         if self.max_batch_size is not None and self.max_batch_size < self.init_batch_size:
             raise ValueError(
                 f"max_batch_size: {self.max_batch_size} is less than init_batch_size {self.init_batch_size}"
             )
-        if self.perf_params is not None and sum(self.perf_params[:2]) < _SHORTEST:
-            raise ValueError("perf_params: steps that take no time at all (alpha_c, beta_c)")
+
+
+def _check_type(bounds: tuple[int, int] | None, perf_params: tuple[float, ...] | None) -> None:
+    """Raise ValueError if batch-size bounds or throughput parameters of a type of node are impossible."""
+    low, high = bounds or (1, 1)
+    if low > high:
+        raise ValueError(f"local_bsz_bounds: {low} is more than {high}")
+    if perf_params is not None and sum(perf_params[:2]) < _SHORTEST:
+        raise ValueError("perf_params: steps that take no time at all (alpha_c, beta_c)")
 
 
 _ADAPTER: TypeAdapter[JobHints] = TypeAdapter(JobHints)
 
 
 class MalformedHintsError(ValueError):
-    """A report does not fit the schema."""
+    """Raised if a report does not fit the schema."""
 
 
 def encode(hints: JobHints) -> str:

@@ -1,4 +1,4 @@
-"""The messages between an agent and its replicas: typed, versioned, and validated when received.
+"""Define the messages between an agent and its replicas: typed, versioned, and validated when received.
 
 A message is one JSON object per line: the version `v`, its `type`, and the fields of its class. A receiver
 ignores unknown fields. It refuses messages of a later version, unknown types and invalid values, so that a
@@ -31,7 +31,7 @@ M = TypeVar("M")
 
 
 class MalformedMessageError(ValueError):
-    """A line is no message of this version, or none that this end of the channel receives."""
+    """Raised if a line is no message of this version, or a message for the other end of the channel."""
 
 
 # From an agent to a replica
@@ -39,9 +39,9 @@ class MalformedMessageError(ValueError):
 
 @dataclass(frozen=True, config=_CONFIG)
 class Stop:
-    """Save a checkpoint at a common step, then exit 143.
+    """Order all replicas to save a checkpoint after the same step, then to exit with code 143.
 
-    A replica that has not said hello gets SIGTERM after it.
+    A replica that has not sent `Hello` gets SIGTERM after this message.
     """
 
     kind: ClassVar[str] = "stop"
@@ -50,7 +50,7 @@ class Stop:
 
 @dataclass(frozen=True, config=_CONFIG)
 class SaveCheckpoint:
-    """Save a checkpoint at a common step and go on."""
+    """Order all replicas to save a checkpoint after the same step, and to continue training."""
 
     kind: ClassVar[str] = "checkpoint"
     request: _Number
@@ -58,14 +58,14 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, config=_CONFIG)
 class ChangePlan:
-    """A change in place is planned to generation g + 1; sent to replicas of g."""
+    """Announce a change in place to generation g + 1; sent to the replicas of generation g."""
 
     kind: ClassVar[str] = "change"
     generation: _Generation
     replicas: _Count
     nodes: _Count
     ranks: tuple[_Rank | None, ...]
-    """The new rank of each old one; None: that replica leaves."""
+    """New rank of each replica, by its old rank; None: that replica leaves."""
     newcomers: tuple[_Rank, ...]
     """New ranks of newcomers."""
     master_addr: str
@@ -77,7 +77,7 @@ class ChangePlan:
 
 @dataclass(frozen=True, config=_CONFIG)
 class WithdrawPlan:
-    """The planned change to that generation is withdrawn; training goes on."""
+    """Withdraw the planned change to a generation; training continues."""
 
     kind: ClassVar[str] = "withdraw"
     generation: _Generation
@@ -86,7 +86,7 @@ class WithdrawPlan:
 
 @dataclass(frozen=True, config=_CONFIG)
 class RecoveryPlan:
-    """Go on without the dead, with the state in memory. The newest such plan applies."""
+    """Order a replica to continue without the dead replicas, from memory. The newest such plan applies."""
 
     kind: ClassVar[str] = "recover"
     generation: _Generation
@@ -101,7 +101,7 @@ class RecoveryPlan:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Ping:
-    """Answer with a `Pong`, to show that the process does not hang."""
+    """Ask a replica to answer with a `Pong`, which shows that its process does not hang."""
 
     kind: ClassVar[str] = "ping"
     id: _Number
@@ -116,7 +116,7 @@ AgentMessage = Stop | SaveCheckpoint | ChangePlan | WithdrawPlan | RecoveryPlan 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Hello:
-    """The script uses the library, so it is stopped by a message, not by a signal."""
+    """Tell that the script uses the library. The agent then stops it by a message, not by a signal."""
 
     kind: ClassVar[str] = "hello"
     version: str
@@ -126,7 +126,7 @@ class Hello:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Event:
-    """An entry of the job's event log: epoch, batch_size, checkpoint, metrics, first_step, failure, …."""
+    """Hold an entry of the job's event log: epoch, batch_size, checkpoint, first_step, failure, …."""
 
     kind: ClassVar[str] = "event"
     event: str
@@ -136,7 +136,7 @@ class Event:
 
 @dataclass(frozen=True, config=_CONFIG)
 class StepFinished:
-    """An optimizer step has ended.
+    """Tell that an optimizer step has ended.
 
     The first step of a generation is sent at once, then at most one per second, and the last one before the
     exit.
@@ -149,7 +149,7 @@ class StepFinished:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Ready:
-    """A newcomer is ready to join the running replicas."""
+    """Tell that a newcomer is ready to join the running replicas."""
 
     kind: ClassVar[str] = "ready"
     generation: _Generation
@@ -157,7 +157,7 @@ class Ready:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Resilient:
-    """From now on in this generation, the death of a peer does not end this replica."""
+    """Tell that from now on, in this generation, the death of a peer does not end this replica."""
 
     kind: ClassVar[str] = "resilient"
     generation: _Generation
@@ -165,7 +165,7 @@ class Resilient:
 
 @dataclass(frozen=True, config=_CONFIG)
 class EpochsFinished:
-    """The script has finished all epochs; with `finished` False, it begins more epochs."""
+    """Tell that the script has finished all epochs; with `finished` False, that it begins more."""
 
     kind: ClassVar[str] = "epochs_finished"
     finished: bool
@@ -173,7 +173,7 @@ class EpochsFinished:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Finished:
-    """The script ended by itself with exit code 0, before it was asked to stop.
+    """Tell that the script ended by itself with exit code 0, before it was asked to stop.
 
     SIGTERM has no effect from now on.
     """
@@ -183,9 +183,9 @@ class Finished:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Stopping:
-    """The replica has saved as requested, and raises SystemExit(143).
+    """Tell that the replica has saved as requested, and raises SystemExit(143).
 
-    It counts as stopped, even if the script turns that into another exit code.
+    The replica counts as stopped, even if the script ends with another exit code.
     """
 
     kind: ClassVar[str] = "stopping"
@@ -193,7 +193,7 @@ class Stopping:
 
 @dataclass(frozen=True, config=_CONFIG)
 class PeerLost:
-    """A peer is gone. The replica waits for a plan without it."""
+    """Tell that a peer is gone, and that this replica waits for a plan without that peer."""
 
     kind: ClassVar[str] = "peer_lost"
     generation: _Generation
@@ -202,16 +202,16 @@ class PeerLost:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Hanging:
-    """The script of this replica hangs, and all others wait for it for `--hang-timeout`: kill it."""
+    """Ask the agent to kill this replica: it hangs, and all others have waited for `--hang-timeout`."""
 
     kind: ClassVar[str] = "hanging"
     reason: str
-    """What is known about it, on one line."""
+    """Description of the place where the script hangs, on one line."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Pong:
-    """The answer to a `Ping`."""
+    """Answer a `Ping`."""
 
     kind: ClassVar[str] = "pong"
     id: _Number
@@ -221,17 +221,17 @@ class Pong:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Switched:
-    """The replica now belongs to that generation, or leaves for it."""
+    """Tell that the replica now belongs to a generation, or has left because of it."""
 
     kind: ClassVar[str] = "switched"
     generation: _Generation
     last_step: _Seconds | None
-    """When its last step before the change ended."""
+    """Wall-clock time at which the replica's last step before the change ended; None: no step."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Hints:
-    """A `JobHints` as JSON; only rank 0 sends it."""
+    """Hold a `JobHints` as JSON; only rank 0 sends it."""
 
     kind: ClassVar[str] = "hints"
     hints: dict[str, Any]
@@ -239,14 +239,14 @@ class Hints:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Saved:
-    """A checkpoint is complete and durable; only rank 0 sends it."""
+    """Tell that a checkpoint is complete and durable; only rank 0 sends this."""
 
     kind: ClassVar[str] = "saved"
     id: str
     path: str
     step: _Number
     request: _Number | None = None
-    """The newest `SaveCheckpoint` that it answers."""
+    """Number of the newest `SaveCheckpoint` that this checkpoint answers."""
 
 
 ReplicaMessage = (

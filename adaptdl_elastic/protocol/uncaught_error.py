@@ -1,4 +1,4 @@
-"""The record of the error that ended a replica's script, written by the replica and read by its agent.
+"""Record the error that ended a replica's script: the replica writes it, its agent reads it.
 
 The replica's log directory gets two files: `uncaught.json` for the agent, and `traceback.log` for users. If
 many replicas fail together, the agent must choose the one to show, and it must recognise a failure that
@@ -28,12 +28,12 @@ _LOST_PEER_TEXT = re.compile(r"[Gg]loo|NCCL|TCPStore|Connection (closed|reset) b
 
 @dataclass(frozen=True)
 class UncaughtError:
-    """What an agent needs to know about an error."""
+    """Hold what an agent needs to know about an error."""
 
     kind: str  # equal for errors of the same type at the same line of the user's code
     message: str  # one line, with the type
     raised: float  # wall clock
-    lost_peer: bool  # it only reports that another replica, or the connection to it, is gone
+    lost_peer: bool  # the error only reports that another replica, or the connection to it, is gone
     final: bool = False  # the job is to fail without restarts, because they would not help
 
 

@@ -1,4 +1,10 @@
-"""Storage of checkpoints: the interface, and its implementation in a directory (in a bucket: `s3`).
+"""Define the storage of checkpoints, and implement it in a directory.
+
+| module | question that it answers |
+|---|---|
+| (this one) | What does every storage guarantee, and how does a directory provide that? |
+| `s3` | How does an S3 bucket provide these guarantees? |
+| `locations` | Which storage does a path name? |
 
 Guarantees of every storage:
 
@@ -6,9 +12,10 @@ Guarantees of every storage:
   writer that dies at any moment leaves nothing that is listed.
 * **Verification.** Every file is compared with the size and the checksums in the manifest before it is
   returned. The manifest has a checksum of its own.
-* **One writer.** Only rank 0 of the newest generation writes. It deletes what an older one has begun, so the
-  older one's commit fails and cannot add an outdated checkpoint. `manager` refuses what the older one would
-  begin after that, and passes over what it saves while the newest generation has saved nothing yet.
+* **One writer.** Only rank 0 of the newest generation writes. It deletes the unfinished checkpoints of older
+  generations, so their commits fail and cannot add an outdated checkpoint. `checkpoint.manager` refuses the
+  saves that an older generation begins after that. It ignores those that an older generation finishes while
+  the newest generation has saved nothing yet.
 
 Checksums are CRC-32, one per 16 MiB. They detect truncation and bit rot, not an attacker (who could also
 rewrite the manifest), and are computed at memory speed; SHA-256 without hardware support would delay every
@@ -43,16 +50,16 @@ _CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class StorageError(Exception):
-    """The place where checkpoints are kept cannot be read or written."""
+    """Raised if the place where checkpoints are kept cannot be read or written."""
 
 
 class DamagedError(StorageError):
-    """A checkpoint exists, but is not what was written."""
+    """Raised if a checkpoint exists, but differs from what was written."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Entry:
-    """The file of one state."""
+    """Describe the file of one state."""
 
     file: str
     size: int
@@ -62,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Manifest:
-    """The content of a checkpoint; written last."""
+    """List the content of a checkpoint. The manifest is written last."""
 
     id: str
     states: dict[str, Entry]
@@ -121,7 +128,7 @@ def sequence_number(checkpoint_id: str) -> int:
 
 
 def generation_number(checkpoint_id: str) -> int:
-    """Return the generation that has saved a checkpoint, 0 for a name that is none."""
+    """Return the generation that has saved a checkpoint; 0 if the name is no id."""
     return int(checkpoint_id.split("-")[1][1:]) if is_id(checkpoint_id) else 0
 
 
@@ -134,7 +141,7 @@ def file_name(state: str) -> str:
 
 
 class ChecksumWriter:
-    """A write-only binary file that computes the size and checksums of what is written."""
+    """Write to a binary file, and compute the size and the checksums of the written bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -180,7 +187,7 @@ class ChecksumWriter:
         return False
 
     def close(self) -> None:
-        """Flush only; the storage closes the file."""
+        """Flush the file, but leave it open: the storage closes it."""
         self.flush()
 
     def checksums(self) -> tuple[int, ...]:
@@ -221,7 +228,7 @@ def _fill(file: BinaryIO, buffer: memoryview) -> int:
 
 
 class Writing(ABC):
-    """A checkpoint that is being written and not listed yet."""
+    """Define a checkpoint that is being written and not listed yet."""
 
     id: str
 
@@ -244,7 +251,7 @@ class Writing(ABC):
 
     @abstractmethod
     def commit(self, manifest: Manifest) -> None:
-        """Make it a complete checkpoint."""
+        """Make this a complete checkpoint, which is listed from then on."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -252,7 +259,7 @@ class Writing(ABC):
 
 
 class Storage(ABC):
-    """A place for checkpoints; the module's docstring lists the guarantees."""
+    """Define a place for checkpoints; the module's docstring lists the guarantees."""
 
     path: str
 
@@ -282,11 +289,11 @@ class Storage(ABC):
 
     @abstractmethod
     def sweep(self, keep: str | None = None) -> None:
-        """Delete what dead writers have left unfinished, except for the id `keep`."""
+        """Delete the unfinished checkpoints of writers that have died, except for the id `keep`."""
 
 
 class DirectoryStorage(Storage):
-    """Checkpoints as directories below one directory, which all nodes share."""
+    """Store checkpoints as directories below one directory, which all nodes share."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         # absolute, because a script may change its working directory
@@ -383,7 +390,10 @@ class _DirectoryWriting(Writing):
 
 
 def _sync_directory(path: Path) -> None:
-    """Make the names in a directory durable; some network file systems refuse, as they always do so."""
+    """Make the names in a directory durable.
+
+    Some network file systems refuse this call, because their names are always durable.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -395,7 +405,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return what went wrong, as text for users."""
+    """Return a description of the error, for users."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, StorageError):

@@ -1,8 +1,8 @@
-"""Checkpoints in an S3 bucket.
+"""Store checkpoints in an S3 bucket.
 
  <prefix>/data/<id>/<file>       the states, one object each
  <prefix>/manifests/<id>.json    written last: without it there is no checkpoint
- <prefix>/finished.json          how the run that wrote these ended; `--anew` moves everything to
+ <prefix>/finished.json          note how the run that wrote these ended; `--anew` moves all to
  <prefix>/archive-<time>/…       which has the same structure
 
 S3 has been strongly consistent since December 2020: an object that was put is listed. The manifest is put on
@@ -38,7 +38,7 @@ _MISSING = ("404", "NoSuchKey", "NotFound")
 
 
 class S3Storage(Storage):
-    """A storage at `s3://bucket/prefix`; boto3 finds credentials, region and endpoint as usual.
+    """Store checkpoints at `s3://bucket/prefix`; boto3 finds credentials, region and endpoint as usual.
 
     Args:
         path: `s3://bucket/prefix`.
@@ -66,7 +66,7 @@ class S3Storage(Storage):
             response_checksum_validation="when_supported",
         )
         self.client = boto3.client("s3", **{"config": config, **(options or {})})
-        # ids written here of which it is unknown whether the manifest was stored
+        # ids of checkpoints of this writer whose manifest may or may not have been stored
         self._doubtful: set[str] = set()
 
     def ids(self) -> list[str]:
@@ -109,7 +109,7 @@ class S3Storage(Storage):
         start = len(f"{self._prefix}data/")
         keys = self._keys("data/")
         self._delete([key for key in keys if key[start:].partition("/")[0] not in committed])
-        with suppress(Exception):  # needs a permission that nothing else needs
+        with suppress(Exception):  # listing uploads needs a permission that no other call here needs
             uploads = self.client.list_multipart_uploads(Bucket=self._bucket, Prefix=f"{self._prefix}data/")
             for upload in uploads.get("Uploads", []):
                 self.client.abort_multipart_upload(
@@ -161,7 +161,7 @@ class S3Storage(Storage):
         return f"{self._prefix}{_NOTE}"
 
     def _settle(self) -> None:
-        """Delete the data of checkpoints whose manifest was not stored, now that this is known."""
+        """List the manifests, and delete the data of doubtful checkpoints that have none."""
         if not self._doubtful:
             return
         for checkpoint_id in self._doubtful - set(self.ids()):
@@ -203,7 +203,7 @@ class S3Storage(Storage):
     def put_new(self, key: str, data: bytes) -> None:
         """Put an object that must not exist yet.
 
-        StorageError unless it exists now with exactly this content.
+        Raise StorageError unless the object exists afterwards with exactly this content.
         """
         try:
             with self._errors("cannot write to"):

@@ -30,9 +30,17 @@ if TYPE_CHECKING:
         ElasticSampler,
         batch_counts,
         current_dataloader,
+        expected_batches,
         is_optim_step,
     )
-    from adaptdl_elastic.torch.epoch import current_epoch, finished_epochs, remaining_epochs_until
+    from adaptdl_elastic.torch.epoch import (
+        current_epoch,
+        finished_epochs,
+        progress,
+        remaining_epochs_until,
+        steps,
+    )
+    from adaptdl_elastic.torch.fully_sharded import AdaptiveFSDP
     from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 __all__ = [
@@ -41,16 +49,20 @@ __all__ = [
     "AdaptiveDataLoaderHelper",
     "AdaptiveDataLoaderMixin",
     "AdaptiveDataParallel",
+    "AdaptiveFSDP",
     "ElasticSampler",
     "batch_counts",
     "current_dataloader",
     "current_epoch",
+    "expected_batches",
     "finished_epochs",
     "init_process_group",
     "is_optim_step",
+    "progress",
     "rank",
     "remaining_epochs_until",
     "report",
+    "steps",
     "world_size",
 ]
 
@@ -60,16 +72,20 @@ _HOMES = {
     "AdaptiveDataLoaderHelper": "data",
     "AdaptiveDataLoaderMixin": "data",
     "AdaptiveDataParallel": "parallel",
+    "AdaptiveFSDP": "fully_sharded",
     "ElasticSampler": "data",
     "batch_counts": "data",
     "current_dataloader": "data",
     "current_epoch": "epoch",
+    "expected_batches": "data",
     "finished_epochs": "epoch",
     "init_process_group": "_startup",
     "is_optim_step": "data",
+    "progress": "epoch",
     "rank": "_job_info",
     "remaining_epochs_until": "epoch",
     "report": "_job_info",
+    "steps": "epoch",
     "world_size": "_job_info",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ def check_arguments(
     mp_scaler: Any,
     scaling_rule: Any,
     ddp_kwargs: dict[str, Any],
+    sharded: bool = False,
 ) -> None:
-    """Check the arguments of AdaptiveDataParallel, which describes them.
+    """Check the arguments of AdaptiveDataParallel, which describes them, or of AdaptiveFSDP if `sharded`.
 
     Raises:
         TypeError: an argument has the wrong type, or `ddp_kwargs` holds an unknown name.
@@ -36,6 +38,8 @@ def check_arguments(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, DistributedDataParallel):
         raise TypeError("pass the model itself: AdaptiveDataParallel is its DistributedDataParallel")
+    if not sharded and _is_sharded(model):
+        raise TypeError("fully_shard was applied to the model: make it an AdaptiveFSDP instead")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     owner = getattr(optimizer, OWNER, None)
@@ -65,3 +69,9 @@ def check_arguments(
         raise RuntimeError(
             "there is no process group: call adaptdl_elastic.torch.init_process_group('gloo' or 'nccl') first"
         )
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    """Return whether `fully_shard` was applied to a part of the model, without importing it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())

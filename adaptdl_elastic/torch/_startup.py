@@ -223,7 +223,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def _connect_through(session: Session, store: Any) -> None:
-    """Connect the library's collectives on a free port of rank 0, which torch's store tells the others."""
+    """Connect the library's collectives on a free port of rank 0, which torch's store tells the others.
+
+    With torchrun's c10d backend the store outlives a round of the rendezvous, and so does its address: the
+    others read it again until rank 0 answers there.
+    """
     key = _secrets.generation_key(env.secret(), _secrets.MEETING, session.job, session.generation)
     store = signed(store, key)
     if session.rank == 0:
@@ -234,11 +238,15 @@ def _connect_through(session: Session, store: Any) -> None:
 
         _connect(session, host, 0, publish)
     else:
-        host, port = json.loads(store.get(_ADDRESS))
-        _connect(session, host, port)
+
+        def find_root() -> tuple[str, int]:
+            host, port = json.loads(store.get(_ADDRESS))
+            return str(host), int(port)
+
+        _connect(session, *find_root(), find_root=find_root)
 
 
-def _connect(session: Session, host: str, port: int, publish: Any = None) -> None:
+def _connect(session: Session, host: str, port: int, publish: Any = None, find_root: Any = None) -> None:
     if session.reducer is not None:
         if session.reducer.replicas == session.replicas:
             return  # collective.initialize was called by the script
@@ -251,5 +259,7 @@ def _connect(session: Session, host: str, port: int, publish: Any = None) -> Non
         secret=reducer_key(session),
         on_control=session.on_control,
         on_lost=session.on_lost,
+        on_finished=session.on_finished,
         publish=publish,
+        find_root=find_root,
     )

@@ -16,11 +16,16 @@ synchronized()` the accumulator is an ordinary dict of the sums over all replica
 made there must be the same on every replica, and remains after the block.
 
 The sums are part of every checkpoint. Code outside of data loops may run again after a restart. A
-`synchronized()` block that was passed before the restart then shows the same sums as before, and an addition
-that was made before is not made twice. An addition is recognised by the script's statements that lead to it,
-its key, and the number of such additions so far. So an addition that the script makes only after a restart
-is made, and one that it made only before the restart remains. A data loop outside of epochs runs again from
-its start: what it added before the restart remains if it had ended, and is dropped if it had not.
+`synchronized()` block that was passed before the restart then shows the same sums as before, and an
+addition that was made before is not made twice. An addition is recognised by the script's statements that
+lead to it, its key, and the number of such additions so far. So an addition that the script makes only after
+a restart is made, and one that it made only before the restart remains. If the same addition is made again
+with another value, the first value remains: the script may have measured it with other weights. A warning
+says so for integers and strings. Where a statement makes more additions than before the restart, the
+further ones are made only if the earlier ones had the same values, on the same number of replicas. Otherwise
+the script may divide the same work in another way, for example into batches of another size. Then none is
+added, and a warning says so if the number of replicas is the same. A data loop outside of epochs runs again
+from its start: what it added before the restart remains if it had ended, and is dropped if it had not.
 """
 
 from __future__ import annotations
@@ -36,7 +41,13 @@ import torch
 
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.accumulator_state import AccumulatorState, Addition, Totals, add_to
+from adaptdl_elastic.torch._data.accumulator_state import (
+    AccumulatorState,
+    Addition,
+    Totals,
+    add_to,
+    extended,
+)
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._runtime.position import script_position
 from adaptdl_elastic.torch._runtime.statements import running_statements
@@ -70,8 +81,9 @@ class Accumulator(MutableMapping[Any, Any]):
         self._state = AccumulatorState({key: _value(value, key) for key, value in initial.items()})
         self._view: Totals | None = None  # in synchronized mode: the sums over all replicas
         self._blocks: Counter[int | None] = Counter()  # epoch → synchronized() blocks entered so far
-        # (epoch, name) → additions that this process has made outside of data loops
-        self._additions: Counter[tuple[int | None, str]] = Counter()
+        # (epoch, name) → number of additions that this process has made outside of data loops, and a digest
+        # of their values
+        self._additions: dict[tuple[int | None, str], tuple[int, str]] = {}
         checkpoint.load_state(self._state)
 
     # ------------------------------------------------------------------------------ accumulation mode
@@ -106,13 +118,13 @@ class Accumulator(MutableMapping[Any, Any]):
     def _add_outside(self, key: Any, change: Any, sign: int) -> None:
         """Add `change` unless this addition was made before a restart."""
         position, epoch = script_position(), current_session().epoch
-        loop = position.epoch_loops if epoch is None else position.entered
+        part = position.epoch_loops if epoch is None else position.entered
+        loop = position.loops_outside if epoch is None else position.entered
         block = self._blocks[epoch]
-        name = f"{loop} {block} {running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
-        self._additions[epoch, name] += 1
-        self._state.add_outside(
-            Addition(epoch, loop, block, name, self._additions[epoch, name]), {key: change}
-        )
+        name = f"{part} {block} {running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
+        number, before = self._additions.get((epoch, name), (0, ""))
+        number, values = self._additions[epoch, name] = number + 1, extended(before, change)
+        self._state.add_outside(Addition(epoch, loop, block, name, number, before, values), {key: change})
 
     # ------------------------------------------------------------------------------ synchronized mode
 
@@ -164,7 +176,8 @@ class Accumulator(MutableMapping[Any, Any]):
         if not isinstance(value, _Sum) or value.accumulator is not self or value.key != key:
             raise TypeError(
                 f"outside of synchronized() a sum can only be added to or subtracted from: "
-                f"accumulator[{key!r}] += x or -= x"
+                f"accumulator[{key!r}] += x or -= x. To begin again from zero, call clear() inside of "
+                f"`with accumulator.synchronized():`"
             )
         for sign, amount in value.changes:
             self._add({key: amount}, sign)

@@ -58,6 +58,7 @@ __all__ = [
     "ElasticSampler",
     "batch_counts",
     "current_dataloader",
+    "expected_batches",
     "is_optim_step",
 ]
 
@@ -83,6 +84,24 @@ def is_optim_step() -> bool:
     """
     loader = current_dataloader()
     return loader is None or loader.is_optim_step()
+
+
+def expected_batches() -> int | None:
+    """Return how many batches the running data loop will have given to this process when it ends.
+
+    They are those so far and those that are left at the current batch size. The number changes with the batch
+    size and the number of replicas. After a restart it begins with the first batch of the new process. Set
+    the total of a progress bar to it in the loop's body::
+
+        bar = tqdm(loader)
+        for batch in bar:
+            bar.total = adl.expected_batches()
+
+    Returns:
+        None outside of data loops, in a batch that does not count, and for a stream.
+    """
+    loader = current_dataloader()
+    return None if loader is None else loader.expected_batches()
 
 
 class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
@@ -335,6 +354,8 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         # A batch that has grown beyond the data set takes all of it, instead of leaving all of it out.
         grown = helper.adaptive and helper.batch_size <= size < full and begun % size == 0
         batches.drop_last = self.drop_last and not grown
+        helper.left_out = (size - begun % size) % full if batches.drop_last else 0
+        helper.count_from = batches.count_from
         batches.fill = self._fills()
         batches.counts = helper.unequal.counts if helper.unequal.shares is not None else None
         batches.sampler.set_epoch(script_position().finished, begun)
@@ -353,12 +374,14 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     helper.begin_batch()
                     yield batch
                 helper.current_index += chunk
-                helper.end_batch(even=chunk == local * helper.replicas, boundary=False)
+                # a batch that does not fit is split into chunks that differ by one sample per replica
+                even = chunk == local * helper.replicas or sum(window) == full
+                helper.end_batch(even=even, boundary=False)
             if helper.settled != settled:
                 return None
             window, over = next(plan, None), False
             if window is None:
-                helper.current_index = (begun // size + 1) * size  # drop_last: what is left fills no window
+                helper.current_index = (begun // size + 1) * size  # drop_last: the rest fills no window
             if window is None or begun >= size:
                 over = self._ended()
             helper.pass_boundary(last=over)

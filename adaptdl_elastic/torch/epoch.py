@@ -26,16 +26,19 @@ of an accumulation window that was left in the middle are dropped.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 
 from adaptdl_elastic import _frames, checkpoint, env
 from adaptdl_elastic._checks import whole
 from adaptdl_elastic.protocol.messages import EpochsFinished
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.checks import integer
+from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._data.step_loop import StepLoopHelper, run_steps
 from adaptdl_elastic.torch._runtime.position import script_position
 
-__all__ = ["continue_at", "current_epoch", "finished_epochs", "remaining_epochs_until"]
+__all__ = ["continue_at", "current_epoch", "finished_epochs", "progress", "remaining_epochs_until", "steps"]
 
 
 def remaining_epochs_until(epoch: int) -> Iterator[int]:
@@ -54,10 +57,10 @@ def remaining_epochs_until(epoch: int) -> Iterator[int]:
     until = integer(epoch)
     if until is None or until < 0:
         raise ValueError(f"remaining_epochs_until({epoch!r}): give the number of epochs, 0 or more")
-    return _run(until)
+    return _run(until, f"{until} epochs")
 
 
-def _run(until: int) -> Iterator[int]:
+def _run(until: int, what: str) -> Generator[int, None, None]:
     session, state = current_session(), script_position()
     if session.epoch is not None:
         raise RuntimeError(
@@ -83,7 +86,7 @@ def _run(until: int) -> Iterator[int]:
             safe.retry_on_peer_loss(lambda: session.consensus.save("exit"))
         elif until and session.channel is None and session.rank == 0 and checkpoint.loaded_id():
             print(
-                f"all {until} epochs are finished in {env.checkpoint_path()}: set another "
+                f"all {what} are finished in {env.checkpoint_path()}: set another "
                 f"ADAPTDL_CHECKPOINT_PATH to train anew",
                 file=sys.stderr,
             )
@@ -91,6 +94,90 @@ def _run(until: int) -> Iterator[int]:
         session.send(EpochsFinished(True))
     finally:
         session.epoch = None
+
+
+class Steps:
+    """Count the steps of a data loop that has no loader. See `steps`."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._helper = count, StepLoopHelper()
+        self._helper.repeats()
+
+    def __len__(self) -> int:
+        """Return the number of steps of the whole loop."""
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the numbers of the steps that are left.
+
+        Raises:
+            RuntimeError: a data loop is running.
+        """
+        if current_dataloader() is not None:
+            raise RuntimeError(
+                "adl.steps() inside a data loop: the steps of the job are those of the outer loop; "
+                "use range() there"
+            )
+        if current_epoch() is not None:
+            yield from run_steps(self._helper, self._count)
+            return
+        until = (script_position().until or 0) + 1
+        over = script_position().finished >= until
+        with closing(_run(until, f"{self._count} steps")) as epochs:
+            for epoch in epochs:
+                if epoch == until - 1:  # an earlier one is a loop that was left by `break`: it ends here
+                    yield from run_steps(self._helper, self._count)
+        if over:  # a step that does not count, for the names that the body assigns
+            yield from run_steps(self._helper, self._count, over=True)
+
+
+def steps(count: int) -> Steps:
+    """Return a data loop without a loader: each replica gets the numbers 0 to `count` - 1.
+
+        for step in adl.steps(100_000):
+            experience = play(environment, model)  # each replica plays by itself
+            ...
+            optimizer.step()
+
+    The loop continues at its step after a change, a death or a restart. Every step is counted once: one that
+    a death breaks off is done again. Gradients are averaged over replicas with equal weights. In an epoch
+    loop the steps belong to the epoch. Outside, the loop is an epoch by itself, and counts as one for
+    `remaining_epochs_until` and `finished_epochs`. If it finished before a restart, its body runs once,
+    without effect (`batch_counts`), so that variables which it assigns exist after the loop.
+
+    Args:
+        count: Number of steps of the whole loop, 1 or more.
+
+    Raises:
+        ValueError: `count` is not an integer of 1 or more.
+    """
+    number = integer(count)
+    if number is None or number < 1:
+        raise ValueError(f"steps({count!r}): give the number of steps, 1 or more")
+    return Steps(number)
+
+
+def progress() -> float:
+    """Return how much of the declared training is done, from 0 to 1. For schedules of the learning rate.
+
+    The declared training is that of the last `remaining_epochs_until` or `steps` that the script has reached.
+    Within an epoch the first data loop that trains counts, by its samples or steps. With autoscaling its
+    statistical progress counts, because that ends the epoch. A batch counts as soon as its optimizer step has
+    been taken, so the value is 1 after the last optimizer step.
+
+    Returns:
+        0 before the first epoch loop. A stream counts when its loop has ended.
+    """
+    state = script_position()
+    if not state.until:
+        return 0.0
+    part, loader = 0.0, current_dataloader()
+    if current_epoch() is not None:
+        if state.training_over:
+            part = 1.0
+        elif loader is not None and loader.drives:
+            part = loader.part_done()
+    return min((state.finished + part) / state.until, 1.0)
 
 
 def current_epoch() -> int | None:

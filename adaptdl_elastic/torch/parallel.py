@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples, 
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._runtime.position import script_position
-from adaptdl_elastic.torch.scaling_rules import AdamScale, ScalingRuleBase, default_rule
+from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
 
 __all__ = ["AdaptiveDataParallel"]
 
@@ -87,7 +89,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._mp_scaler = mp_scaler
         self.name = name
         self.scaling_rule = scaling_rule if scaling_rule is not None else default_rule(optimizer)
-        kind = AdamGradientNoiseScale if isinstance(self.scaling_rule, AdamScale) else GradientNoiseScale
+        kind = AdamGradientNoiseScale if self.scaling_rule.preconditioned else GradientNoiseScale
         self.gns: GradientNoiseScale = kind(self, optimizer, mp_scaler)
         self._window = Window(model.parameters())
         self._looked_for_scalers = self._looked_for_scheduler = False
@@ -132,6 +134,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
         self.register_comm_hook(self._hook, comm_hook.reduce_bucket)
 
+    def hand_over(self, order: Sequence[int]) -> None:
+        """Do nothing: every replica holds the whole model."""
+
     def reinit_process_group(self) -> None:
         """Make DDP's buckets and hook again, for the current default process group and the same parameters.
 
@@ -162,9 +167,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._hook.absorb = True
         self.broadcast_buffers = False
 
-    def give_up(self, reason: str) -> None:
-        """Let a backward pass that waits for a lost replica continue with zeros. Callable in any thread."""
-        self._hook.give_up(RuntimeError(reason))
+    def giving_up(self, reason: str) -> Callable[[], None]:
+        """Return a function that lets a backward pass of this generation continue with zeros.
+
+        It is for a pass that waits for a lost replica. It may be called in any thread and at any time: it has
+        no effect on later generations.
+        """
+        return partial(self._hook.give_up, RuntimeError(reason))
 
     @property
     def stuck(self) -> bool:
@@ -370,10 +379,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Override DDP's method, and handle its failure.
 
-        In the second step of a generation DDP's method runs a collective, to agree on the order of buckets.
+        In the second step of a generation it runs a collective; see `_agree_on_buckets`.
         """
         if not torch.is_grad_enabled() or (self._hook.failure is None and self._hook.lost is None):
             try:
+                _agree_on_buckets(self)
                 return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 if not self._hook.absorb:
@@ -632,7 +642,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if self._sampler.news:
             self._sampler.news = False
             gns = self.gns
-            metrics.update_grad_params(self.name, gns.sqr_avg(), gns.var_avg(), gns.sqr_error())
+            metrics.update_grad_params(
+                self.name, gns.sqr_avg(), gns.var_avg(), gns.sqr_error(), self._sampler.estimator
+            )
         metrics.update_gain(self.name, self.gain, _mean(factor))
 
     def _look_for_scheduler(self) -> None:
@@ -688,6 +700,34 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
 # For torch.compile(model): the code that runs before and after the module is not compiled. Otherwise torch
 # would compile it again for every batch of an accumulation window.
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _agree_on_buckets(adp: AdaptiveDataParallel) -> None:
+    """Let DDP arrange its buckets by the order in which gradients came, before its forward pass does.
+
+    DDP does it once, with a broadcast without a time limit. If a replica dies meanwhile, gloo may never end
+    the broadcast. So a thread waits for it.
+
+    Raises:
+        RuntimeError: a replica died, or the broadcast failed.
+    """
+    hook, once = adp._hook, adp.static_graph or not adp.find_unused_parameters
+    if adp._has_rebuilt_buckets or not (once and hook.absorb and hook.world_size > 1):
+        return
+    if not torch.is_grad_enabled():
+        return
+
+    def arrange() -> None:
+        adp._has_rebuilt_buckets = adp.reducer._rebuild_buckets()
+
+    try:
+        backends.patiently(current_session(), hook.link, arrange)
+    except RuntimeError:
+        # The thread may keep a lock of DDP's reducer, which the backward pass of this step would wait for.
+        adp.reducer._remove_autograd_hooks()
+        backends.keep_object(adp.reducer)  # a loader's worker that is forked meanwhile would free it
+        raise
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

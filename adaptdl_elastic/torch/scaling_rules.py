@@ -12,10 +12,13 @@ rule                    factor                                 source
                         to the power ½                         NeurIPS 2022; gain for S: AdaptDL
 `LinearScale`           S                                      Goyal et al., 2017
 `SqrtScale`             √S                                     Krizhevsky, 2014
+`AdamSqrtScale`         √S; β₁, β₂, ε and the weight decay     Malladi et al., NeurIPS 2022; decay:
+                        follow                                 Wang and Aitchison, 2024
 `LEGWScale`             √S, warmed up over S times the epochs  You et al., SC 2019
 ======================  =====================================  ==========================================
 
-To define another rule, override `ScalingRuleBase.scale_lr`.
+To define another rule, override `ScalingRuleBase.scale_lr`, and `ScalingRuleBase.scale_options` if options
+other than the learning rate change with the batch size.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from adaptdl_elastic.torch._gradient.estimator import Array
 __all__ = [
     "AdaScale",
     "AdamScale",
+    "AdamSqrtScale",
     "LEGWScale",
     "LinearScale",
     "ScalingRuleBase",
@@ -52,7 +56,12 @@ class ScalingRuleBase:
     """Wrap `optimizer.step()` and `optimizer.zero_grad()` with a scaling rule.
 
     Subclasses override `scale_lr`. Each AdaptiveDataParallel needs its own object.
+
+    Attributes:
+        preconditioned: Whether the noise scale is that of the gradient after Adam's preconditioning.
     """
+
+    preconditioned = False
 
     def __init__(self) -> None:
         self._adp: ScaledModel | None = None
@@ -103,6 +112,10 @@ class ScalingRuleBase:
         """Return the factor of the learning rate at `scale`: a number, or one per parameter group."""
         raise NotImplementedError(f"{type(self).__name__} does not say how the learning rate scales")
 
+    def scale_options(self, scale: float, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a parameter group, other than `lr`, that differ at `scale`, by name."""
+        return {}
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer at the scaled learning rate; do nothing in the middle of a window."""
         if not self.adp.begin_step(closure=bool(args or kwargs.get("closure"))):
@@ -110,7 +123,8 @@ class ScalingRuleBase:
         assert self._optimizer is not None
         scale = self.adp.scale
         factor = self.scale_lr(scale)
-        with _scaled(self._optimizer, factor):
+        options = [self.scale_options(scale, group) for group in self._optimizer.param_groups]
+        with _scaled(self._optimizer, factor), _replaced(self._optimizer, options):
             result = self._step(*args, **kwargs)
         self.adp.end_step(factor)
         return result
@@ -139,6 +153,23 @@ def _scaled(optimizer: torch.optim.Optimizer, factor: float | Array) -> Iterator
             group["lr"] = lr
 
 
+@contextmanager
+def _replaced(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> Iterator[None]:
+    """Replace options of the parameter groups inside the context; `options` has an entry per group."""
+    before = [
+        (group, {name: group[name] for name in changed})
+        for group, changed in zip(optimizer.param_groups, options, strict=True)
+        if changed
+    ]
+    try:
+        for group, changed in zip(optimizer.param_groups, options, strict=True):
+            group.update(changed)
+        yield
+    finally:
+        for group, values in before:
+            group.update(values)
+
+
 def _by_group(factor: float | Array, groups: int) -> list[float]:
     if isinstance(factor, float):  # the usual case, handled apart: NumPy is slow for single numbers
         return [factor] * groups
@@ -157,14 +188,24 @@ class AdaScale(ScalingRuleBase):
     The factor of each parameter group is its gain r = (var + sqr)/(var/S + sqr). It is 1 if gradients have no
     noise, so that a larger batch has no benefit, and S if gradients are all noise. AdaScale is derived for
     SGD, also with momentum (section 4 of the paper).
+
+    Args:
+        power: Exponent of the gain, > 0 and ≤ 1. With ½ the factor is √S if gradients are all noise. That
+            suits optimizers whose update does not grow with the gradient, such as Muon.
     """
 
+    def __init__(self, power: float = 1.0) -> None:
+        super().__init__()
+        if not (_finite(power) and 0.0 < power <= 1.0):
+            raise ValueError(f"power must be above 0 and at most 1, got {power!r}")
+        self.power = power
+
     def scale_lr(self, scale: float) -> float | Array:
-        """Return AdaScale's gain r by parameter group, shape [groups]."""
+        """Return AdaScale's gain r to the power `power` by parameter group, shape [groups]."""
         if scale == 1.0:
             return 1.0
         gain: float | Array = self.adp.gns.lr_gain(scale)
-        return gain
+        return gain if self.power == 1.0 else gain**self.power
 
 
 class AdamScale(AdaScale):
@@ -180,15 +221,10 @@ class AdamScale(AdaScale):
         power: Exponent of the gain, > 0 and ≤ 1.
     """
 
-    def __init__(self, power: float = 0.5) -> None:
-        super().__init__()
-        if not (_finite(power) and 0.0 < power <= 1.0):
-            raise ValueError(f"power must be above 0 and at most 1, got {power!r}")
-        self.power = power
+    preconditioned = True
 
-    def scale_lr(self, scale: float) -> float | Array:
-        """Return AdaScale's gain r to the power `power` by parameter group, shape [groups]."""
-        return super().scale_lr(scale) ** self.power
+    def __init__(self, power: float = 0.5) -> None:
+        super().__init__(power)
 
 
 class LinearScale(ScalingRuleBase):
@@ -205,6 +241,65 @@ class SqrtScale(ScalingRuleBase):
     def scale_lr(self, scale: float) -> float | Array:
         """Return √S."""
         return math.sqrt(scale)
+
+
+class AdamSqrtScale(SqrtScale):
+    """Scale Adam and AdamW by √S, with β₁, β₂, ε and the weight decay.
+
+    Malladi, Lyu, Panigrahi, Arora (*On the SDEs and Scaling Rules for Adaptive Gradient Algorithms*, NeurIPS
+    2022, definition 5.3) derive which changes keep the path of Adam over samples, where noise dominates the
+    gradient::
+
+        lr' = √S · lr      1 − βᵢ' = S · (1 − βᵢ)      ε' = ε / √S
+
+    AdamW's parameters are an average over about 1/(lr · decay) steps (Wang and Aitchison, *How to set AdamW's
+    weight decay as you scale model and dataset size*, 2024, arXiv 2405.13698). The same number of samples
+    needs lr' · decay' = S · lr · decay, so decay' = √S · decay.
+
+    The derivation holds for S below 1/(1 − β₁), 10 for the usual β₁ of 0.9. Above it β₁' is 0, which the
+    paper does not cover. The bias correction counts steps and takes β' as if it had been used from the first
+    step.
+
+    Args:
+        weight_decay: Whether the weight decay follows. Only AdamW's is of this kind, so Adam's stays.
+    """
+
+    preconditioned = True
+
+    def __init__(self, weight_decay: bool = True) -> None:
+        super().__init__()
+        self.weight_decay = weight_decay
+
+    def initialize(
+        self, adp: ScaledModel, optimizer: torch.optim.Optimizer, patch_optimizer: bool = False
+    ) -> None:
+        """Use the rule for a model; see `ScalingRuleBase.initialize`.
+
+        Raises:
+            ValueError: a parameter group of the optimizer has no `betas` and `eps`, or the optimizer is
+                schedule-free: its β₁ is no decay of a mean, and `eval()` needs the one of the steps.
+        """
+        if type(optimizer).__name__ in _SCHEDULE_FREE:
+            raise ValueError(
+                f"AdamSqrtScale changes betas, which {type(optimizer).__name__} uses unlike Adam: "
+                f"take AdamScale or SqrtScale"
+            )
+        if any("betas" not in group or "eps" not in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"AdamSqrtScale changes betas and eps, which {type(optimizer).__name__} does not have: "
+                f"use it with Adam or AdamW, or take SqrtScale"
+            )
+        super().initialize(adp, optimizer, patch_optimizer)
+
+    def scale_options(self, scale: float, group: dict[str, Any]) -> dict[str, Any]:
+        """Return `betas`, `eps` and, for AdamW, `weight_decay` at `scale`."""
+        if scale == 1.0:
+            return {}
+        first, second = (max(0.0, 1.0 - scale * (1.0 - float(beta))) for beta in group["betas"])
+        options = {"betas": (first, second), "eps": group["eps"] / math.sqrt(scale)}
+        if self.weight_decay and group.get("decoupled_weight_decay"):
+            options["weight_decay"] = group["weight_decay"] * math.sqrt(scale)
+        return options
 
 
 class LEGWScale(ScalingRuleBase):
@@ -248,13 +343,30 @@ def _finite(value: Any) -> bool:
 
 _DERIVED_FOR_SGD = (torch.optim.SGD,)
 _DERIVED_FOR_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+# Package `schedulefree` (Defazio et al., *The Road Less Scheduled*, 2024): the step is that of the optimizer
+# which the name begins with, and the learning rate is read in each step.
+_SCHEDULE_FREE = {
+    "SGDScheduleFree": "SGD",
+    "AdamWScheduleFree": "Adam",
+    "RAdamScheduleFree": "Adam",
+}
 
 
 def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRuleBase:
-    """Return AdamScale for Adam and AdamW, AdaScale for SGD; AdaScale with a warning for other optimizers."""
-    if isinstance(optimizer, _DERIVED_FOR_ADAM):
+    """Return the rule for an optimizer that is given none.
+
+    It is AdamScale for Adam and AdamW, and AdaScale for SGD. The optimizers of package `schedulefree` get the
+    rule of the optimizer they are made from. Muon gets AdaScale's gain to the power ½: its update is
+    orthogonalised and so does not grow with the gradient, and Liu et al. (*Muon is Scalable for LLM
+    Training*, 2025, arXiv 2502.16982) give it the learning rates of AdamW. Other optimizers get AdaScale,
+    with a warning.
+    """
+    kind = _SCHEDULE_FREE.get(type(optimizer).__name__)
+    if kind == "Adam" or isinstance(optimizer, _DERIVED_FOR_ADAM):
         return AdamScale()
-    if not isinstance(optimizer, _DERIVED_FOR_SGD):
+    if isinstance(optimizer, torch.optim.Muon):
+        return AdaScale(power=0.5)
+    if kind is None and not isinstance(optimizer, _DERIVED_FOR_SGD):
         logger.warning(
             "AdaScale, derived for SGD, is chosen to scale the learning rate of %s: pass scaling_rule="
             "AdaScale() to say that this is meant, AdamScale() if it divides by a second moment as Adam "

@@ -7,6 +7,7 @@
 | How does an agent register and join a job? | `job_joining` |
 | What happens if the job has ended already? | `ended_run` |
 | What does an agent report about its replicas? | `node_reporter` |
+| How does a node report its load? | `usage_reporter` |
 | Where do the checkpoints of a finished job go? | `checkpoint_archive` |
 | Which secret do the agents and replicas of a run share? | `run_secret` |
 | Which agent runs a coordinator as its child process? | `coordinator_host` |

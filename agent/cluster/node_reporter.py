@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,8 @@ from adaptdl_elastic.rendezvous.store.base import KeyValue, Store
 
 logger = logging.getLogger(__name__)
 
+_MOST_REPORTED, _LONGEST_NAME = 100, 100  # values of a script, characters of a name, as `JobHints` has them
+
 
 class NodeReporter:
     """The reports of one node about one job. The writer's thread writes them in order."""
@@ -36,6 +40,7 @@ class NodeReporter:
     def __init__(self, store: Store, keys: Keys, writer: Writer, me: AgentIdentity) -> None:
         self._store, self._keys, self._writer = store, keys, writer
         self._job, self._node, self._agent, self._run = me.job, me.node, me.agent, me.run
+        self._reported: dict[str, float] = {}
 
     def master(self, record: MasterRecord) -> None:
         """Publish where the replicas of a generation meet."""
@@ -85,9 +90,17 @@ class NodeReporter:
         except MalformedRecordError:
             return False
 
+    def script_reported(self, fields: Mapping[str, object]) -> None:
+        """Keep the numbers that the script has reported for the next hints."""
+        for name, value in fields.items():
+            known = name in self._reported or len(self._reported) < _MOST_REPORTED
+            if isinstance(value, int | float) and known and len(name) <= _LONGEST_NAME:
+                with suppress(OverflowError):  # a whole number beyond every float
+                    self._reported[name] = float(value)
+
     def hints(self, hints: dict[str, Any]) -> bool:
         """Write rank 0's newest hints; return False if they are invalid."""
-        text = json.dumps({"v": 1, **hints})
+        text = json.dumps({"v": 1, **hints, "reported": self._reported})
         try:
             decode_hints(text)
         except MalformedHintsError as error:

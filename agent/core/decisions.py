@@ -56,6 +56,7 @@ from adaptdl_elastic.agent.core.states import (
     SpecSeen,
     StartReplicas,
     State,
+    StateChange,
     StatusSeen,
     StoreAway,
     StoreBack,
@@ -442,7 +443,7 @@ def _all_ended(state: State, held: LocalGeneration, now: float) -> tuple[State, 
         else:
             outcome = Outcome.DONE if record.outcome is Outcome.DONE else Outcome.ABORTED
             records = [record, replace(after, outcome=outcome, failure=None)]
-    elif change is not None and record.outcome is Outcome.DONE:
+    elif change is not None and record.outcome is Outcome.DONE and not _over_before(held, change):
         # these replicas left; those of other nodes go on
         records = [replace(record, outcome=Outcome.STOPPED)]
     ended = {**state.ended, **{(r.generation, r.node): r.outcome for r in records}}
@@ -450,6 +451,11 @@ def _all_ended(state: State, held: LocalGeneration, now: float) -> tuple[State, 
     last = records[-1].outcome
     state = replace(state, held=None, ended=ended, acted=acted, outcome=last, outcome_at=now)
     return state, [WriteEnded(r) for r in records]
+
+
+def _over_before(held: LocalGeneration, change: StateChange) -> bool:
+    """Return whether replicas that a change was to leave out came to the end of their script instead."""
+    return not change.switched and all(replica.finished for replica in held.replicas)
 
 
 def _why_kill(state: State, held: LocalGeneration, now: float) -> str | None:

@@ -473,7 +473,11 @@ class ElasticAgent(SimpleElasticAgent):
     def _adopt(self, plan: Plan) -> None:
         """Update the handles of replicas that have switched to a new generation."""
         ranks = plan.rank_by_slot(self._config.me.node)
+        before = -1 if self._plan is None else self._plan.generation
         members = [handle for handle in self._replicas.values() if handle.local_rank in ranks]
+        # a replica that died after others had switched is a member, too: its loss belongs to this generation
+        gone = ranks.keys() - {handle.local_rank for handle in members}
+        members += [h for h in self._ended_in(before) if h.local_rank in gone]
         for handle in members:
             handle.generation, handle.rank = plan.generation, ranks[handle.local_rank]
             handle.first_step = None
@@ -613,6 +617,10 @@ class ElasticAgent(SimpleElasticAgent):
                 self._on_step(handle, step, when)
             case messages.Event(event, when, fields):
                 self._recorder.emit(event, when, **fields)
+                if event == "metrics":
+                    self._reporter.script_reported(
+                        {name: value for name, value in fields.items() if name != "epoch"}
+                    )
             case messages.Ready(generation):
                 self._decide(states.ReplicaReady(generation, handle.local_rank))
             case messages.Switched(generation, last_step):

@@ -30,6 +30,7 @@ class JobEnvironment:
     virtual_local_rank: bool = False
     hang_timeout: float | None = None
     secret: str = field(default="", repr=False)  # secret of the run
+    node_type: str = ""
 
 
 def replica_environment(
@@ -78,6 +79,7 @@ def replica_environment(
         environment.NUM_REPLICAS: world,
         environment.REPLICA_RANK: rank,
         environment.NUM_NODES: plan.nodes,
+        environment.NODE_TYPE: job.node_type,
         environment.NUM_RESTARTS: restarts,
         environment.GENERATION: plan.generation,
         environment.JOB_ID: plan.job,

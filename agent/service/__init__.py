@@ -7,7 +7,8 @@
 | Which agents does it start and stop? | `decisions` (pure) |
 | How does an agent get its files, and outlive the service? | `agents`, `blobs`, `kept_process` |
 | How does a node get the checkpoints of another one? | `checkpoint_copies` |
-| Who may ask it for what? | `http_server`, `access` |
+| What does it remember of jobs, whatever the store says later? | `known_jobs` |
+| Who may ask it for what? | `http_server`, `access`, `connections` |
 | How is the cluster's etcd started, with users and passwords? | `etcd` |
 
 An agent that it starts is `adaptdl-run` as a person would start it: the service decides nothing about a

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from adaptdl_elastic.rendezvous.services import signatures
-from adaptdl_elastic.rendezvous.services.service_client import PERSON_HEADER, SIGNATURE_HEADER
+from adaptdl_elastic.rendezvous.services.service_client import (
+    PERSON_HEADER,
+    SIGNATURE_HEADER,
+    TIME_HEADER,
+)
 from adaptdl_elastic.rendezvous.services.service_config import NODE_SUBJECT
 from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError, UncheckedError
+
+VALID_SECONDS = 900.0
+"""Seconds for which the signature of a request is valid, before and after the time in it."""
+
+_MOMENT = re.compile(r"[0-9]{1,12}")
 
 
 class DeniedError(Exception):
@@ -46,6 +56,7 @@ def identify(
     headers: Mapping[str, str],
     people: People,
     request: tuple[str, str, str, str, str],
+    now: float,
 ) -> Caller:
     """Return who asks.
 
@@ -54,6 +65,7 @@ def identify(
         headers: The headers of the request.
         people: Who may use the cluster.
         request: Cluster id, this node, method, target, and SHA-256 of the body, as they are signed.
+        now: The time of this node's clock.
 
     Raises:
         DeniedError: neither a node nor a known person asks.
@@ -63,12 +75,19 @@ def identify(
             if name == "organizationName" and str(value).startswith(NODE_SUBJECT):
                 return Caller(node=str(value)[len(NODE_SUBJECT) :])
     name, signature = headers.get(PERSON_HEADER), headers.get(SIGNATURE_HEADER)
-    if not name or not signature:
+    moment = headers.get(TIME_HEADER, "")
+    if not name or not signature or not _MOMENT.fullmatch(moment):
         raise DeniedError("the request is not signed: use the command adaptdl", 401)
     try:
-        person = signatures.verify(people, name, signatures.request_text(*request), signature)
+        person = signatures.verify(people, name, signatures.request_text(*request, moment), signature)
     except UncheckedError as error:
         raise DeniedError(str(error), 503) from None
     except SignatureError as error:
         raise DeniedError(str(error), 401) from None
+    if abs(now - int(moment)) > VALID_SECONDS:
+        raise DeniedError(
+            f"the request was signed {now - int(moment):.0f} s ago by the clock of node {request[1]}, and "
+            f"{VALID_SECONDS:.0f} s are allowed: set the clocks of that node and of your machine (NTP)",
+            401,
+        )
     return Caller(person=person.name, admin=person.admin)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +15,15 @@ from adaptdl_elastic.agent.service.blobs import BlobError, Blobs, unpack
 from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import MOST_FAILURES, AgentState, Step
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
-from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT
+from adaptdl_elastic.agent.service.private_archive import read_private
+from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
-from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
+from adaptdl_elastic.rendezvous.services.service_config import (
+    ServiceConfig,
+    ServiceConfigError,
+    ServiceDirectory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,19 +96,28 @@ class Agents:
         said = last_line(self._directory.log(job))
         self.problems[job] = f"its agent exits with code {code}{then}: {said}"
 
-    def carry_out(self, step: Step, job: str, submission: Submission, peers: Sequence[ServiceRecord]) -> None:
-        """Do what `decisions.decide` has decided about one job."""
-        now = time.monotonic()
+    def start(self, submission: Submission, peers: Sequence[ServiceRecord], resumed: bool) -> None:
+        """Start the agent of a job, in a thread that fetches the job's files first.
+
+        Args:
+            submission: Of the job.
+            peers: The other nodes, which may have the files.
+            resumed: Whether the job was stopped and goes on.
+        """
+        job = submission.job
+        with self._lock:
+            self._states[job] = self._states.get(job, AgentState()).started(time.monotonic())
+            self._preparing.add(job)
+        threading.Thread(
+            target=self._start, args=(submission, peers, resumed), name=f"start-{job}", daemon=True
+        ).start()
+
+    def end(self, job: str, step: Step) -> None:
+        """Tell the agent of a job to leave, or kill it."""
         with self._lock:
             process = self._processes.get(job)
-            if step is Step.START:
-                self._states[job] = self._states.get(job, AgentState()).started(now)
-                self._preparing.add(job)
-                threading.Thread(
-                    target=self._start, args=(submission, peers), name=f"start-{job}", daemon=True
-                ).start()
-            elif process is not None and step is Step.TERMINATE:
-                self._mark_terminated(job, now)
+            if process is not None and step is Step.TERMINATE:
+                self._mark_terminated(job, time.monotonic())
                 process.signal(signal.SIGTERM)
             elif process is not None and step is Step.KILL:
                 process.kill_group()
@@ -114,20 +126,27 @@ class Agents:
         state = self._states[job]
         self._states[job] = AgentState(True, state.since, state.failures, state.not_before, now)
 
-    def _start(self, submission: Submission, peers: Sequence[ServiceRecord]) -> None:
+    def _start(self, submission: Submission, peers: Sequence[ServiceRecord], resumed: bool) -> None:
         job = submission.job
         process = None
         problem = ""
         try:
             environment = self._prepare(submission, peers)
             process = KeptProcess.start(
-                command_line(self._config, submission, self._slots, self._checkpoint_path(submission)),
+                command_line(
+                    self._config, submission, self._slots, self._checkpoint_path(submission), resumed
+                ),
                 self._notes() / f"{job}.json",
                 self._directory.log(job),
                 self._directory.work(job),
                 environment,
             )
-        except (BlobError, OSError) as error:
+        except (
+            BlobError,
+            ServiceConfigError,
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: a NUL in a variable or an argument
             problem = str(error)
             logger.warning("job %s cannot be started: %s", job, problem)
         with self._lock:
@@ -137,7 +156,9 @@ class Agents:
                 self.problems.pop(job, None)
             else:
                 self._states[job] = self._states[job].ended(time.monotonic(), 1)
-                self.problems[job] = problem
+                last = self._states[job].failures >= MOST_FAILURES
+                again = f"; not tried again before adaptdl stop {job} and adaptdl resume {job}"
+                self.problems[job] = problem + (again if last else "")
         self._changed()
 
     def _checkpoint_path(self, submission: Submission) -> str:
@@ -150,10 +171,19 @@ class Agents:
         given: dict[str, str] = {}
         if submission.environment is not None:
             self._blobs.fetch(submission.environment, peers, self._client)
-            given = read_variables(self._blobs.path(submission.environment))
+            private = read_private(self._blobs.path(submission.environment), submission.owner)
+            given = dict(private.variables)
         if not submission.checkpoint_path:
             given[CHECKPOINT_WAIT] = str(WAIT_SECONDS)
-        return agent_environment(os.environ, given, self._directory)
+        secret = self._directory.job_secret(submission.job)
+        return agent_environment(os.environ, given, self._directory, secret)
+
+    def forget(self, job: str) -> None:
+        """Forget how often the agent of a job that is over has failed: a job that is resumed begins again."""
+        with self._lock:
+            self.problems.pop(job, None)
+            if job not in self._processes and job not in self._preparing:
+                self._states.pop(job, None)
 
     @property
     def running(self) -> list[str]:
@@ -175,9 +205,12 @@ class Agents:
 
 
 def command_line(
-    config: ServiceConfig, submission: Submission, slots: int, checkpoint_path: str
+    config: ServiceConfig, submission: Submission, slots: int, checkpoint_path: str, resumed: bool
 ) -> list[str]:
-    """Return the command line of an agent, as a person would type it on this node."""
+    """Return the command line of an agent, as a person would type it on this node.
+
+    Unless the job is resumed, an agent that comes late starts nothing when the job has ended.
+    """
     options = [
         f"--rdzv-endpoint={config.endpoint}",
         f"--cluster={config.cluster}",
@@ -189,7 +222,7 @@ def command_line(
         f"--node-name={config.node}",
         f"--local-addr={config.host}",
         f"--checkpoint-path={checkpoint_path}",
-        "--once",
+        *([] if resumed else ["--once"]),
         "--no-summary",
     ]
     if config.port_range:
@@ -199,31 +232,23 @@ def command_line(
 
 
 def agent_environment(
-    own: Mapping[str, str], given: Mapping[str, str], directory: ServiceDirectory
+    own: Mapping[str, str], given: Mapping[str, str], directory: ServiceDirectory, secret: str
 ) -> dict[str, str]:
-    """Return the environment of an agent: the service's, the job's variables, access to the store."""
+    """Return the environment of an agent: the service's, the job's variables, access to the store.
+
+    Args:
+        own: The service's environment.
+        given: The job's variables.
+        directory: Of the service.
+        secret: What the secrets of the job's runs are derived from. Without it agents would agree on one in
+            the store, where everybody with the store's password could read it and pose as a replica.
+    """
     kept = {name: value for name, value in own.items() if not name.startswith("ADAPTDL_")}
     return {
         "PYTHONUNBUFFERED": "1",
         **kept,
+        SECRET: secret,
         **given,
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": LINE_PREFIX,
         **directory.store_environment(),
     }
-
-
-def read_variables(archive: Path) -> dict[str, str]:
-    """Return the variables in an archive that `adaptdl submit --env` has made.
-
-    Raises:
-        BlobError: it holds something else.
-    """
-    try:
-        with tarfile.open(archive) as tar:
-            file = tar.extractfile("environment.json")
-            values = json.load(file) if file is not None else None
-    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
-        raise BlobError(f"the job's variables cannot be read: {error}") from None
-    if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
-        raise BlobError("the job's variables cannot be read: they are no table of texts")
-    return values

@@ -8,12 +8,16 @@ import re
 import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, ServiceError
+
+MOST_BLOB_BYTES = 20 << 30
+"""Largest archive that is accepted."""
 
 _CHUNK = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -86,7 +90,7 @@ class _Receiving:
 
     def __init__(self, blobs: Blobs, digest: str) -> None:
         self._path, self._digest = blobs.path(digest), digest
-        self._sum = hashlib.sha256()
+        self._sum, self._size = hashlib.sha256(), 0
         number, name = tempfile.mkstemp(dir=self._path.parent, prefix=".")
         self._file: IO[bytes] = os.fdopen(number, "wb")
         self._temporary = Path(name)
@@ -100,6 +104,9 @@ class _Receiving:
 
     def write(self, data: bytes) -> None:
         self._sum.update(data)
+        self._size += len(data)
+        if self._size > MOST_BLOB_BYTES:
+            raise BlobError(f"an archive of more than {MOST_BLOB_BYTES} bytes is not accepted")
         try:
             self._file.write(data)
         except OSError as error:
@@ -142,8 +149,18 @@ def unpack(archive: Path, directory: Path) -> None:
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".unpacking-"))
     try:
         with tarfile.open(archive) as tar:
-            tar.extractall(temporary, filter="data")
+            tar.extractall(temporary, filter=_bounded)
         temporary.replace(directory)
-    except (OSError, tarfile.TarError, EOFError) as error:
+    except (OSError, tarfile.TarError, EOFError, BlobError, zlib.error) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise BlobError(f"the working directory cannot be unpacked into {directory}: {error}") from None
+
+
+def _bounded(member: tarfile.TarInfo, directory: str) -> tarfile.TarInfo | None:
+    """Let a member through that stays in the directory and leaves room on the disk.
+
+    An archive of a few kilobytes can hold files of many gigabytes, and etcd and checkpoints use the same
+    disk.
+    """
+    check_room(Path(directory).parent, member.size)  # the directory's own name is a temporary one
+    return tarfile.data_filter(member, directory)

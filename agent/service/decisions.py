@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -63,7 +63,11 @@ class AgentState:
 
 
 def decide(
-    requests: Iterable[Request], slots: int, agents: Mapping[str, AgentState], now: float
+    requests: Iterable[Request],
+    slots: int,
+    agents: Mapping[str, AgentState],
+    now: float,
+    vanished: Collection[str] = (),
 ) -> dict[str, Step]:
     """Return what is to be done now, by job.
 
@@ -72,13 +76,15 @@ def decide(
         slots: How many replicas fit on all nodes.
         agents: The agents of this node.
         now: The time of the service's clock.
+        vanished: Jobs whose submission is no longer in the store; their agents go on. Others without a
+            request belong to people who were revoked, and are stopped.
     """
     known = {one.submission.job: one for one in requests}
     verdicts = admit(known.values(), slots)
     steps: dict[str, Step] = {}
     for job, agent in agents.items():
         request = known.get(job)
-        unwanted = request is None or request.cancelled_by is not None
+        unwanted = job not in vanished if request is None else request.cancelled_by is not None
         if not agent.alive or not unwanted:
             continue
         if agent.terminated is None:

@@ -8,12 +8,12 @@ import os
 import signal
 import socket
 import time
-from typing import Any
 
 import urllib3
 
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError, EtcdGateway
 from adaptdl_elastic.rendezvous.services.service_config import (
     ETCD_USER,
     EtcdConfig,
@@ -25,13 +25,15 @@ from adaptdl_elastic.rendezvous.store.store_options import read_password
 
 ROOT = "root"
 
+_PEER = "unix://etcd-peer:1"
+"""Where other members would connect: the socket `etcd-peer:1` in the service's directory.
+
+There are no other members. etcd asks its peers for no password, and on a port of loopback every user of the
+node could be one and rewrite the data.
+"""
+
 _READY_SECONDS = 60.0  # that etcd may take to serve, with its history to be read
-_REQUEST_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
-
-
-class EtcdError(Exception):
-    """etcd does not start, or refuses what it is asked; the message says why."""
 
 
 class EtcdServer:
@@ -71,8 +73,6 @@ class EtcdServer:
         host = self._config.host
         name = f"[{host}]" if ":" in host else host
         url = f"https://{name}:{self._etcd.port}"
-        with contextlib.closing(_free_socket()) as free:
-            peer = f"http://127.0.0.1:{free.getsockname()[1]}"
         try:
             with contextlib.closing(socket.create_server((host, self._etcd.port))):
                 pass
@@ -87,9 +87,9 @@ class EtcdServer:
             "data-dir": str(directory.path / "etcd"),
             "listen-client-urls": url,
             "advertise-client-urls": url,
-            "listen-peer-urls": peer,  # one member: nobody connects
-            "initial-advertise-peer-urls": peer,
-            "initial-cluster": f"adaptdl={peer}",
+            "listen-peer-urls": _PEER,
+            "initial-advertise-peer-urls": _PEER,
+            "initial-cluster": f"adaptdl={_PEER}",
             "cert-file": str(directory.cert),
             "key-file": str(directory.key),
             "trusted-ca-file": str(directory.ca),
@@ -129,7 +129,7 @@ class EtcdServer:
         with urllib3.PoolManager(
             ssl_context=self._directory.store_options().ssl_context(), retries=False
         ) as pool:
-            gateway = _Gateway(pool, self._config.endpoint)
+            gateway = EtcdGateway(pool, self._config.endpoint)
             status, said = gateway.ask("authenticate", name=ROOT, password=passwords[ROOT])
             if status == 200:
                 return
@@ -148,36 +148,3 @@ class EtcdServer:
             }
             gateway.must("role/grant", name=ETCD_USER, perm=permission)
             gateway.must("enable")
-
-
-class _Gateway:
-    """etcd's requests about users."""
-
-    def __init__(self, pool: urllib3.PoolManager, endpoint: str) -> None:
-        self._pool, self._endpoint = pool, endpoint
-
-    def ask(self, path: str, **body: Any) -> tuple[int, str]:
-        """Return status and text of the answer."""
-        url = f"{self._endpoint}/v3/auth/{path}"
-        deadline = time.monotonic() + _READY_SECONDS
-        while True:
-            try:
-                answer = self._pool.request("POST", url, json=body, timeout=_REQUEST_SECONDS)
-            except urllib3.exceptions.HTTPError as error:
-                status, text = 503, str(error)
-            else:
-                status, text = answer.status, answer.data.decode(errors="replace")
-            # a server that has just begun to listen has no leader yet
-            if status != 503 or time.monotonic() > deadline:
-                return status, text
-            time.sleep(_LOOK_SECONDS)
-
-    def must(self, path: str, **body: Any) -> None:
-        """Ask; EtcdError unless it is done now or was done before."""
-        status, said = self.ask(path, **body)
-        if status != 200 and "already" not in said:
-            raise EtcdError(f"etcd refuses {path}: {said}")
-
-
-def _free_socket() -> socket.socket:
-    return socket.create_server(("127.0.0.1", 0))

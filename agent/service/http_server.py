@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import shutil
 import socket
 import ssl
@@ -17,8 +19,9 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from adaptdl_elastic.agent.service.access import Caller, DeniedError, identify
-from adaptdl_elastic.agent.service.blobs import BlobError, Blobs
+from adaptdl_elastic.agent.service.blobs import MOST_BLOB_BYTES, BlobError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import files_of
+from adaptdl_elastic.agent.service.connections import Connections
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
@@ -26,13 +29,8 @@ from adaptdl_elastic.rendezvous.services.signatures import People, SignatureErro
 
 logger = logging.getLogger(__name__)
 
-MOST_CONNECTIONS = 64
-"""Connections that are served at a time; further ones wait."""
-
-MOST_BLOB_BYTES = 20 << 30
-"""Largest archive that is accepted."""
-
 _IDLE_SECONDS = 60.0  # after which a connection that sends nothing is closed
+_UNKNOWN_SECONDS = 10.0  # the same, before its peer has proved who it is
 _LONGEST_WAIT_SECONDS = 20.0  # of a request for output that is not there yet
 _LOOK_SECONDS = 0.1  # between two looks at a file for new output
 _MOST_OUTPUT_BYTES = 1 << 20  # in one answer
@@ -84,8 +82,9 @@ class ServicePort(ThreadingHTTPServer):
         self.socket = listening
         self.served = served
         self.closing = threading.Event()
-        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self.connections = Connections()
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._tls.minimum_version = ssl.TLSVersion.TLSv1_2
         self._tls.load_cert_chain(str(served.directory.cert), str(served.directory.key))
         self._tls.load_verify_locations(str(served.directory.ca))
         self._tls.verify_mode = ssl.CERT_OPTIONAL
@@ -100,21 +99,30 @@ class ServicePort(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; the handshake is left to its own thread."""
+        accepted, address = super().get_request()
+        accepted.settimeout(_UNKNOWN_SECONDS)
+        return self._tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread; there are never more threads than `Connections` allows."""
+        self.connections.enter(request)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no further thread can be started
+            self.connections.leave(request)
+            raise
+
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Shake hands in the connection's own thread, so that a slow client delays nobody else."""
-        with self._places:
-            request.settimeout(_IDLE_SECONDS)
-            try:
-                encrypted = self._tls.wrap_socket(request, server_side=True)
-            except (OSError, ssl.SSLError) as error:
-                logger.info("no connection from %s: %s", client_address, error)
-                return
-            try:
-                _Handler(encrypted, client_address, self)
-            except (OSError, ssl.SSLError) as error:
-                logger.info("the connection from %s broke: %s", client_address, error)
-            finally:
-                encrypted.close()
+        try:
+            request.do_handshake()
+            _Handler(request, client_address, self)
+        except (OSError, ValueError) as error:  # ValueError: it was closed meanwhile
+            logger.info("no connection from %s, or it broke: %s", client_address, error)
+        finally:
+            self.connections.leave(request)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -152,7 +160,17 @@ class _Handler(BaseHTTPRequestHandler):
         assert isinstance(self.connection, ssl.SSLSocket)
         digest = body_digest or signatures.digest(b"")
         request = (served.config.cluster_id, served.config.node, self.command, self.path, digest)
-        return identify(self.connection.getpeercert(), self.headers, served.people(), request)  # type: ignore[arg-type]
+        caller = identify(
+            self.connection.getpeercert(),
+            self.headers,  # type: ignore[arg-type]
+            served.people(),
+            request,
+            time.time(),
+        )
+        if not self.server.connections.prove(self.connection):
+            raise DeniedError(f"node {served.config.node} serves too many connections: try again later", 503)
+        self.connection.settimeout(_IDLE_SECONDS)
+        return caller
 
     def _get(self, path: list[str], query: Mapping[str, str]) -> None:
         match path:
@@ -174,7 +192,8 @@ class _Handler(BaseHTTPRequestHandler):
             case ["v1", "logs", job]:
                 caller = self._caller()
                 caller.require_owner(job, self.server.served.owner(check_name("job", job)))
-                self._json(self._output(job, int(query.get("after", 0)), float(query.get("wait", 0))))
+                after = int(query.get("after", 0)) or self._near_the_end(job, int(query.get("tail", 0)))
+                self._json(self._output(job, after, float(query.get("wait", 0))))
             case _:
                 self._nothing_here()
 
@@ -208,8 +227,15 @@ class _Handler(BaseHTTPRequestHandler):
             raise DeniedError("the checkpoint is not on this node", 404)
         return files
 
+    def _near_the_end(self, job: str, size: int) -> int:
+        """Return where the line begins that is about `size` bytes before the output's end; 0: show all."""
+        path = self.server.served.directory.log(job)
+        return line_before_end(path, size) if size > 0 else 0
+
     def _output(self, job: str, after: int, wait: float) -> dict[str, Any]:
         """Return whole lines of a job's output from an offset on; wait for some if there are none."""
+        if math.isnan(wait):  # it would be waited for without end
+            raise ValueError(f"wait={wait} is no number of seconds")
         path = self.server.served.directory.log(job)
         deadline = time.monotonic() + min(wait, _LONGEST_WAIT_SECONDS)
         while True:
@@ -249,8 +275,8 @@ def read_lines(path: Path, after: int) -> bytes:
 
     A line longer than that is returned in pieces.
     """
-    if after < 0:
-        raise ValueError(f"offset {after} is negative")
+    if not 0 <= after < 1 << 63:
+        raise ValueError(f"offset {after} is negative or too large")
     try:
         with path.open("rb") as file:
             file.seek(after)
@@ -259,3 +285,17 @@ def read_lines(path: Path, after: int) -> bytes:
         return b""
     end = data.rfind(b"\n") + 1
     return data[:end] if end or len(data) < _MOST_OUTPUT_BYTES else data
+
+
+def line_before_end(path: Path, size: int) -> int:
+    """Return the offset of the first line within the last `size` bytes of a file; 0 if there is no file."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - size)
+            if start == 0:
+                return 0
+            file.seek(start - 1)  # a line may begin right there
+            file.readline()
+            return file.tell()
+    except FileNotFoundError:
+        return 0

@@ -25,10 +25,11 @@ import adaptdl_elastic
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.decisions import STOP_SECONDS
-from adaptdl_elastic.agent.service.etcd import EtcdError, EtcdServer
+from adaptdl_elastic.agent.service.etcd import EtcdServer
 from adaptdl_elastic.agent.service.kept_process import KeptProcess
 from adaptdl_elastic.agent.service.supervisor import Supervisor
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
+from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, person_context
 from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 
@@ -47,6 +48,7 @@ class LifecycleError(Exception):
 def run(directory: ServiceDirectory) -> int:
     """Be the service until SIGTERM."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
+    directory.path.chmod(0o700)  # output, checkpoints and working directories below are for this user only
     config = directory.read_config()
     try:
         supervisor = Supervisor(config, directory)

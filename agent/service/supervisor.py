@@ -8,18 +8,20 @@ import os
 import shutil
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 import adaptdl_elastic
+from adaptdl_elastic.agent.machine.graphics import gpus
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies
-from adaptdl_elastic.agent.service.decisions import decide
-from adaptdl_elastic.agent.service.etcd import EtcdError, EtcdServer
+from adaptdl_elastic.agent.service.decisions import Step, decide
+from adaptdl_elastic.agent.service.etcd import EtcdServer
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort
+from adaptdl_elastic.agent.service.known_jobs import KnownJobs
+from adaptdl_elastic.agent.service.notices import Notices
 from adaptdl_elastic.rendezvous.local.addresses import listen
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -30,10 +32,11 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, node_context
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
 from adaptdl_elastic.rendezvous.services.signatures import SignatureError, UncheckedError
-from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
 from adaptdl_elastic.rendezvous.store.base import CompactedError, Lease, LeaseLostError, Store, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
 
@@ -62,12 +65,13 @@ class Supervisor:
         self._stopping = threading.Event()
         self._agents = Agents(config, directory, slots, self._blobs, client, self._wake.set)
         self._copies = CheckpointCopies(directory, client)
+        self._notices = Notices(config, directory, self._blobs, client)
         self._peers: list[ServiceRecord] = []
         self._copied: set[str] = set()  # jobs whose checkpoints lie on the nodes
-        self._owners: dict[str, str] = {}
+        self._known = KnownJobs(directory.state / "jobs.json")
         self._refused: dict[str, str] = {}
         listening = listen(config.host, self._ports())
-        served = Served(config, directory, self._blobs, self._owners.get, self._running, self._state)
+        served = Served(config, directory, self._blobs, self._known.owner, self._running, self._state)
         self._port = ServicePort(listening, served)
         self._record = ServiceRecord(
             node=config.node,
@@ -125,7 +129,7 @@ class Supervisor:
         """Serve with one connection to the store; StoreError if it fails."""
         reader = SubmissionReader(store, self._keys, self._config.cluster_id)
         with contextlib.ExitStack() as stack:
-            for prefix in (self._keys.submissions, self._keys.cancellations):
+            for prefix in (self._keys.submissions, self._keys.cancellations, self._keys.resumptions):
                 _follow(store, prefix, self._wake, stack)
             registration = _Registration(store, self._keys.service(self._config.node))
             stack.callback(registration.close)
@@ -140,7 +144,7 @@ class Supervisor:
                 self._wake.clear()
                 if woken or time.monotonic() - read_at > _READ_SECONDS or self._some_agent_ended():
                     read_at = time.monotonic()
-                    self._act(reader)
+                    self._act(store, reader)
 
     def _copy_checkpoints(self, store: Store) -> None:
         newest = {}
@@ -156,7 +160,7 @@ class Supervisor:
         self._agents.states()
         return set(self._agents.running) != before
 
-    def _act(self, reader: SubmissionReader) -> None:
+    def _act(self, store: Store, reader: SubmissionReader) -> None:
         try:
             people = signatures.decode_people(self._directory.people.read_text())
         except (OSError, SignatureError) as error:
@@ -168,22 +172,26 @@ class Supervisor:
         except UncheckedError as error:  # an agent is not ended because of that
             logger.warning("submissions are not read: %s", error)
             return
+        try:
+            found = self._known.check(found, people)
+        except OSError as error:  # a full disk
+            logger.warning("nothing is started: submissions cannot be remembered: %s", error)
+            return
         self._refused = dict(found.refused)
-        for one in found.requests:
-            self._owners[one.submission.job] = one.submission.owner
         peers = [service for node, service in sorted(found.services.items()) if node != self._config.node]
         self._peers = peers
         self._copied = {one.submission.job for one in found.requests if not one.submission.checkpoint_path}
-        by_job = {one.submission.job: one.submission for one in found.requests}
-        for job, step in decide(found.requests, found.slots, agents, time.monotonic()).items():
-            if job in by_job:
-                self._agents.carry_out(step, job, by_job[job], peers)
-        self._forget_problems(found)
-
-    def _forget_problems(self, found: Submitted) -> None:
+        by_job = {one.submission.job: one for one in found.requests}
+        vanished = self._known.vanished(agents, found, people)
+        for job, step in decide(found.requests, found.slots, agents, time.monotonic(), vanished).items():
+            if step is Step.START:
+                self._agents.start(by_job[job].submission, peers, by_job[job].run.resumed)
+            else:
+                self._agents.end(job, step)
         for one in found.requests:
             if one.over:
-                self._agents.problems.pop(one.submission.job, None)
+                self._agents.forget(one.submission.job)
+        self._notices.look(store, found.requests, peers)
 
     def _running(self) -> list[str]:
         return self._agents.running
@@ -243,16 +251,3 @@ def _follow(store: Store, prefix: str, wake: threading.Event, stack: contextlib.
                 wake.set()
 
     threading.Thread(target=follow, name="watch", daemon=True).start()
-
-
-def gpus(folder: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[int, str]:
-    """Return how many GPUs the driver knows, and the model of the first, without a CUDA context."""
-    found = sorted(folder.glob("*")) if folder.is_dir() else []
-    model = ""
-    for one in found[:1]:
-        with contextlib.suppress(OSError):
-            for line in (one / "information").read_text().splitlines():
-                name, _, value = line.partition(":")
-                if name.strip() == "Model":
-                    model = value.strip()
-    return len(found), model

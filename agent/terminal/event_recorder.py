@@ -16,7 +16,7 @@ _SAMPLED = (
     *("goodput", "predicted_goodput", "throughput", "efficiency", "batch_size", "step", "epoch"),
     # what `adaptdl report` computes with
     *("replicas", "nodes", "init_batch_size", "max_batch_size", "local_bsz_bounds", "gradient_accumulation"),
-    *("grad_params", "perf_params", "max_profiled_replicas"),
+    *("grad_params", "grad_error", "estimator", "perf_params", "max_profiled_replicas"),
 )
 PLAIN_AFTER = 30.0  # seconds without a hello after which a script is taken for one without the library
 

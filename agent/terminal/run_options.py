@@ -18,6 +18,7 @@ from adaptdl_elastic.agent.terminal.run_parser import WITHOUT_MEANING, OptionErr
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
+from adaptdl_elastic.rendezvous.store.local_socket import is_local, socket_path
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
 
@@ -44,6 +45,7 @@ class RunOptions:
     etcd_timeout: float | None
     cluster: str
     node_name: str | None
+    node_type: str | None
     local_addr: str | None
     master_addr: str | None  # address at which generations meet, if the user asks for one
     master_port: int | None
@@ -76,6 +78,11 @@ class RunOptions:
     event_log_handler: str
     signals: tuple[signal.Signals, ...]  # signals at which the agent saves and leaves
     notes: tuple[str, ...] = ()  # one line each, to print for the user
+
+    @property
+    def of_one_machine(self) -> bool:
+        """Whether the store is in the memory of a process of this machine, and ends with that process."""
+        return self.standalone or (self.endpoint is not None and is_local(self.endpoint))
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -131,10 +138,7 @@ def check(
             f"--nnodes={args.nnodes} needs an etcd that all nodes reach: --rdzv-endpoint HOST:PORT"
         )
     if not standalone:
-        try:
-            parse_endpoints(endpoint or "")
-        except StoreOptionError as error:
-            raise OptionError(str(error)) from None
+        _check_endpoint(endpoint or "", max_nodes)
     if args.once and args.anew:
         raise OptionError("--once and --anew exclude each other: give --anew to train again, else --once")
     master_addr, master_port = _meeting_point(args, given, environ, max_nodes)
@@ -144,6 +148,13 @@ def check(
     _check_numbers(args)
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise OptionError(f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf")
+    replicas = parse_range("--replicas", args.replicas) if args.replicas else None
+    fewest = min_nodes * min_slots
+    if replicas is not None and replicas[0] < fewest:
+        notes.append(
+            f"--replicas={args.replicas} never means fewer than {fewest} replicas, also after a death: "
+            f"--nproc-per-node={args.nproc_per_node} is the fewest of a node (1:{slots} lets them be fewer)"
+        )
     return RunOptions(
         script=args.training_script,
         script_args=tuple(args.training_script_args),
@@ -153,7 +164,7 @@ def check(
         max_nodes=max_nodes,
         min_slots=min_slots,
         slots=slots,
-        replicas=parse_range("--replicas", args.replicas) if args.replicas else None,
+        replicas=replicas,
         standalone=standalone,
         endpoint=None if standalone else endpoint,
         etcd_api=args.etcd_api,
@@ -164,6 +175,7 @@ def check(
         etcd_timeout=args.etcd_timeout,
         cluster=check_option("--cluster", args.cluster or environ.get("ADAPTDL_CLUSTER") or "default"),
         node_name=check_option("--node-name", args.node_name) if args.node_name else None,
+        node_type=_node_type(args.node_type or environ.get(environment.NODE_TYPE) or None),
         local_addr=args.local_addr,
         master_addr=master_addr,
         master_port=master_port,
@@ -197,6 +209,22 @@ def check(
         signals=parse_signals(getattr(args, "signals_to_handle", _SIGNALS)),
         notes=(*notes, *_notes(args, given, master_port, slots)),
     )
+
+
+def _check_endpoint(endpoint: str, max_nodes: int) -> None:
+    """Check the form of an endpoint, and that a socket of this machine is asked to serve one node only."""
+    try:
+        if not is_local(endpoint):
+            parse_endpoints(endpoint)
+            return
+        socket_path(endpoint)
+    except StoreOptionError as error:
+        raise OptionError(str(error)) from None
+    if max_nodes > 1:
+        raise OptionError(
+            f"--rdzv-endpoint {endpoint} is a socket of this machine, and --nnodes allows {max_nodes} nodes: "
+            f"give --nnodes=1, or HOST:PORT of an etcd"
+        )
 
 
 def _is_c10d_alone(args: argparse.Namespace, max_nodes: int) -> bool:
@@ -271,6 +299,15 @@ def check_option(option: str, name: str) -> str:
         return check_name(option, name)
     except ValueError as error:
         raise OptionError(str(error)) from None
+
+
+def _node_type(name: str | None) -> str | None:
+    """Return the name of a node's type; OptionError if it is not one."""
+    if name is not None and (not re.fullmatch(r"[\w .()/-]{1,64}", name) or not name.strip()):
+        raise OptionError(
+            f"--node-type={name!r}: give up to 64 letters, digits, spaces and ( ) . / - _, such as slow-cpu"
+        )
+    return name
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:

@@ -151,6 +151,12 @@ def _add_ours(group: Any) -> None:
         help="replicas of the whole job (default: MIN of --nnodes, and as many as the nodes have room for)",
     )
     add("--node-name", metavar="NAME", help="this node's name (default: the host's, made unique)")
+    add(
+        "--node-type",
+        metavar="NAME",
+        help="type of this node: nodes of one type count as equally fast, and a job keeps to one type where "
+        "it can (ADAPTDL_NODE_TYPE; default: the GPU's model; nodes without a GPU count as alike)",
+    )
     add("--port-range", metavar="LOW:HIGH", help="ports to listen on (default: any free one)")
     add(
         "--checkpoint-path",

@@ -1,1 +1,21 @@
-"""The subcommands of `adaptdl`; `adaptdl_elastic.autoscaler.cli` lists them."""
+"""The subcommands of `adaptdl`; `adaptdl_elastic.autoscaler.cli` lists them.
+
+| subcommands | module |
+|---|---|
+| `ls`, `queue`, `history` | `job_lists` |
+| `status`, `scale`, `checkpoint`, `stop` | `jobs` |
+| `submit`, `cancel`, `resume` | `submit` |
+| `logs` | `logs` |
+| `explain` | `explain` |
+| `report` | `report` |
+| `sweep` | `sweep` |
+| `coordinator`, `nodes`, `drain`, `events` | `cluster` |
+| `cluster up`, `add`, `remove`, `status`, `down`, `grant`, `revoke` | `cluster_setup` |
+| `autoscale` | `autoscale` |
+| `cloud` | `cloud` |
+| `doctor` | `doctor` |
+| `simulate` | `simulator.simulate_command` |
+| `web` | `web.command` |
+
+`tables` reads stores and prints tables. `job_requests` writes what a person asks of a job.
+"""

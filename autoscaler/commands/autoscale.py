@@ -39,6 +39,17 @@ def parse_deadline(text: str, now: float) -> tuple[str, float]:
         raise bad from None
 
 
+def parse_job_cost(text: str) -> tuple[str, float]:
+    """Parse `JOB=50`, or `50` for every job; return (job or "*", amount)."""
+    job, equals, amount = text.rpartition("=")
+    try:
+        if equals and not job:
+            raise ValueError
+        return job if equals else "*", float(amount)
+    except ValueError:
+        raise OptionError(f"--max-job-cost {text!r}: give [JOB=]AMOUNT, e.g. 50 or train=50") from None
+
+
 def _band(text: str) -> tuple[float, float]:
     low, _, high = text.partition(":")
     try:
@@ -86,6 +97,13 @@ def _band(text: str) -> tuple[float, float]:
 @click.option("--max-nodes", type=click.IntRange(min=0), help="Nodes at most. [default: the groups' Max]")
 @click.option(
     "--max-hourly-cost", type=float, metavar="AMOUNT", help="Cost of an hour at most, as --price has it."
+)
+@click.option(
+    "--max-job-cost",
+    "job_costs",
+    multiple=True,
+    metavar="[JOB=]AMOUNT",
+    help="Cost of a run of a job (of each one without JOB): it is saved and stopped before that; repeatable.",
 )
 @click.option(
     "--hour-value",
@@ -150,6 +168,13 @@ def _band(text: str) -> tuple[float, float]:
 @click.option(
     "--take-over", "seize", is_flag=True, help="Rule the groups though they belong to another cluster."
 )
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a setting of the running autoscaler (max-hourly-cost=6); KEY= takes it back; repeatable.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be done once, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one per line.")
 @store_options
@@ -170,6 +195,7 @@ def autoscale(
     min_nodes: int,
     max_nodes: int | None,
     max_hourly_cost: float | None,
+    job_costs: tuple[str, ...],
     hour_value: float | None,
     deadlines: tuple[str, ...],
     utilisation: str,
@@ -179,6 +205,7 @@ def autoscale(
     expected: tuple[str, ...],
     interval: float,
     until_done: bool,
+    changes: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -192,6 +219,10 @@ def autoscale(
     from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
     from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 
+    if changes:
+        refuse(_names_but("changes"), "is for an autoscaler that starts: --set changes the one that runs")
+        _change_running(where, changes)
+        return
     if any(not name.strip() for name in groups):
         raise OptionError("--asg '': give the name of an auto-scaling group")
     if sum(map(bool, (groups, local, provider))) > 1:
@@ -223,6 +254,7 @@ def autoscale(
             min_nodes=min_nodes,
             max_nodes=1_000_000 if max_nodes is None else max_nodes,
             max_hourly_cost=math.inf if max_hourly_cost is None else max_hourly_cost,
+            max_job_costs=dict(parse_job_cost(text) for text in job_costs),
             deadlines=dict(parse_deadline(text, time.time()) for text in deadlines),
             boot_timeout=boot_timeout,
             gap=max(ScalingSettings.gap, 3 * interval),
@@ -257,6 +289,86 @@ def autoscale(
     sys.exit(code)
 
 
+def _names_but(name: str) -> list[str]:
+    """Return the command's parameters except one, and except those that select the store."""
+    names = [parameter.name or "" for parameter in autoscale.params]
+    return [one for one in names if one != name and not one.startswith("store_")]
+
+
+def _change_running(where: Where, texts: tuple[str, ...]) -> None:
+    """Write other settings for the autoscaler that runs."""
+    from adaptdl_elastic.autoscaler.scaling.live_settings import write_changes
+    from adaptdl_elastic.rendezvous.schema.keys import Keys
+    from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError
+    from adaptdl_elastic.rendezvous.store.base import StoreError
+
+    changes: dict[str, float | None] = {}
+    for text in texts:
+        changes |= parse_change(text, time.time())
+    store, cluster = where.connect()
+    keys = Keys(cluster)
+    try:
+        with store:
+            held = write_changes(store, keys, changes)
+            runs = store.get(keys.autoscaler_leader) is not None
+    except MalformedRecordError as error:
+        raise CommandError(f"what was set before cannot be read: {error}") from error
+    except ValueError as error:
+        raise OptionError(f"--set: {error}") from error
+    except StoreError as error:
+        raise CommandError(str(error)) from error
+    said = ", ".join(f"{name} {value:g}" for name, value in sorted(held.items()))
+    click.echo(f"instead of the command line: {said or 'nothing'}")
+    click.echo("it holds from the next look on" if runs else "no autoscaler runs: it holds for the next one")
+
+
+def parse_change(text: str, now: float) -> dict[str, float | None]:
+    """Parse `KEY=VALUE` or `KEY=` of --set; return names of settings with their values.
+
+    Args:
+        text: the text.
+        now: seconds since the epoch, from which durations count.
+
+    Raises:
+        OptionError: there is no such key, or the value cannot be read.
+    """
+    from adaptdl_elastic.rendezvous.schema.keys import check_name
+
+    option, equals, value = text.partition("=")
+    if not equals or option not in _SETTABLE:
+        raise OptionError(f"--set {text!r}: give KEY=VALUE, where KEY is {', '.join(_SETTABLE)}")
+    name = _SETTABLE[option]
+    if option in ("deadline", "max-job-cost"):
+        job, _, amount = value.rpartition("=")
+        try:
+            check_name("job", job or "all")
+            if not amount:
+                return {f"{name}/{job or '*'}": None}
+            job, number = parse_deadline(value, now) if option == "deadline" else parse_job_cost(value)
+        except ValueError as error:
+            raise OptionError(f"--set {text!r}: {error}") from None
+        return {f"{name}/{job}": number}
+    names = ("low", "high") if option == "utilisation" else (name,)
+    if not value:
+        return dict.fromkeys(names)
+    try:
+        return dict(zip(names, _band(value) if len(names) > 1 else (float(value),), strict=True))
+    except ValueError:
+        raise OptionError(f"--set {text!r}: {value!r} is no number") from None
+
+
+_SETTABLE = {
+    "hour-value": "hour_value",
+    "max-hourly-cost": "max_hourly_cost",
+    "max-job-cost": "max_job_costs",
+    "deadline": "deadlines",
+    "min-nodes": "min_nodes",
+    "max-nodes": "max_nodes",
+    "utilisation": "low",
+    "shrink-after": "shrink_after",
+    "boot-timeout": "boot_timeout",
+    "max-interruptions": "max_interruptions",
+}
 _OF_ASG = ("region", "profile", "queue_url")
 _OF_EC2 = (*_OF_ASG, "prices", "price_file", "seize")
 

@@ -7,9 +7,10 @@ import logging
 import signal
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from adaptdl_elastic.autoscaler.cli import (
     CommandError,
@@ -24,6 +25,18 @@ from adaptdl_elastic.autoscaler.cli import (
 )
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics
+
+
+def metrics_port_of(text: str) -> int | Literal["off"]:
+    """Return the port that is given, or `off`; raise a usage error if the text is neither."""
+    if text == "off":
+        return "off"
+    if not (text.isascii() and text.isdigit() and int(text) <= 65535):
+        raise click.BadParameter(f"{text!r} is neither a port from 0 to 65535 nor off")
+    return int(text)
 
 
 @click.command()
@@ -54,11 +67,20 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 )
 @click.option(
     "--metrics-port",
-    type=click.IntRange(0, 65535),
-    default=None,
-    help="Serve Prometheus metrics. [default: off]",
+    type=metrics_port_of,
+    metavar="PORT|off",
+    envvar="ADAPTDL_METRICS_PORT",
+    show_envvar=True,
+    help="Serve Prometheus metrics there; 0: any port; off. [default: the first free one from 9300 to 9309]",
 )
-@click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address to serve them on.")
+@click.option(
+    "--metrics-host",
+    default="127.0.0.1",
+    envvar="ADAPTDL_METRICS_HOST",
+    show_default=True,
+    show_envvar=True,
+    help="Address to serve them on.",
+)
 @click.option("--parent-fd", type=int, default=None, hidden=True, help="Stop when this pipe is closed.")
 @click.option(
     "--log-level",
@@ -74,12 +96,12 @@ def coordinator(
     fairness: float | None,
     objective: str | None,
     default_pause: float | None,
-    metrics_port: int | None,
+    metrics_port: int | Literal["off"] | None,
     metrics_host: str,
     parent_fd: int | None,
     log_level: str,
 ) -> None:
-    """Serve every job of a cluster: several may run, one leads."""
+    """Serve every job of a cluster. Several coordinators may run; one of them leads."""
     from importlib.metadata import version
 
     from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
@@ -99,25 +121,20 @@ def coordinator(
     policy_settings = PolicySettings(**{name: value for name, value in given.items() if value is not None})
     settings = CoordinatorSettings(interval=interval, policy=policy_settings)
     store, cluster = where.connect()
-    observers: list[Any] = []
-    if metrics_port is not None:
-        from adaptdl_elastic.autoscaler.diagnostics.prometheus import serve
-
-        try:
-            observers.append(serve(metrics_host, metrics_port))
-        except OSError as error:
-            raise CommandError(
-                f"metrics cannot be served on {metrics_host}:{metrics_port}: {error.strerror}; "
-                f"choose another --metrics-port, or 0 for any"
-            ) from error
+    release = version("adaptdl-elastic")
+    metrics = None
+    if metrics_port != "off":
+        asked_for = parent_fd is None and not _from_environment("metrics_port", "metrics_host")
+        metrics = serve_metrics(metrics_host, metrics_port, release, asked_for)
     with store:
         served = Coordinator(
             store,
             Keys(cluster),
             settings,
             allocate,
-            observers=observers,
-            version=version("adaptdl-elastic"),
+            observers=() if metrics is None else (metrics,),
+            version=release,
+            metrics="" if metrics is None else f"{_in_url(metrics_host)}:{metrics.port}",
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             # a shell ignores SIGINT for a program in the background
@@ -131,13 +148,54 @@ def coordinator(
             raise CommandError(f"the store refuses us: {error}") from error
 
 
+def _from_environment(*names: str) -> bool:
+    """Return whether one of these parameters of the running command has its value from the environment."""
+    context = click.get_current_context()
+    return any(context.get_parameter_source(name) is ParameterSource.ENVIRONMENT for name in names)
+
+
+def serve_metrics(host: str, port: int | None, release: str, asked_for: bool) -> CoordinatorMetrics | None:
+    """Serve metrics, or warn that none are served; jobs need no metrics.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0: any free one; None: a free one of the default ports.
+        release: Version of adaptdl-elastic.
+        asked_for: Whether a person chose the address by the command line, and so can name another one.
+
+    Raises:
+        CommandError: the address was asked for and cannot be used.
+    """
+    from adaptdl_elastic.autoscaler.diagnostics.prometheus import PortsTakenError, serve
+
+    at = f"{_in_url(host)}:{port}" if port is not None else host
+    try:
+        return serve(host, port, release)
+    except PortsTakenError as error:
+        problem = str(error.strerror)
+    except OSError as error:
+        if asked_for:
+            raise CommandError(
+                f"metrics cannot be served on {at}: {error.strerror}; "
+                f"choose another --metrics-port, 0 for any, or off, or another --metrics-host"
+            ) from error
+        problem = f"{at}: {error.strerror}; see ADAPTDL_METRICS_PORT and ADAPTDL_METRICS_HOST"
+    logging.getLogger(__name__).warning("no metrics are served: %s", problem)
+    return None
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 @click.command()
 @json_option
 @store_options
 def nodes(where: Where, as_json: bool) -> None:
-    """Show the nodes of the cluster and who uses them."""
-    from adaptdl_elastic.autoscaler.commands.tables import load_all, node_rows
+    """Show the nodes of the cluster and the jobs on them."""
+    from adaptdl_elastic.autoscaler.commands.tables import load_all
     from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
+    from adaptdl_elastic.autoscaler.diagnostics.rows import node_rows
 
     rows = [row for _, view in load_all(where) for row in node_rows(view, Ledger(view))]
     if as_json:
@@ -146,10 +204,11 @@ def nodes(where: Where, as_json: bool) -> None:
     from adaptdl_elastic.autoscaler.commands.tables import show_table
 
     show_table(
-        ("NODE", "SLOTS", "FREE", "HOST", "JOBS", "STATE"),
+        ("NODE", "TYPE", "SLOTS", "FREE", "HOST", "JOBS", "STATE"),
         [
             (
                 row["node"],
+                row["node_type"] or "-",
                 row["slots"],
                 row["free"],
                 row["host"],
@@ -185,7 +244,7 @@ def drain(
 ) -> None:
     """Move every replica off NODE in an orderly way.
 
-    Its agents then exit, and so does every new one there, until --cancel.
+    Its agents then exit. So does every agent that is started there, until --cancel.
     """
     if cancel:
         refuse(("reason", "deadline", "wait", "timeout"), "has no meaning with --cancel")
@@ -250,7 +309,8 @@ def _busy(ledger: Any, view: Any, node: str) -> bool:
 @store_options
 def events(where: Where, as_json: bool, tail: int) -> None:
     """Show what the coordinator did of late."""
-    from adaptdl_elastic.autoscaler.commands.tables import ask_all, clock
+    from adaptdl_elastic.autoscaler.commands.tables import ask_all
+    from adaptdl_elastic.autoscaler.diagnostics.rows import clock
 
     answers = ask_all(where, lambda store, place: store.range(Keys(place.cluster).events).items)
     merged = [item for _, items in answers for item in items]

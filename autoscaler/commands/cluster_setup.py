@@ -6,6 +6,7 @@ import functools
 import getpass
 import json
 import secrets
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,8 @@ import click
 
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, json_option
 from adaptdl_elastic.autoscaler.commands.tables import show_table
-from adaptdl_elastic.autoscaler.provisioning import bring_up
-from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
+from adaptdl_elastic.autoscaler.provisioning import bring_up, store_users
+from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials, write_private
 from adaptdl_elastic.autoscaler.provisioning.nodes import private_archive
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -121,10 +122,18 @@ def up(name: str | None, nodes: tuple[str, ...], **options: Any) -> None:
     with contexts.locked(name):
         known = contexts.load(name)
         context = known or ClusterContext(name, secrets.token_hex(8), person=getpass.getuser())
+        Credentials(context).check_authority()
         wanted = with_options(context, known is None, nodes, options)
         if known is None:
             contexts.save(replace(wanted, nodes=()))  # the look at a node claims it for this identifier
         _bring_up(wanted)
+
+
+def _own(name: str | None) -> ClusterContext:
+    """Return the context of a cluster that this user has brought up; ProvisionError if another user has."""
+    context = contexts.choose(name)
+    Credentials(context).check_authority()
+    return context
 
 
 def with_options(
@@ -165,7 +174,7 @@ def _bring_up(context: ClusterContext) -> None:
 @cluster_option
 def add(name: str | None, nodes: tuple[str, ...]) -> None:
     """Add NODEs to a cluster."""
-    context = contexts.choose(name)
+    context = _own(name)
     with contexts.locked(context.name):
         _bring_up(with_options(contexts.choose(context.name), False, nodes, {}))
 
@@ -176,7 +185,7 @@ def add(name: str | None, nodes: tuple[str, ...]) -> None:
 @cluster_option
 def remove(name: str | None, nodes: tuple[str, ...], purge: bool) -> None:
     """Take NODEs out of a cluster; their replicas save and leave first."""
-    context = contexts.choose(name)
+    context = _own(name)
     with contexts.locked(context.name):
         context = contexts.choose(context.name)
         unknown = [node for node in nodes if node not in context.nodes]
@@ -197,7 +206,7 @@ def remove(name: str | None, nodes: tuple[str, ...], purge: bool) -> None:
 @cluster_option
 def down(name: str | None, purge: bool) -> None:
     """Stop a cluster; `adaptdl cluster up` brings it back, and its jobs go on from their checkpoints."""
-    context = contexts.choose(name)
+    context = _own(name)
     with contexts.locked(context.name):
         bring_up.take_down(context, context.nodes, purge)
         if purge:
@@ -281,36 +290,53 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
     "--archive",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.tar",
-    help="Write what PERSON unpacks in ~/.config/adaptdl, the store's password among it.",
+    help="Write what PERSON unpacks in ~/.config/adaptdl, a password of the store among it.",
 )
 @cluster_option
 def grant(name: str | None, person: str, key: Path, admin: bool, archive: Path | None) -> None:
     """Let PERSON use the cluster, who signs with the key of KEY.pub."""
     granted = Person(person, signatures.public_key(key.read_text(errors="replace")), admin)
-    context = contexts.choose(name)
+    context = _own(name)
+    if archive is not None:
+        _check_writable(archive)  # before PERSON is let in
     with contexts.locked(context.name):
         credentials = Credentials(context)
         credentials.write_people({**credentials.people(), person: granted})
         bring_up.send_people(context)
         if archive is not None:
-            archive.touch(mode=0o600)
-            archive.write_bytes(private_archive(credentials.person_files(person)))
+            password = store_users.add(context, person)
+            files = credentials.person_files(person, store_users.user_of(person), password)
+            write_private(archive, private_archive(files))
     click.echo(f"{person} may use cluster {context.name}" + (" as an administrator" if admin else ""))
+
+
+def _check_writable(archive: Path) -> None:
+    try:
+        tempfile.TemporaryFile(dir=archive.absolute().parent).close()
+    except OSError as error:
+        raise OptionError(
+            f"--archive {archive}: {error.strerror}; give a file in a directory where you may write"
+        ) from None
 
 
 @cluster.command()
 @click.argument("person")
 @cluster_option
 def revoke(name: str | None, person: str) -> None:
-    """Take PERSON's right to use the cluster away; jobs of PERSON are not started any more."""
-    context = contexts.choose(name)
+    """Take PERSON's right to use the cluster away; jobs of PERSON save and end.
+
+    A person with jobs here could read all that the nodes' user can: docs/security.md says what else to do.
+    """
+    context = _own(name)
     with contexts.locked(context.name):
         credentials = Credentials(context)
         people = credentials.people()
         if person == context.person:
             raise CommandError("you cannot take your own right away")
-        if people.pop(person, None) is None:
-            raise CommandError(f"{person} has no right to use cluster {context.name}")
+        known = people.pop(person, None) is not None
         credentials.write_people(people)
-        bring_up.send_people(context)
+        store_users.remove(context, person)  # before ssh, so that the access ends even if a node is down
+        bring_up.send_people(context)  # again if an earlier attempt did not reach every node
+        if not known:
+            raise CommandError(f"{person} has no right to use cluster {context.name}; every node knows that")
     click.echo(f"{person} may not use cluster {context.name} any more")

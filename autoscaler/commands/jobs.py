@@ -1,4 +1,4 @@
-"""The commands `adaptdl ls`, `status`, `scale`, `checkpoint` and `stop`.
+"""The commands `adaptdl status`, `scale`, `checkpoint` and `stop`.
 
 A request is one record in the store, changed by compare-and-swap; the coordinator carries it out.
 """
@@ -6,7 +6,6 @@ A request is one record in the store, changed by compare-and-swap; the coordinat
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,104 +15,32 @@ from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     Finite,
     OptionError,
-    Place,
     Where,
     json_option,
     refuse,
     store_options,
 )
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.commands import job_requests
 from adaptdl_elastic.autoscaler.commands.tables import (
-    LOST,
-    Row,
-    ask_all,
     cost_text,
     find_job,
-    is_lost,
-    job_row,
     load,
+    percent,
+    progress_text,
     read,
     show,
-    show_table,
     wait_until,
-    why_lost,
 )
 from adaptdl_elastic.autoscaler.coordinator.slots import fewest
+from adaptdl_elastic.autoscaler.diagnostics.rows import LOST, Row, job_row
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest
-from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, state_of
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
-_ATTEMPTS = 20
 _ENDED = tuple(state.value for state in records.JobState if state.ended)
-
-
-@click.command(name="ls")
-@click.option("--all", "everything", is_flag=True, help="Those that have ended too.")
-@json_option
-@store_options
-def ls(where: Where, as_json: bool, everything: bool) -> None:
-    """Show what runs: jobs, their size, batch size, goodput and progress."""
-    rows = [row for _, found in ask_all(where, _rows) for row in found]
-    rows.sort(key=lambda row: row["job"])
-    if not everything:
-        rows = [row for row in rows if row["state"] not in (*_ENDED, "cancelled")]
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-        return
-    owned = any(row["owner"] for row in rows)
-    show_table(
-        (
-            "JOB",
-            *(["OWNER"] if owned else []),
-            "STATE",
-            "REPLICAS",
-            "NODES",
-            "BATCH",
-            "GOODPUT",
-            "EFFICIENCY",
-            "PROGRESS",
-            "RESTARTS",
-            "WHY",
-        ),
-        [
-            (
-                row["job"],
-                *([row["owner"]] if owned else []),
-                row["state"],
-                row["replicas"],
-                row["nodes"],
-                row["batch_size"],
-                row["goodput"],
-                _percent(row["efficiency"]),
-                _progress(row),
-                f"{row['restarts_used']}/{row['max_restarts']}",
-                row["reason"],
-            )
-            for row in rows
-        ],
-        empty="nothing runs" + ("" if everything else " (adaptdl ls --all shows what has ended)"),
-    )
-
-
-def _rows(store: Store, place: Place) -> list[Row]:
-    """Return one row per job of a store; jobs that were submitted and have not begun are among them."""
-    keys = Keys(place.cluster)
-    view = read(store, keys)
-    rows = {
-        name: {**job_row(view, job), "owner": None} for name, job in view.jobs.items() if job.spec is not None
-    }
-    if place.context is not None:
-        found = SubmissionReader(store, keys, place.context.cluster_id).read(None)
-        for request in found.requests:
-            name = request.submission.job
-            row = rows.setdefault(name, {**job_row(view, JobView(name)), "owner": None})
-            row["owner"] = request.submission.owner
-            if request.run.state is None or (request.cancelled_by is not None and not request.run.agents):
-                row["state"], row["reason"] = state_of(request, found)
-    return list(rows.values())
 
 
 @click.command()
@@ -140,9 +67,9 @@ def status(job: str, where: Where, as_json: bool) -> None:
             "goodput",
             f"{show(row['goodput'])} samples/s (predicted {show(row['predicted_goodput'])}"
             f"{'' if error is None else f', off by {error:+.0%}'}); throughput {show(row['throughput'])}, "
-            f"efficiency {_percent(row['efficiency'])}",
+            f"efficiency {percent(row['efficiency'])}",
         ),
-        ("progress", _progress(row)),
+        ("progress", progress_text(row)),
         ("last rescale", "-" if row["last_pause"] is None else f"{row['last_pause']:.2f} s without a step"),
         ("restarts", f"{row['restarts_used']} of {row['max_restarts']}"),
         ("checkpoint", show(row["checkpoint"])),
@@ -201,11 +128,9 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
         raise OptionError(f"--replicas {replicas} is less than 1; adaptdl stop {job} saves and ends it")
 
     def check(view: View, found: JobView) -> None:
-        assert found.spec is not None
-        _not_ended(job)(view, found)
-        least, most = fewest(view, found), found.spec.record.max_replicas
-        if replicas is not None and not least <= replicas <= most:
-            raise CommandError(f"{job} was started for {least} to {most} replicas, not {replicas}")
+        job_requests.check_running(view, found)
+        if replicas is not None:
+            job_requests.check_size(view, found, replicas)
 
     store, keys = _open(where, job)
     with store:
@@ -245,7 +170,7 @@ def stop(job: str, where: Where, wait: bool, timeout: float) -> None:
     _needs_wait(wait)
     store, keys = _open(where, job)
     with store:
-        run = _ask(store, keys, job, lambda request: replace(request, stop=True), _not_ended(job))
+        run = _ask(store, keys, job, lambda request: replace(request, stop=True), job_requests.check_running)
         click.echo(f"{job} is stopping")
         if wait and not wait_until(store, keys, lambda v: has_stopped(v, job, run), timeout):
             raise CommandError(f"{job} has not stopped after {timeout:g} s; see adaptdl status {job}")
@@ -255,17 +180,6 @@ def has_stopped(view: View, name: str, run: str) -> bool:
     """Return whether this run of the job is over: its status says so, or a later run has begun."""
     job = view.jobs.get(name)
     return job is None or job.over or (job.spec is not None and job.spec.record.run != run)
-
-
-def _not_ended(name: str) -> Callable[[View, JobView], None]:
-    def check(view: View, job: JobView) -> None:
-        status = job.status_now
-        if status is not None and status.state.ended:
-            raise CommandError(f"{name} has already ended: {status.state.value} ({status.reason})")
-        if is_lost(view, job):
-            raise CommandError(f"{name} cannot be asked for anything: {why_lost(job)}")
-
-    return check
 
 
 @click.command()
@@ -280,7 +194,7 @@ def checkpoint(job: str, where: Where, wait: bool, timeout: float) -> None:
     with store:
         before = read(store, keys).jobs.get(job)
         newest = before.checkpoint.record.id if before and before.checkpoint else None
-        _ask(store, keys, job, lambda r: replace(r, checkpoint=r.checkpoint + 1), _not_ended(job))
+        _ask(store, keys, job, lambda r: replace(r, checkpoint=r.checkpoint + 1), job_requests.check_running)
         click.echo(f"{job} is asked for a checkpoint")
         if wait and not wait_until(store, keys, lambda v: _newer(v, job, newest), timeout):
             raise CommandError(f"{job} has recorded no new checkpoint after {timeout:g} s")
@@ -303,35 +217,17 @@ def _ask(
     change: Callable[[JobRequest], JobRequest],
     check: Callable[[View, JobView], None],
 ) -> str:
-    """Change the job's request by compare-and-swap, again if others change it; return the run it is for."""
-    for attempt in range(_ATTEMPTS):
-        view = read(store, keys)
+    """Change the job's request; return the run that it is for, or raise CommandError."""
+
+    def look(view: View) -> JobView:
         job = find_job(view, name, keys.cluster)
         check(view, job)
-        assert job.spec is not None
-        run = job.spec.record.run
-        old = job.request.record if job.request else JobRequest()
-        if old.run not in ("", run):
-            old = JobRequest(checkpoint=old.checkpoint)  # requests to an earlier run are not valid any more
-        wanted = records.encode(replace(change(old), run=run))
-        revision = job.unreadable.get("request") or (job.request.revision if job.request else 0)
-        if store.compare_and_swap(keys.job(name, "request"), wanted, revision) is not None:
-            return run
-        time.sleep(0.01 * attempt)
-    raise CommandError(f"the request of {name} keeps changing; try again")
+        return job
 
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-def _progress(row: Row) -> str:
-    epoch = (
-        "-"
-        if row["epoch"] is None
-        else f"epoch {row['epoch']}" + (f"/{row['epochs']}" if row["epochs"] else "")
-    )
-    return epoch if row["progress"] is None else f"{row['progress']:.0%} ({epoch})"
+    try:
+        return job_requests.change(store, keys, name, change, look)
+    except job_requests.RequestError as error:
+        raise CommandError(str(error)) from None
 
 
 def _batch(row: Row) -> str:

@@ -30,7 +30,7 @@ _WAIT_SECONDS = 5
 """Seconds for which a node keeps a request for output that is not there yet."""
 
 _LOOK_SECONDS = 1.0  # between two looks at the job's state
-_LAST_LOOK_SECONDS = 0.1  # the same, at the output of processes that are about to end
+_LAST_LOOK_SECONDS = 0.1  # between two reads of the output of processes that are about to end
 _RETRY_SECONDS = 2.0  # until a node that does not answer is asked again
 
 _RANK = re.compile(r"\[rank(\d+)\]: ")
@@ -72,7 +72,7 @@ def _newest(found: Submitted, person: str) -> str:
 
 
 def _watch(reader: SubmissionReader, job: str, followers: Followers) -> None:
-    """Return when the job is over; meanwhile follow nodes that come, and say why the job waits."""
+    """Wait until the job is over. Meanwhile follow its new nodes, and say why the job waits."""
     waits = ""
     while True:
         found = reader.read(None)
@@ -96,8 +96,8 @@ class Followers:
     Args:
         client: Asks the nodes.
         job: Name of the job.
-        ranks: Whose lines are shown; none: all lines.
-        to_the_end: Whether what is written later is shown, too, until the job's processes have ended.
+        ranks: Ranks of the replicas whose lines are shown; empty: all lines.
+        to_the_end: Whether to show also the output that is written later, until the processes have ended.
     """
 
     def __init__(self, client: ServiceClient, job: str, ranks: Sequence[int], to_the_end: bool) -> None:
@@ -126,7 +126,7 @@ class Followers:
             raise CommandError(self._refusal)
 
     def finish(self) -> None:
-        """Print what is there, and what processes write that are about to end, and return."""
+        """Print the output that exists, and the last output of processes that are about to end."""
         self._over.set()
         for thread in self._threads.values():
             thread.join()
@@ -172,7 +172,10 @@ class Followers:
 
 
 def chosen(lines: Sequence[str], ranks: Sequence[int], node: str) -> Iterator[str]:
-    """Return the lines of these replicas; without a choice all, those of no replica with their node."""
+    """Return the lines of the replicas with these ranks.
+
+    Without ranks, return all lines. A line that no replica has written then begins with the node's name.
+    """
     for line in lines:
         match = _RANK.match(line)
         if match is None:

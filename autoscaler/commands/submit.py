@@ -1,4 +1,4 @@
-"""The commands `adaptdl submit` and `adaptdl cancel`."""
+"""The commands `adaptdl submit`, `cancel` and `resume`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, json_option
+from adaptdl_elastic.autoscaler.commands import job_array, job_requests
 from adaptdl_elastic.autoscaler.commands.cluster_setup import (
     client_of,
     cluster_option,
@@ -26,7 +27,6 @@ from adaptdl_elastic.autoscaler.provisioning.bundle import Bundle
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 from adaptdl_elastic.rendezvous.schema.submissions import (
     MOST_PRIORITY,
-    Cancellation,
     ServiceRecord,
     Submission,
 )
@@ -40,7 +40,7 @@ from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
 _COPIES = 2
-"""On how many nodes an archive is put: one of them may be lost before the others have fetched it."""
+"""Number of nodes on which an archive is put: one may be lost before other nodes have fetched it."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -63,6 +63,19 @@ _COPIES = 2
     default=3,
     show_default=True,
     help="Failures after which it goes on.",
+)
+@click.option(
+    "--array",
+    multiple=True,
+    metavar="NAME=VALUE,...",
+    help="One job for each value, put for {NAME} in the command or appended as --NAME=VALUE; given again: "
+    "one for each combination.",
+)
+@click.option(
+    "--notify",
+    multiple=True,
+    metavar="CMD|URL",
+    help="When it is done, has failed or is cancelled: run CMD on a node, or send JSON to an http(s) URL.",
 )
 @click.option(
     "--env",
@@ -96,6 +109,8 @@ def submit(
     priority: int,
     after: tuple[str, ...],
     retry: int,
+    array: tuple[str, ...],
+    notify: tuple[str, ...],
     variables: tuple[str, ...],
     workdir: Path,
     max_size: int,
@@ -111,38 +126,58 @@ def submit(
         raise OptionError(
             f"--checkpoint-path {checkpoint_path}: give an absolute path, nodes have other directories"
         )
-    draft = Submission(
-        job=name_of(job, words[0] if mode != "module" else words[0].rpartition(".")[2]),
-        owner=context.person,
-        mode=mode,  # type: ignore[arg-type]
-        command=words,
-        bundle="0" * 64,
-        min_replicas=least,
-        max_replicas=most,
-        priority=priority,
-        after=after,
-        max_restarts=retry,
-        checkpoint_path=checkpoint_path,
-        created=time.time(),
-    )
+    try:
+        stem = name_of(job, words[0] if mode != "module" else words[0].rpartition(".")[2])
+        members = job_array.expand(stem, words, array)
+    except job_array.ArrayError as error:
+        raise OptionError(str(error)) from None
+    now = time.time()
+    drafts = [
+        Submission(
+            job=member.name,
+            owner=context.person,
+            mode=mode,  # type: ignore[arg-type]
+            command=member.command,
+            bundle="0" * 64,
+            min_replicas=least,
+            max_replicas=most,
+            priority=priority,
+            after=after,
+            max_restarts=retry,
+            checkpoint_path=checkpoint_path,
+            notify=bool(notify),
+            created=now + number * 1e-3,  # those of an array begin in the order of its values
+        )
+        for number, member in enumerate(members)
+    ]
     given = variables_of(variables, os.environ)
+    wanted = [notice_of(text) for text in notify]
     reader, store, keys = open_cluster(context)
     with store, tempfile.TemporaryDirectory(prefix="adaptdl-submit-") as folder:
         found = reader.read(None)
-        draft = _named(draft, found, job is not None)
-        _check_after(draft, found)
+        drafts = [_named(draft, found, job is not None) for draft in drafts]
+        _check_after(drafts[0], found)
         packed = bundles.pack(workdir, Path(folder) / "bundle", max_size << 20)
         if dry_run:
-            _tell(draft, packed, found, as_json, dry_run=True)
+            _tell(drafts, packed, found, as_json, dry_run=True)
             return
         archives = [packed]
-        if given:
-            archives.append(bundles.pack_variables(given, Path(folder) / "variables"))
-            draft = replace(draft, environment=archives[1].digest)
-        draft = replace(draft, bundle=packed.digest)
+        environment = None
+        if given or wanted:
+            archives.append(bundles.pack_private(given, wanted, context.person, Path(folder) / "variables"))
+            environment = archives[1].digest
         _send(client_of(context), found.services, archives)
-        draft = _write(store, keys, context, draft, fixed=job is not None)
-        _tell(draft, packed, reader.read(None), as_json, dry_run=False)
+        drafts = [
+            _write(
+                store,
+                keys,
+                context,
+                replace(draft, bundle=packed.digest, environment=environment),
+                fixed=job is not None,
+            )
+            for draft in drafts
+        ]
+        _tell(drafts, packed, reader.read(None), as_json, dry_run=False)
 
 
 def command_of(command: Sequence[str], workdir: Path) -> tuple[str, tuple[str, ...]]:
@@ -191,6 +226,16 @@ def name_of(given: str | None, command: str) -> str:
         return check_name("--name", given)
     except ValueError as error:
         raise OptionError(str(error)) from None
+
+
+def notice_of(text: str) -> str:
+    """Return the command or URL of a `--notify`."""
+    if not text.strip():
+        raise OptionError("--notify: give a command, or a URL that begins with https:// or http://")
+    scheme, sign, _ = text.partition("://")
+    if sign and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme) and scheme not in ("http", "https"):
+        raise OptionError(f"--notify {text}: a URL begins with https:// or http://")
+    return text
 
 
 def variables_of(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -252,7 +297,7 @@ def _send(client: ServiceClient, services: Mapping[str, ServiceRecord], archives
 
 
 def _write(store: Store, keys: Keys, context: ClusterContext, draft: Submission, fixed: bool) -> Submission:
-    """Write the submission under its name; under another if somebody has taken that meanwhile."""
+    """Write the submission under its name; under another name if that one has been taken meanwhile."""
     stem, number = draft.job, 2
     while True:
         signed = sign_record(
@@ -266,32 +311,43 @@ def _write(store: Store, keys: Keys, context: ClusterContext, draft: Submission,
         number += 1
 
 
-def _tell(draft: Submission, packed: Bundle, found: Submitted, as_json: bool, dry_run: bool) -> None:
-    requests = [one for one in found.requests if one.submission.job != draft.job]
-    verdict = admit([*requests, Request(draft, None, JobState())], found.slots)[draft.job]
+def _tell(
+    drafts: Sequence[Submission], packed: Bundle, found: Submitted, as_json: bool, dry_run: bool
+) -> None:
+    mine = {draft.job for draft in drafts}
+    requests = [one for one in found.requests if one.submission.job not in mine]
+    requests += [Request(draft, None, JobState()) for draft in drafts]
+    verdicts = admit(requests, found.slots)
     if as_json:
-        answer: dict[str, Any] = {
-            "job": draft.job,
-            "starts": verdict.admitted,
-            "reason": verdict.reason,
-            "replicas": [draft.min_replicas, draft.max_replicas],
-            "files": packed.files,
-            "bytes": packed.size,
-            "submitted": not dry_run,
-        }
-        click.echo(json.dumps(answer, indent=2))
+        answers: list[dict[str, Any]] = [
+            {
+                "job": draft.job,
+                "command": list(draft.command),
+                "starts": verdicts[draft.job].admitted,
+                "reason": verdicts[draft.job].reason,
+                "replicas": [draft.min_replicas, draft.max_replicas],
+                "files": packed.files,
+                "bytes": packed.size,
+                "submitted": not dry_run,
+            }
+            for draft in drafts
+        ]
+        click.echo(json.dumps(answers[0] if len(answers) == 1 else answers, indent=2))
         return
     size = f"{pluralize(packed.files, 'file')}, {max(1, packed.size >> 10)} KiB"
-    if dry_run:
-        when = "would begin now" if verdict.admitted else f"would wait: {verdict.reason}"
-        most = min(draft.max_replicas, found.slots)
-        click.echo(
-            f"{draft.job} {when}; at most {pluralize(most, 'replica')} of {draft.max_replicas}; {size}"
-        )
-        return
-    waits = "" if verdict.admitted else f"; it waits: {verdict.reason}"
-    click.echo(f"submitted {draft.job} ({size}){waits}")
-    click.echo(f"adaptdl logs -f {draft.job}", err=True)
+    for draft in drafts:
+        verdict = verdicts[draft.job]
+        if dry_run:
+            when = "would begin now" if verdict.admitted else f"would wait: {verdict.reason}"
+            most = min(draft.max_replicas, found.slots)
+            click.echo(
+                f"{draft.job} {when}; at most {pluralize(most, 'replica')} of {draft.max_replicas}; {size}"
+            )
+        else:
+            waits = "" if verdict.admitted else f"; it waits: {verdict.reason}"
+            click.echo(f"submitted {draft.job} ({size}){waits}")
+    if not dry_run:
+        click.echo(f"adaptdl logs -f {drafts[0].job}" if len(drafts) == 1 else "adaptdl ls", err=True)
 
 
 @click.command()
@@ -300,19 +356,25 @@ def _tell(draft: Submission, packed: Bundle, found: Submitted, as_json: bool, dr
 def cancel(name: str | None, job: str) -> None:
     """End a submitted JOB, or take it out of the queue; its checkpoints stay."""
     context = contexts.choose(name)
-    reader, store, keys = open_cluster(context)
+    _, store, keys = open_cluster(context)
     with store:
-        request = reader.read(None).find(job)
-        if request is None:
-            raise CommandError(
-                f"no job {job!r} was submitted to cluster {context.name}; see adaptdl ls --all"
-            )
-        if request.run.ended:
-            assert request.run.state is not None
-            raise CommandError(f"{job} has already ended: {request.run.state.value}")
-        record = Cancellation(job, context.person, time.time())
-        signed = sign_record(
-            context.cluster_id, record, context.person, lambda text: signatures.sign(context.identity, text)
-        )
-        store.put(keys.cancellation(job), signed)
-    click.echo(f"{job} is cancelled")
+        try:
+            said = job_requests.cancel(store, keys, context, client_of(context), job)
+        except job_requests.RequestError as error:
+            raise CommandError(str(error)) from None
+    click.echo(said)
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@cluster_option
+def resume(name: str | None, job: str) -> None:
+    """Let a submitted JOB that was stopped go on from its checkpoint."""
+    context = contexts.choose(name)
+    _, store, keys = open_cluster(context)
+    with store:
+        try:
+            said = job_requests.resume(store, keys, context, client_of(context), job)
+        except job_requests.RequestError as error:
+            raise CommandError(str(error)) from None
+    click.echo(said)

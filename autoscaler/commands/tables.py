@@ -1,4 +1,4 @@
-"""Rows of plain values made from a view, and the tables that show them."""
+"""Read the stores that a command is about, and print tables."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ import click
 
 from adaptdl_elastic.autoscaler.cli import CommandError, Place, Where
 from adaptdl_elastic.autoscaler.cluster_view import BILL_SECONDS, ClusterCache, JobView, View, view_of
-from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
-from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan
+from adaptdl_elastic.autoscaler.diagnostics.rows import Row
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobState, JobStatus
 from adaptdl_elastic.rendezvous.store.base import CompactedError, Store, StoreError
 from adaptdl_elastic.rendezvous.store.local_socket import JobEndedError
 
-LOST = "lost"
-"""State of a job that was running when its last agent and the last coordinator died."""
-
-Row = dict[str, Any]
 T = TypeVar("T")
 
 _LEAST_WIDTH = 12  # narrowest last column of a table, in characters; below it the column is left out
@@ -66,7 +60,7 @@ def ask_all(where: Where, ask: Callable[[Store, Place], T], job: str | None = No
             if len(places) == 1:
                 raise
             if not isinstance(error.__cause__ or error, JobEndedError):
-                click.echo(f"adaptdl: {place.job}: {error}", err=True)
+                click.echo(f"adaptdl: {place.job or f'cluster {place.cluster}'}: {error}", err=True)
     return answers
 
 
@@ -106,110 +100,15 @@ def find_job(view: View, name: str, cluster: str) -> JobView:
     """Return the job of this name; CommandError, which names the existing jobs, if there is none."""
     job = view.jobs.get(name)
     if job is None or job.spec is None:
+        if name in view.submitted:
+            raise CommandError(
+                f"job {name!r} was submitted and has not begun: adaptdl ls --all says why, "
+                f"adaptdl cancel {name} ends it"
+            )
         names = ", ".join(sorted(n for n, j in view.jobs.items() if j.spec))
         there = f"; its jobs are: {names}" if names else ", and no other"
         raise CommandError(f"there is no job {name!r} in cluster {cluster!r}{there}")
     return job
-
-
-def is_lost(view: View, job: JobView) -> bool:
-    """Return whether a job that has not ended has no agent, and no coordinator is there to report it.
-
-    The store then shows the job as it was when the last of them died.
-    """
-    return not job.over and view.leader is None and not view.agents(job.job)
-
-
-def why_lost(job: JobView) -> str:
-    """Return what is known of a lost job, and what to do."""
-    status, hints, spec = job.status_now, job.hints, job.spec
-    signs = [status.updated if status else 0.0, hints.record.time if hints else 0.0]
-    signs += [job.checkpoint.record.time if job.checkpoint else 0.0, spec.record.created if spec else 0.0]
-    signs += [one.record.time for table in (job.running, job.ended) for one in table.values()]
-    goes_on = "goes on from its last checkpoint" if job.checkpoint else "starts it again"
-    return f"no agent answers (last heard of at {clock(max(signs))}); the same command {goes_on}"
-
-
-def clock(seconds: object) -> str:
-    """Return local time; with its date if that is not today."""
-    try:
-        then = time.localtime(seconds)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, OSError):  # written by another program
-        return "--:--:--"
-    today = time.localtime()[:3]
-    return time.strftime("%H:%M:%S" if then[:3] == today else "%Y-%m-%d %H:%M:%S", then)
-
-
-def job_row(view: View, job: JobView) -> Row:
-    """Return one job as `adaptdl ls --json` shows it."""
-    spec = job.spec.record if job.spec else None
-    status = job.status_now
-    hints = job.hints.record if job.hints else None
-    plan = this_run(job)
-    if hints is not None and plan is not None and hints.generation < plan.first:
-        hints = None  # hints of an earlier run
-    lost = is_lost(view, job)
-    running = status is not None and not status.state.ended and not lost
-    done = status is not None and status.state is JobState.DONE
-    pauses = status.pauses if status else ()
-    return {
-        "job": job.job,
-        "state": _state(status, lost),
-        "generation": plan.generation if plan else None,
-        "replicas": plan.replicas if plan and running else 0,
-        "nodes": plan.nodes if plan and running else 0,
-        "placements": in_plan(plan) if running else {},
-        "batch_size": hints.batch_size if hints else None,
-        "atomic_bsz": hints.atomic_bsz if hints else None,
-        "accumulation_steps": hints.accumulation_steps if hints else None,
-        "gain": hints.gain if hints else None,
-        "lr_factor": hints.lr_factor if hints else None,
-        "goodput": hints.goodput if hints else None,
-        "predicted_goodput": (status.predicted_goodput if status else None)
-        or (hints.predicted_goodput if hints else None),
-        "prediction_error": status.prediction_error if status else None,
-        "throughput": hints.throughput if hints else None,
-        "efficiency": hints.efficiency if hints else None,
-        # the last report may come from the epoch before the end
-        "epoch": (hints.epochs if done and hints.epochs else hints.epoch) if hints else None,
-        "epochs": hints.epochs if hints else None,
-        "progress": 1.0 if done else hints.progress if hints else None,
-        "step": hints.step if hints else None,
-        "cause": plan.cause.value if plan else None,
-        "reason": why_lost(job)
-        if lost
-        else status.reason
-        if status
-        else "the coordinator has not seen it yet",
-        "last_pause": (status.last_pause if status else None) or (pauses[-1] if pauses else None),
-        "restarts_used": status.restarts_used if status else 0,
-        "max_restarts": spec.max_restarts if spec else None,
-        "exit_code": status.exit_code if status else None,
-        "memory_limit": hints.memory_limit if hints and running else None,
-        "warnings": list(hints.warnings) if hints and running else [],
-        "checkpoint": job.checkpoint.record.id if job.checkpoint else None,
-        "cost": cost_row(view, job.job),
-    }
-
-
-def _state(status: JobStatus | None, lost: bool) -> str:
-    if status is None or status.state is JobState.PENDING:
-        return JobState.PENDING.value
-    return LOST if lost else status.state.value
-
-
-def cost_row(view: View, job: str) -> Row | None:
-    """Return what a job's nodes have cost and will cost; None if no autoscaler has reported it."""
-    found = view.cost(job)
-    if found is None:
-        return None
-    return {
-        "so_far": found.so_far,
-        "hourly": found.hourly,
-        "forecast": found.forecast,
-        "seconds_left": found.seconds_left,
-        "seconds_old": round(view.bill_age),
-    }
 
 
 def cost_text(cost: Row) -> str:
@@ -220,38 +119,6 @@ def cost_text(cost: Row) -> str:
     if cost["forecast"] is not None:
         text += f"; {cost['forecast']:.2f} expected by its end in {cost['seconds_left'] / 60:.0f} min"
     return text
-
-
-def node_rows(view: View, ledger: Ledger) -> list[Row]:
-    """Return one row per node."""
-    rows: dict[str, Row] = {}
-    for job, agents in sorted(view.nodes.items()):
-        for node, seen in agents.items():
-            record = seen.record
-            row = rows.setdefault(
-                node,
-                {
-                    "node": node,
-                    "slots": ledger.capacity[node],
-                    "free": ledger.capacity[node],
-                    "host": record.host,
-                    "jobs": {},
-                    "state": "ok",
-                    "instance": record.instance,
-                    "instance_type": record.instance_type,
-                    "zone": record.zone,
-                    "preemptible": record.preemptible,
-                    "version": record.version,
-                },
-            )
-            held = ledger.held(job).get(node, 0)
-            row["jobs"][job] = held
-            row["free"] -= held
-            if view.draining(record):
-                row["state"] = "draining"  # for at least one of its jobs
-            elif record.at_risk and row["state"] == "ok":
-                row["state"] = "at risk"
-    return [rows[node] for node in sorted(rows)]
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str = "") -> None:
@@ -290,6 +157,21 @@ def layout(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
             last += "…"
         lines.append((text + last).rstrip())
     return lines
+
+
+def percent(value: float | None) -> str:
+    """Return a fraction as text."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+def progress_text(row: Row) -> str:
+    """Return how far a job is, as text."""
+    epoch = (
+        "-"
+        if row["epoch"] is None
+        else f"epoch {row['epoch']}" + (f"/{row['epochs']}" if row["epochs"] else "")
+    )
+    return epoch if row["progress"] is None else f"{row['progress']:.0%} ({epoch})"
 
 
 def show(value: Any) -> str:

@@ -7,7 +7,11 @@
 | In which phase is a job? | `job_phase` |
 | What is done about failures, drains and stops? | `reactive`, `early_failure` |
 | Which replicas survive a death? | `survivors` |
-| What is the policy asked, and when? | `policy_adapter`, `rounds`, `job_models` |
+| What is the policy asked? | `policy_adapter` |
+| When is the policy asked, and which parts of its answer are used? | `rounds` |
+| How long will a change pause a job? | `policy_adapter` (`expected_pause`) |
+| How long did past changes pause a job? | `job_phase` (`pause`), `status` (`typical_pause`) |
+| What is a job's goodput at other sizes? | `job_models`, on other types of nodes `node_types` |
 | Which slots are free? | `slots` |
 | What does a job's status say? | `status` |
 | How does a leader exclude an older one? | `fence` |

@@ -50,6 +50,7 @@ from adaptdl_elastic.autoscaler.coordinator.status import (
     describe,
     differs,
     left_alone,
+    steps_waited,
     waiting_since,
     why_pending,
 )
@@ -219,9 +220,9 @@ class _Deciding:
     # 3. The policy
 
     def _remember_times(self) -> None:
-        """Remember since when jobs have had no replicas, or have been at their declared end.
+        """Remember when each job's wait for replicas began, and when each job reached its declared end.
 
-        The former include the time counted by earlier leaders.
+        A wait includes the time that earlier leaders have counted.
         """
         memory = self.draft.memory
         waiting = waiting_since(self.view, self.conditions, memory.waiting)
@@ -237,10 +238,10 @@ class _Deciding:
         }
 
     def _take_answer(self, answer: PolicyAnswer) -> None:
-        """Make targets of the parts of the policy's answer that are still valid."""
+        """Turn the parts of the policy's answer that are still valid into targets."""
         asked = self.draft.memory.round
         if asked is None or asked.number != answer.number:
-            return  # of a round that was given up
+            return  # the answer belongs to a round that was given up
         conditions = self._unplanned()
         pending: Mapping[str, str] = {}
         if answer.decision is None:
@@ -274,9 +275,9 @@ class _Deciding:
     # 4. Targets
 
     def _turn(self, name: str) -> tuple[bool, float, str]:
-        """Return the sort key of a job.
+        """Return the sort key by which targets are applied.
 
-        Shrinking jobs first, since they free slots, then the longest waiting.
+        Jobs that shrink come first, since they free slots. Then the job that has waited longest comes first.
         """
         job, target = self.view.jobs.get(name), self.draft.memory.targets[name]
         now = sum(in_plan(jobs.this_run(job) if job else None).values())
@@ -334,7 +335,7 @@ class _Deciding:
         )
 
     def _says_hello_soon(self, job: JobView, condition: Condition) -> bool:
-        """Return True if replicas that can change in place have been started, and not all have said so."""
+        """Return True if the job may change in place, but not all of its replicas have said hello yet."""
         plan = condition.plan
         if plan is None or not plan.placements or self.draft.why_restart(job):
             return False
@@ -364,7 +365,7 @@ class _Deciding:
             return  # nothing that the status depends on has changed
         since = self.draft.memory.waiting.get(job.job)
         if since is not None:
-            self.draft.wake(since + (1 + (self.view.now - since) // WAITED_STEP) * WAITED_STEP)
+            self.draft.wake(since + (steps_waited(self.view.now, since) + 1) * WAITED_STEP)
         status = describe(self.view, job, condition, self.settings, waits_for, since)
         old = job.status.record if job.status else None
         if status is not None and ("status" in job.unreadable or differs(status, old)):

@@ -1,6 +1,6 @@
 """Collect the actions of one decision, and make plans.
 
-`decide` and `reactive` use it. It lives for one decision; only what goes into `Decided` remains.
+`decide` and `reactive` use the builder. It exists for one decision; only what goes into `Decided` remains.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from adaptdl_elastic.rendezvous.text import pluralize
 
 @dataclass
 class JobNotes:
-    """What one decision finds out about a job beyond its condition."""
+    """Hold what one decision finds out about a job, beyond the job's condition."""
 
     waits_for: str = ""
     planned: bool = False  # a plan was written in this decision; all else waits for the next one
@@ -77,7 +77,7 @@ class DecisionBuilder:
         plan = jobs.this_run(job)
         if not allocation or plan is None or not plan.placements or self.why_restart(job):
             return Transition.RESTART, allocation
-        if not survivors.said_hello(job, plan):  # their agents could only stop them
+        if not survivors.said_hello(job, plan):  # agents could only stop replicas that have not said hello
             return Transition.RESTART, allocation
         if jobs.stays(job, plan, allocation):
             return Transition.INPLACE, allocation
@@ -152,13 +152,14 @@ class DecisionBuilder:
         transition: Transition | None,
         why: str,
         restarts: int | None = None,
+        failed: int | None = None,
         failed_step: int | None = None,
         failed_as: str | None = None,
         feasible_only: bool = False,
     ) -> bool:
-        """Publish the plan nearest to the present size that the cluster allows.
+        """Publish the possible plan whose size is nearest to the present size.
 
-        An empty one if none is possible.
+        Publish an empty plan if no other one is possible.
         """
         assert job.spec is not None
         spec, now = job.spec.record, in_plan(plan)
@@ -181,19 +182,21 @@ class DecisionBuilder:
             verb = "is" if left == 1 else "are"
             why = f"{why}: {pluralize(left, 'replica')} {verb} left of {had}"
         how, step = (transition, found) if transition else self.route(job, found)
-        return self.publish(
-            job, JobChange(step, cause, how, why, restarts, failed_step, failed_as, midway=step != found)
+        change = JobChange(
+            step, cause, how, why, restarts, failed, failed_step, failed_as, midway=step != found
         )
+        return self.publish(job, change)
 
     def publish(self, job: JobView, change: JobChange) -> bool:
-        """Write the job's next plan; return False if the job already has nothing and is to have nothing."""
+        """Write the job's next plan; return False if the job has no replicas and is to have none."""
         assert job.plan is not None
         assert job.spec is not None
         before, mine = job.plan.record, jobs.this_run(job)
         if not change.allocation and (mine is None or not mine.placements):
-            return False  # it has nothing already
+            return False  # the job has no replicas already
         agents = self.view.agents(job.job)
-        restarts = before.restarts if mine is not None else 0
+        restarts = jobs.restarts_counted(self.view, job, mine) if mine is not None else 0
+        failed = before.failed if mine is not None and restarts == mine.restarts else -1
         if change.restarts is not None:
             restarts = change.restarts
         elif mine is not None and jobs.refilled(self.view, job, mine, self.settings):
@@ -212,6 +215,7 @@ class DecisionBuilder:
             base=jobs.base(job, mine) if mine and change.transition is Transition.INPLACE else -1,
             first=before.first,
             restarts=max(0, restarts),
+            failed=failed if change.failed is None else change.failed,
             failed_step=before.failed_step if change.failed_step is None else change.failed_step,
             failed_as=_failed_as(job, mine, change),
             predicted_goodput=change.predicted_goodput,

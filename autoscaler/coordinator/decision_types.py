@@ -21,17 +21,17 @@ class CoordinatorSettings:
     interval: float = 60.0  # between two rounds of the policy: 60 in a cluster, a few on one machine
     min_gap: float = 1.0  # between two rounds that events request
     node_ttl: float = 5.0  # lease time of a node's registration, and so the patience with a missing one
-    steady: float = 15.0  # a missing registration may be due to a break of the store that ended so recently
+    steady: float = 15.0  # after a break of the store, a missing registration may be due to it for so long
     # after the first report of a death: a node that has reported nothing by then is dead
     silence: float = 1.0
-    grace: float = 1.0  # beyond a lease, until it is certain that no replica has died
+    grace: float = 1.0  # after the end of a lease, until it is certain that no replica has died
     hello_grace: float = 30.0  # a script that has not said hello for so long does not use the library
-    backoff: float = 1.0  # before the second restart in a row; doubles with each
+    backoff: float = 1.0  # before the second restart in a row; doubles with each further restart
     max_backoff: float = 60.0
     joined: float = 10.0  # the death of a replica within this time after joining may be caused by joining
     refill_after: float = 300.0  # a generation that lives so long, and saves, restores the restart budget
     late_pardon: float = 600.0  # a node that did not start in time is tried again after this time
-    # expected pause of a change in place until one was measured (results/rescale_pause.md)
+    # expected pause of a change in place, until a job's own pause is measured (results/rescale_pause.md)
     inplace_pause: float = 0.2
     drift: float = 0.15  # relative change of a predicted goodput that requests a round
     max_events: int = 1000
@@ -114,7 +114,7 @@ class Memory:
     asked: PolicyQuestion | None = None  # the last question; another one makes a round due
     by_hand: frozenset[tuple[str, int]] = (
         frozenset()
-    )  # sizes that users had asked for then; a new one makes a round due at once
+    )  # sizes that users had asked for at the last question; a new one makes a round due at once
     round: PolicyRound | None = None  # the round that is being computed
     rounds: int = 0  # number of rounds begun
     answered: int = 0  # number of the last round whose answer was used
@@ -124,15 +124,15 @@ class Memory:
     )
     restart_only: frozenset[str] = frozenset()  # runs of jobs for which a change in place has failed
     stillborn: Mapping[str, JoinFailures] = field(default_factory=lambda: MappingProxyType({}))  # by run
-    # job → since when it waits
+    # job → when its wait for replicas began
     waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    # job → since when nothing is left of what it declared
+    # job → when it reached its declared end
     at_end: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     pending: Mapping[str, str] = field(  # jobs to which the policy could give nothing, and why
         default_factory=lambda: MappingProxyType({})
     )
     looked_at: float = float("-inf")  # when it was last checked whether a round is due
-    held_up_since: float | None = None  # since when rounds are deferred because an agent is missing
+    held_up_since: float | None = None  # when rounds began to be deferred because an agent is missing
     described: Mapping[str, Any] = field(  # (job, condition) for which the status is up to date
         default_factory=lambda: MappingProxyType({})
     )

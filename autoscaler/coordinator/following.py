@@ -50,7 +50,7 @@ _Item = Change | _Reload | _Broken | Wake
 
 @dataclass(frozen=True)
 class Update:
-    """Whether the changes require a decision: at once, or a moment later together with others."""
+    """Whether the changes require a decision: at once (`eager`), or a moment later with others (`lazy`)."""
 
     eager: bool = False
     lazy: bool = False
@@ -125,8 +125,8 @@ class Follower:
             case Change():
                 if not self.keeper.apply(item, self._clock()):
                     return Update()  # this process's own write
-                if item.key.startswith(self._keys.events):
-                    return Update()
+                if item.key.startswith((self._keys.events, self._keys.usage)):
+                    return Update()  # nothing is decided by these
                 lazy = item.key.rsplit("/", 1)[-1] in _LAZY
                 return Update(eager=not lazy, lazy=lazy)
             case _Reload():

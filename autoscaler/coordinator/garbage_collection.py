@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
-from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, DeletePrefix
+from adaptdl_elastic.autoscaler.coordinator.decision_types import (
+    CompareAndSwap,
+    CoordinatorSettings,
+    DeletePrefix,
+)
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.slots import holding, in_plan
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -37,8 +42,12 @@ def collect(view: View, job: JobView, condition: Condition, keys: Keys) -> list[
 
 def forget_ended(
     view: View, conditions: Mapping[str, Condition], keys: Keys, settings: CoordinatorSettings
-) -> list[DeletePrefix]:
-    """Return the keys of jobs that have ended, except for the last `keep_ended`."""
+) -> list[CompareAndSwap | DeletePrefix]:
+    """Return what deletes the records of jobs that have ended, except for the last `keep_ended`.
+
+    A submission outlives the other records of its job. How the job ended is written before they are deleted,
+    so that the submission does not look like one that has not begun.
+    """
     over = [
         (job.status.revision, name)
         for name, condition in conditions.items()
@@ -46,11 +55,15 @@ def forget_ended(
         and (job := view.jobs[name]).status is not None
         and not view.agents(name)
     ]
-    return [
-        DeletePrefix(key)
-        for _, name in sorted(over)[: max(0, len(over) - settings.keep_ended)]
-        for key in (keys.job(name), keys.reports(name))
-    ]
+    actions: list[CompareAndSwap | DeletePrefix] = []
+    for _, name in sorted(over)[: max(0, len(over) - settings.keep_ended)]:
+        status = view.jobs[name].status_now
+        actions.append(DeletePrefix(keys.outcome(name)))  # of an earlier run
+        if status is not None and name in view.submitted:
+            outcome = replace(status, failures=())
+            actions.append(CompareAndSwap(keys.outcome(name, "status"), outcome, 0))
+        actions += [DeletePrefix(keys.job(name)), DeletePrefix(keys.reports(name))]
+    return actions
 
 
 def plan_event(plan: Plan) -> dict[str, Any]:

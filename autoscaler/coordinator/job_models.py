@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +14,17 @@ from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
 from adaptdl_elastic.goodput import GradParams, PerfParams
-from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry
+from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry
 from adaptdl_elastic.rendezvous.schema.records import JobState
 
 END_GRACE = 300.0
 """Seconds that a job may take from the end of its last declared epoch to its exit: to evaluate and save."""
+
+MOST_SHARED = 200
+"""Configurations of one script on one type of node that jobs share: those measured in the most steps.
+
+Without a bound, a decision about n jobs of one script costs n² configurations.
+"""
 
 _SHORTEST = 1e-9  # seconds: a shorter step time is not a valid measurement
 _LONGEST = 1e6  # seconds: longer step times are not shared with other jobs
@@ -64,7 +71,7 @@ def attained(hints: JobHints | None) -> float:
 
 
 def at_end_since(view: View, known: Mapping[str, float]) -> dict[str, float]:
-    """Return since when, on the view's clock, jobs report that nothing is left of what they declared."""
+    """Return when jobs began to report that nothing is left of their declared work, by the view's clock."""
     reports = {name: own_hints(job) for name, job in view.jobs.items() if not job.over}
     return {
         name: known.get(name, view.now)
@@ -74,7 +81,7 @@ def at_end_since(view: View, known: Mapping[str, float]) -> dict[str, float]:
 
 
 def outlived(at_end: float | None, now: float) -> bool:
-    """Return whether a job goes on beyond its declared end. It came there at `at_end`; None: not yet."""
+    """Return whether a job goes on beyond its declared end, reached at `at_end` (None: not reached yet)."""
     return at_end is not None and now - at_end > END_GRACE
 
 
@@ -96,11 +103,11 @@ class Curve:
 
     told: Mapping[_Key, tuple[_Told, ...]]  # configuration → reports of at most two jobs, the latest first
     widest: JobHints  # report of the job that has run on the most replicas
-    totals: Mapping[str, float]  # samples by job: of those that are done, and of others to their declared end
+    totals: Mapping[str, float]  # job → samples: the final number if it is done, else to its declared end
     memory_limit: int | None = None  # largest batch of one replica that fits into memory, once known
 
     def totals_besides(self, job: str) -> tuple[float, ...]:
-        """Return what other jobs than `job` came to, or declare to come to."""
+        """Return the final or declared lengths, in samples, of all jobs but `job`."""
         return tuple(total for name, total in self.totals.items() if name != job)
 
     def besides(self, job: str) -> dict[_Key, ProfileEntry]:
@@ -123,19 +130,20 @@ class Report:
     done: bool = False  # whether the job has ended well
 
 
-def curves(view: View) -> dict[str, Curve]:
-    """Return the shared measurements by `profile_key`; jobs that have ended contribute, too."""
+def reports_by_script(view: View) -> dict[str, list[Report]]:
+    """Return the reports with step times by `profile_key`; jobs that have ended contribute, too."""
     reports: dict[str, list[Report]] = {}
     for job in view.jobs.values():
         key = job.spec.record.profile_key if job.spec else ""
         hints = own_hints(job)
-        if not key or hints is None or hints.perf_params is None or job.hints is None:
+        measured = hints is not None and (hints.perf_params or any(t.perf_params for t in hints.elsewhere))
+        if not key or hints is None or not measured or job.hints is None:
             continue
         done = job.status_now is not None and job.status_now.state is JobState.DONE
-        if job.over and not done:  # stopped or failed: how long it would have become says nothing
+        if job.over and not done:  # stopped or failed: its full length stays unknown
             hints = replace(hints, remaining_samples=None)
         reports.setdefault(key, []).append(Report(job.job, hints, job.hints.seen, done))
-    return {key: curve_of(found) for key, found in reports.items()}
+    return reports
 
 
 def curve_of(reports: Sequence[Report]) -> Curve:
@@ -145,6 +153,9 @@ def curve_of(reports: Sequence[Report]) -> Curve:
         for entry in report.hints.profile:
             both = (*told.get(_key(entry), ()), _Told(report.seen, report.job, entry))
             told[_key(entry)] = tuple(sorted(both, key=lambda one: (-one.seen, -one.entry.optim_count))[:2])
+    if len(told) > MOST_SHARED:
+        best = heapq.nlargest(MOST_SHARED, told.items(), key=lambda item: _weight(item[1]))
+        told = dict(sorted(best))
     widest = max(reports, key=lambda report: (report.hints.max_profiled_replicas, report.seen))
     totals = {
         report.job: attained(report.hints) + (0.0 if report.done else report.hints.remaining_samples or 0.0)
@@ -153,6 +164,11 @@ def curve_of(reports: Sequence[Report]) -> Curve:
     }
     limits = [report.hints.memory_limit for report in reports if report.hints.memory_limit is not None]
     return Curve(told, widest.hints, totals, min(limits, default=None))
+
+
+def _weight(told: tuple[_Told, ...]) -> tuple[int, float]:
+    """Return how many steps a configuration was measured in, and when last."""
+    return sum(one.entry.optim_count for one in told), max(one.seen for one in told)
 
 
 def informed(job: str, hints: JobHints | None, curve: Curve | None) -> JobHints | None:
@@ -167,15 +183,15 @@ def informed(job: str, hints: JobHints | None, curve: Curve | None) -> JobHints 
     """
     if curve is None or hints is None or hints.perf_params is None or hints.grad_params is None:
         return hints
-    hints = _fitting(hints, curve.memory_limit)
+    hints = fitting(hints, curve.memory_limit)
     own = {_key(entry): entry for entry in hints.profile}
-    profile = (*hints.profile, *_at_pace(own, curve.besides(job)))
+    profile = (*hints.profile, *_at_pace(own, curve.besides(job)))[:MOST_CONFIGURATIONS]
     wider = curve.widest.max_profiled_replicas > hints.max_profiled_replicas
     theta = curve.widest.perf_params if wider else hints.perf_params
     return replace(hints, profile=profile, perf_params=theta or hints.perf_params)
 
 
-def _fitting(hints: JobHints, largest: int | None) -> JobHints:
+def fitting(hints: JobHints, largest: int | None) -> JobHints:
     """Return a report whose batches of one replica are at most `largest`, which fit into memory."""
     low, high = hints.local_bsz_bounds or (1, hints.max_batch_size or hints.init_batch_size)
     if largest is None or high <= largest:

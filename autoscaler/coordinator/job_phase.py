@@ -37,7 +37,7 @@ class Phase(str, Enum):
     STEADY    every node of the plan runs its replicas
     BROKEN    replicas failed or vanished: it needs another plan
     FINISHED  every replica ended well
-    LEFT      every replica was stopped, but not by the coordinator, and no other node can take over
+    LEFT      every replica was stopped, but not by the coordinator, and no node was drained or none stays
     """
 
     UNKNOWN = "unknown"
@@ -64,7 +64,7 @@ class Health:
     undone: tuple[str, ...] = ()  # newcomers that failed before any replica left the previous generation
     broken: bool = False  # replicas have lost others and wait for another plan
     recovers: survivors.Losses | None = None  # set if replicas have died and the others are to go on
-    settled_at: float = FOREVER  # when the missing are given up, or the dead are known
+    settled_at: float = FOREVER  # when missing nodes are given up, or dead replicas are known
     started_at: float = 0.0  # when the last of the running nodes was seen to run
 
 
@@ -86,10 +86,11 @@ class JobChange:
     transition: Transition
     reason: str
     restarts: int | None = None  # None: as before
+    failed: int | None = None
     failed_step: int | None = None
     failed_as: str | None = None
     predicted_goodput: float | None = None
-    placements: tuple[Placement, ...] = ()  # (): the nodes of the allocation, whatever runs there
+    placements: tuple[Placement, ...] = ()  # (): computed from the allocation
     midway: bool = False  # a step on the way to a target, which remains valid
 
 
@@ -152,13 +153,15 @@ def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Con
         phase = Phase.CHANGING
     if phase is Phase.FINISHED and not _leavers_ended(view, job, plan):
         phase = Phase.CHANGING
+    if phase is Phase.FINISHED and (unheard := survivors.unheard(job, plan)):
+        phase, health = _without_word(view, job, unheard, health, settings)
     return Condition(phase, health, plan)
 
 
 def _leavers_ended(view: View, job: JobView, plan: Plan) -> bool:
-    """Return True if nothing runs any more of those whom a change in place was to leave out.
+    """Return True unless replicas still run that a change in place was to leave out.
 
-    A change that crosses the end of the script leaves nobody out: all replicas go on to that end.
+    A change that comes when the script ends leaves no replica out: all replicas go on to that end.
     """
     base = survivors.before(plan)
     return plan.transition is not Transition.INPLACE or all(
@@ -168,17 +171,32 @@ def _leavers_ended(view: View, job: JobView, plan: Plan) -> bool:
     )
 
 
-def _others_take_over(view: View, job: JobView, plan: Plan) -> bool:
-    """Return True if every node of the plan was drained and another agent of the job can run it."""
+def _without_word(
+    view: View, job: JobView, unheard: Sequence[Placement], health: Health, settings: CoordinatorSettings
+) -> tuple[Phase, Health]:
+    """Return the phase of a job that has ended on all nodes, except that `unheard` have not reported an end.
+
+    A lost node will not report its end. Its replicas may not have finished their work after the last epoch,
+    such as saving the model, so the job continues from its checkpoint.
+    """
     agents = view.agents(job.job)
-    drained = all(
+    absent = [one for one in unheard if _gone(agents.get(one.node), one)]
+    lost, missing, settled_at = _sort_absent(view, job, absent, False, settings)
+    if len(lost) < len(unheard):
+        return Phase.CHANGING, replace(health, missing=missing, settled_at=settled_at)
+    return Phase.BROKEN, replace(health, lost=lost)
+
+
+def _others_take_over(view: View, job: JobView, plan: Plan) -> bool:
+    """Return True if a node of the plan was drained, and another agent, which stays, can run the job.
+
+    The replicas of a node that leaves save and stop, and all others of their generation with them.
+    """
+    agents = view.agents(job.job)
+    drained = any(
         _gone(agents.get(one.node), one) or view.draining(agents[one.node].record) for one in plan.placements
     )
-    placed = {(one.node, one.agent) for one in plan.placements}
-    return drained and any(
-        not view.draining(seen.record) and not placed & {(node, seen.record.agent), (node, "")}
-        for node, seen in agents.items()
-    )
+    return drained and any(not view.draining(seen.record) for seen in agents.values())
 
 
 def _phase(plan: Plan, health: Health) -> Phase:
@@ -196,8 +214,9 @@ def _phase(plan: Plan, health: Health) -> Phase:
 def _ended_before(job: JobView, plan: Plan) -> bool:
     """Return whether the job ended while this plan was made: the last generation that ran was done.
 
-    It is the plan's predecessor, or an earlier one if the plans between were replaced before their
-    generations began.
+    That generation is the plan's predecessor. It is an earlier one if the plans between were replaced before
+    their generations began. A node that was lost on the way has not reported that its replicas were at their
+    end, so the job goes on from its checkpoint.
     """
     if plan.cause in (Cause.FAILURE, Cause.NODE_LOST, Cause.REPLICA_LOST):
         return False
@@ -207,6 +226,7 @@ def _ended_before(job: JobView, plan: Plan) -> bool:
             return False
         before = {n: seen.record.outcome for (g, n), seen in job.ended.items() if g == generation}
         asked = {leaver.node for leaver in plan.leaving if leaver.generation == generation}
+        asked |= {node for g, node in job.running if g == generation}  # a lost node is no leaver any more
         if asked <= set(before) and set(before.values()) == {Outcome.DONE}:
             return True
     return False
@@ -231,7 +251,7 @@ class _Sorted:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Which nodes are replaced, and whether the others go on."""
+    """A decision about deaths: which nodes are replaced, and whether the other nodes go on."""
 
     losses: survivors.Losses
     failed: tuple[str, ...] = ()
@@ -351,16 +371,16 @@ def _who_is_silent(
 ) -> _Verdict:
     """Decide about a generation that reports a lost peer although no dead replica is known."""
     silent = {one.node for one in losses.survivors} - losses.said
-    # A busy replica cannot know yet that others are gone from a recovery: silence proves a death only in a
-    # generation that all replicas were in.
+    # A busy replica cannot know yet that others have left a recovery. So silence proves a death only in a
+    # generation in which all replicas have run.
     again = plan.transition is Transition.RECOVER and not _all_running(job, plan)
     heard_by = FOREVER if again else losses.since + settings.silence
     patience = losses.since + settings.node_ttl + settings.grace
     if silent and view.now >= heard_by:
         without = survivors.inquire(job, plan, (*missing, *silent), fewest(view, job))
-        if without.able:  # its lease has not expired, but it cannot be reached
+        if without.able:  # the silent nodes have leases, but cannot be reached
             return _Verdict(without, lost=tuple(sorted(silent)), recovers=True)
-    # no replica has died: they lost only their connections; going on is tried once
+    # no replica has died: only connections were lost, and going on is tried once
     if not silent or view.now >= patience:
         if losses.able and not again:
             return _Verdict(losses, recovers=True)
@@ -488,6 +508,20 @@ def refilled(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings
     return lived >= settings.refill_after and job.checkpoint.record.step > plan.failed_step
 
 
+def restarts_counted(view: View, job: JobView, plan: Plan) -> int:
+    """Return the restarts that count: the last one does not if its failure proves to be the loss of a node.
+
+    That is so if a node of the generation that failed has vanished without reporting how its replicas ended.
+    """
+    vanished = any(
+        one.generation == plan.failed
+        and (one.generation, one.node) not in job.ended
+        and released(view, job, one.node, one.agent, one.generation)
+        for one in plan.leaving
+    )
+    return max(0, plan.restarts - 1) if vanished else plan.restarts
+
+
 def pause_before_restart(restarts: int, settings: CoordinatorSettings) -> float:
     """Return the seconds to wait before restart number `restarts`; none before the first."""
     if restarts <= 1:
@@ -526,10 +560,10 @@ def stays(job: JobView, plan: Plan, allocation: Allocation) -> bool:
 
 
 def bridge(view: View, job: JobView, plan: Plan, allocation: Allocation) -> Allocation | None:
-    """Return the first of two steps to nodes of which none runs the job: old and new nodes together.
+    """Return the first of two allocations by which a job moves to other nodes: old and new nodes together.
 
-    All old replicas if the job's bounds allow, else as many on rank 0's node as fit beside the new ones; None
-    if there is no room.
+    It keeps all old replicas if the job's bounds allow that. Otherwise it keeps as many replicas on rank 0's
+    node as fit beside the new ones. Return None if there is no room.
     """
     assert job.spec is not None
     spec, members = job.spec.record, survivors.present(job, plan)[1]
@@ -547,9 +581,10 @@ def bridge(view: View, job: JobView, plan: Plan, allocation: Allocation) -> Allo
 
 
 def pause(job: JobView, plan: Plan) -> float | None:
-    """Return the seconds without a step before a plan's first one; None if unknown, or for the first plan.
+    """Return how many seconds passed from the last step before a plan to the first step under it.
 
-    If one machine has both ends, its clock counts; otherwise the times at which they were reported.
+    Return None if that is unknown, or if the plan is the first one. If one node has both steps, its clock
+    counts; otherwise the times at which the steps were reported count.
     """
     firsts = {
         node: seen

@@ -17,15 +17,12 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Target,
 )
 from adaptdl_elastic.autoscaler.coordinator.job_models import (
-    Curve,
     attained,
-    curves,
-    informed,
-    model,
     outlived,
     own_hints,
 )
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator.node_types import Measured, measured, most_profiled
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, everything, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, typical_pause
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, NodeLimit
@@ -50,7 +47,7 @@ def ask(
     settings: CoordinatorSettings,
 ) -> PolicyQuestion:
     """Return the state of the cluster in the policy's terms."""
-    known = curves(view)
+    known = measured(view)
     infos: list[JobInfo] = []
     current: dict[str, Allocation] = {}
     causes: dict[str, tuple[Cause, str]] = {}
@@ -125,6 +122,7 @@ def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo,
                 # a node leaves only if the agents of all its jobs do
                 draining=view.draining(record) and (was is None or was.draining),
                 at_risk=record.at_risk or (was is not None and was.at_risk),
+                node_type=record.node_type,
             )
     return tuple(facts[node] for node in sorted(facts))
 
@@ -136,14 +134,17 @@ def _job(
     places: Mapping[str, Room],
     memory: Memory,
     settings: CoordinatorSettings,
-    known: Mapping[str, Curve],
+    known: Measured,
 ) -> tuple[JobInfo, tuple[Cause, str] | None]:
     assert job.spec is not None
     assert job.plan is not None
     spec, now = job.spec.record, in_plan(condition.plan)
     size = sum(now.values())
-    curve = known.get(spec.profile_key)
-    hints = informed(job.job, own_hints(job), curve)
+    script = known.scripts.get(spec.profile_key)
+    hints = known.placed(own_hints(job), now)
+    goodput_model, models = known.models(job.job, spec.profile_key, hints)
+    several = len(known.types) > 1
+    pause = expected_pause(job, settings)
     fixed, places = _fixed_size(view, job, condition, places, settings)
     unsettled = condition.phase in _UNSETTLED
     if unsettled:
@@ -156,8 +157,10 @@ def _job(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
         limits={name: NodeLimit(room.least, room.most) for name, room in places.items()},
-        model=None if hints is None else model(hints),
-        max_profiled_replicas=0 if hints is None else hints.max_profiled_replicas,
+        model=goodput_model,
+        models=models if several else {},
+        speeds=known.ratios.speeds(known.types) if several else {},
+        max_profiled_replicas=most_profiled(hints),
         requested_replicas=None if fixed is None else fixed.size,
         fixed_because="" if fixed is None else fixed.text,
         preemptible=spec.preemptible and not unsettled and not chosen,
@@ -166,8 +169,10 @@ def _job(
         remaining=None if hints is None else hints.remaining_samples,
         outlived=outlived(memory.at_end.get(job.job), view.now),
         attained=attained(hints),
-        kind_totals=() if curve is None else curve.totals_besides(job.job),
-        pause=expected_pause(job, settings),
+        kind_totals=() if script is None else script.totals_besides(job.job),
+        pause=pause,
+        # a move in place takes two changes: replicas join on the new nodes, and then leave the old nodes
+        move_pause=None if pause is None or hints is None or not hints.inplace else 2 * pause,
         submitted=job.spec.seen,
         waiting_since=memory.waiting.get(job.job, view.now) if not size else None,
         last_change=job.plan.seen if now else None,
@@ -215,9 +220,10 @@ def _fixed_size(
 
 
 def expected_pause(job: JobView, settings: CoordinatorSettings) -> float | None:
-    """Return the expected seconds of a change; None: unknown, the policy has a default.
+    """Return how many seconds the next change is expected to pause the job; None if that is unknown.
 
-    That is the median of measured ones; before the first, that of a change in place if the job allows it.
+    Use the median of the job's measured pauses. Before the first measurement, use the settings' pause of a
+    change in place if the job can change in place. For None the policy uses `PolicySettings.default_pause`.
     """
     measured = typical_pause(job)
     hints = own_hints(job)

@@ -75,7 +75,8 @@ class Observer(Protocol):
 class Coordinator:
     """Campaigns, leads, and campaigns again, until it is stopped.
 
-    `clock` is monotonic, `wall` gives times for users. `stop()` may be called from any thread.
+    `clock` is monotonic, `wall` gives times for users, `metrics` is where metrics are served. `stop()` may be
+    called from any thread.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Coordinator:
         wall: Callable[[], float] = time.time,
         identity: str | None = None,
         version: str = "",
+        metrics: str = "",
     ) -> None:
         self._store, self._keys, self._settings = store, keys, settings
         self._policy = policy
@@ -98,7 +100,7 @@ class Coordinator:
         self._observers = tuple(observers)
         self.identity = identity or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._record = LeaderRecord(
-            self.identity, socket.gethostname(), os.getpid(), version, dataclasses.asdict(settings)
+            self.identity, socket.gethostname(), os.getpid(), version, dataclasses.asdict(settings), metrics
         )
         self.follower = Follower(store, keys, clock)
         self._stopped = threading.Event()
@@ -190,7 +192,10 @@ class Coordinator:
         term = Term(self, fence, lease)
         logger.info("leads with fence %d", fence)
         self._tell(True)
-        term.say("leader", {"id": self.identity, "fence": fence, "host": self._record.host})
+        term.say(
+            "leader",
+            {"id": self.identity, "fence": fence, "host": self._record.host, "metrics": self._record.metrics},
+        )
         try:
             if not self.follower.loaded:
                 self.follower.load()

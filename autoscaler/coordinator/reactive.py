@@ -11,6 +11,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, nearest, relea
 from adaptdl_elastic.autoscaler.coordinator.status import (
     exhausted,
     impossible,
+    loss_known_at,
     restarts_after_failure,
 )
 from adaptdl_elastic.autoscaler.coordinator.survivors import Losses
@@ -53,16 +54,23 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
     """Write a plan after replicas failed or nodes vanished."""
     lost = condition.health.lost
     if lost:
-        restarts = plan.restarts - (1 if _wrongly_counted(draft, job, plan, lost) else 0)
+        restarts = jobs.restarts_counted(draft.view, job, plan)
         why = f"lost {', '.join(lost)}"
-        draft.replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, restarts, plan.failed_step)
+        step = plan.failed_step
+        draft.replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, restarts, failed_step=step)
         return
     if not condition.health.failed:
         _withdraw(draft, job, condition, plan)
         return
     if exhausted(draft.view, job, condition, draft.settings):
-        return  # the job's status ends it
+        return  # the job's status ends the job: it needs no plan
     restarts = restarts_after_failure(draft.view, job, plan, draft.settings)
+    assert job.spec is not None
+    most = job.spec.record.max_restarts
+    if restarts > most:
+        draft.wake(loss_known_at(job, plan, draft.settings))
+        draft.notes[job.job].waits_for = "replicas lost a peer; waits to know whether a node is lost"
+        return
     generation = jobs.failed_generation(job, plan)
     not_before = jobs.failed_at(job, generation) + jobs.pause_before_restart(restarts, draft.settings)
     found = jobs.failures(job, generation)
@@ -75,11 +83,10 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         draft.wake(not_before)
         draft.notes[job.job].waits_for = f"{what}; restart {restarts} follows after a pause"
         return
-    assert job.spec is not None
-    why = f"{what} (restart {restarts} of {job.spec.record.max_restarts})"
+    why = f"{what} (restart {restarts} of {most})"
     step = job.checkpoint.record.step if job.checkpoint else 0
     kind = early_failure.kind_to_remember(job, generation, draft.settings.refill_after)
-    draft.replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, step, failed_as=kind)
+    draft.replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, generation, step, kind)
 
 
 def _recover(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan, losses: Losses) -> None:
@@ -90,8 +97,9 @@ def _recover(draft: DecisionBuilder, job: JobView, condition: Condition, plan: P
     cause = Cause.NODE_LOST if lost else Cause.REPLICA_LOST
     why = survivors.describe(job, losses, lost)
     found = {one.node: one.replicas for one in losses.survivors}
+    restarts = jobs.restarts_counted(draft.view, job, plan)
     draft.publish(
-        job, JobChange(found, cause, Transition.RECOVER, why, plan.restarts, placements=losses.survivors)
+        job, JobChange(found, cause, Transition.RECOVER, why, restarts, placements=losses.survivors)
     )
 
 
@@ -125,17 +133,10 @@ def _take_back(draft: DecisionBuilder, job: JobView, plan: Plan, why: str) -> No
         draft.replan(job, plan, plan.cause, Transition.RESTART, why)
 
 
-def _wrongly_counted(draft: DecisionBuilder, job: JobView, plan: Plan, lost: tuple[str, ...]) -> bool:
-    """Return whether the failure that led to `plan` was in fact the loss of a node."""
-    silent = {one.node for one in plan.leaving if (one.generation, one.node) not in job.ended}
-    never_ran = {node for node in lost if (plan.generation, node) not in job.running}
-    return plan.cause is Cause.FAILURE and bool(silent & never_ran)
-
-
 def _all_left(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
-    """Plan on other nodes after every node of the plan was drained; return whether that has happened.
+    """Plan again after all replicas have stopped because nodes were drained; return whether they have.
 
-    A job whose nodes were all drained has only been stopped where no other node can run it (`Phase.LEFT`).
+    Where no node was drained, or none stays that could run it, the job was stopped (`Phase.LEFT`).
     """
     left = (*condition.health.stopped, *condition.health.done)
     all_left = bool(condition.health.stopped) and len(left) == len(plan.placements)
@@ -148,8 +149,8 @@ def _all_left(draft: DecisionBuilder, job: JobView, condition: Condition, plan: 
 def _left_before_it_began(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
     """Plan without nodes that left a generation before starting its processes; return whether one did.
 
-    The replicas of the other nodes wait for theirs without a limit. Nothing of that generation has been
-    trained.
+    The replicas of the other nodes would wait for the missing ones without a limit. That generation has not
+    trained anything. Replicas of an earlier generation that are still saving are not killed.
     """
     health, starts = condition.health, plan.transition in (Transition.RESTART, Transition.ABORT)
     if not starts or not (health.running or health.starting):
@@ -157,8 +158,11 @@ def _left_before_it_began(draft: DecisionBuilder, job: JobView, condition: Condi
     gone = [node for node in health.stopped if (plan.generation, node) not in job.running]
     if not gone:
         return False
+    saves = plan.transition is Transition.RESTART and not all(
+        released(draft.view, job, one.node, one.agent, one.generation) for one in plan.leaving
+    )
     why = f"{', '.join(gone)} left before it had started"
-    return draft.replan(job, plan, Cause.DRAIN, Transition.ABORT, why)
+    return draft.replan(job, plan, Cause.DRAIN, Transition.RESTART if saves else Transition.ABORT, why)
 
 
 def _drain(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:

@@ -76,7 +76,7 @@ def consider(
 
 
 def _silent_until(view: View, conditions: Mapping[str, Condition], settings: CoordinatorSettings) -> float:
-    """Return when the next script without a hello is taken for one without the library."""
+    """Return when the next script that has not said hello counts as a script without the library."""
     ends = (
         condition.health.started_at + settings.hello_grace
         for name, condition in conditions.items()
@@ -172,7 +172,7 @@ def _standing(job: JobView) -> Standing:
 
 
 def asked_by_hand(view: View, conditions: Mapping[str, Condition]) -> frozenset[tuple[str, int]]:
-    """Return (job, replicas) that users have asked for and do not have: they wait for the answer."""
+    """Return (job, replicas) for each size that a user has asked for and that the job does not have."""
     found = set()
     for name, condition in conditions.items():
         wanted = jobs.requested_replicas(view.jobs[name])
@@ -184,7 +184,10 @@ def asked_by_hand(view: View, conditions: Mapping[str, Condition]) -> frozenset[
 
 
 def somebody_starts(conditions: Mapping[str, Condition], memory: Memory) -> bool:
-    """Return whether a job waits that was never started: it does not wait for the gap between rounds."""
+    """Return whether a job that was never started waits for replicas and has no target.
+
+    Such a job does not wait for the gap between rounds.
+    """
     return any(
         condition.phase is Phase.EMPTY and condition.plan is None and name not in memory.targets
         for name, condition in conditions.items()
@@ -217,9 +220,9 @@ def without_policy(
 def in_the_way(
     conditions: Mapping[str, Condition], blocked: Mapping[str, set[str]], ledger: Ledger
 ) -> str | None:
-    """Return which of the jobs that wait for each other's slots leaves first; None if there are none.
+    """Return the job that leaves its slots first, of the jobs that wait for each other's slots.
 
-    The smallest one leaves.
+    That is the smallest of them. Return None if no jobs wait for each other.
 
     Args:
         conditions: condition of every job.

@@ -107,6 +107,7 @@ class ThroughCoordinator:
             preemptible=node.preemptible,
             draining=node.draining,
             at_risk=node.at_risk,
+            node_type=node.node_type,
         )
         self._note(self._keys.node(node.name, job.name), record, now)
 

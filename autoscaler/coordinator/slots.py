@@ -34,7 +34,7 @@ def capacity(view: View) -> dict[str, int]:
 
 
 def released(view: View, job: JobView, node: str, agent: str, generation: int) -> bool:
-    """Return whether a node's replicas of a generation are gone: it says so, or its agent is gone."""
+    """Return whether a node's replicas of a generation are gone: the node says so, or its agent is gone."""
     if (generation, node) in job.ended:
         return True
     registration = view.agents(job.job).get(node)
@@ -61,7 +61,10 @@ def holding(view: View, job: JobView) -> list[Leaving]:
 
 
 def used(view: View, job: JobView) -> dict[str, int]:
-    """Return the slots that a job holds on each node: the most of any generation that is not gone."""
+    """Return how many slots of each node a job holds.
+
+    If several generations may still have replicas on a node, the one with the most replicas there counts.
+    """
     slots: dict[str, int] = {}
     for leaving in holding(view, job):
         slots[leaving.node] = max(slots.get(leaving.node, 0), leaving.replicas)

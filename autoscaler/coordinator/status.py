@@ -20,7 +20,7 @@ MAX_PAUSES = 5
 WAITED_STEP = 60.0
 """Seconds of waiting after which the status is written again, and so what a change of leader may lose."""
 LONGEST = 1e7
-"""Longest wait or pause, in seconds, that is believed."""
+"""Longest wait or pause, in seconds; a longer one in the store counts as this long."""
 _MOST = 10**9  # most replicas and nodes in a job's bounds
 _MOST_WRONG = 1e6  # largest measured / predicted - 1; beyond it the prediction is invalid
 _PLANNED = (Cause.POLICY, Cause.MANUAL, Cause.JOIN, Cause.DRAIN)
@@ -28,7 +28,7 @@ _PLANNED = (Cause.POLICY, Cause.MANUAL, Cause.JOIN, Cause.DRAIN)
 
 def restarts_after_failure(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings) -> int:
     """Return the number of restarts if the failed generation `plan` is followed by another."""
-    return (0 if jobs.refilled(view, job, plan, settings) else plan.restarts) + 1
+    return (0 if jobs.refilled(view, job, plan, settings) else jobs.restarts_counted(view, job, plan)) + 1
 
 
 def exhausted(view: View, job: JobView, condition: Condition, settings: CoordinatorSettings) -> bool:
@@ -42,7 +42,27 @@ def exhausted(view: View, job: JobView, condition: Condition, settings: Coordina
         return True
     if early_failure.is_repeated(job, condition.plan, settings.refill_after):
         return True
-    return restarts_after_failure(view, job, condition.plan, settings) > job.spec.record.max_restarts
+    if restarts_after_failure(view, job, condition.plan, settings) <= job.spec.record.max_restarts:
+        return False
+    return view.now >= loss_known_at(job, condition.plan, settings)
+
+
+def loss_known_at(job: JobView, plan: Plan, settings: CoordinatorSettings) -> float:
+    """Return when it is known whether a failure is the loss of a node, on the view's clock; 0.0: it is none.
+
+    Replicas that only lost a peer fail before the lease of a node that died runs out. The loss of a node is
+    no restart, so the last restart of a job waits for that.
+    """
+    generation = jobs.failed_generation(job, plan)
+    failures = jobs.failures(job, generation)
+    if not failures or not all(failure.lost_peer for failure in failures):
+        return 0.0
+    nodes = {one.node for one in plan.leaving if one.generation == generation}
+    if generation == plan.generation:
+        nodes = {one.node for one in plan.placements}
+    if all((generation, node) in job.ended for node in nodes):
+        return 0.0
+    return jobs.failed_at(job, generation) + settings.node_ttl + settings.grace
 
 
 def describe(
@@ -60,8 +80,8 @@ def describe(
         job: the job.
         condition: its condition.
         settings: the coordinator's settings.
-        waits_for: what it waits for, if that is known.
-        waits_since: since when it has had no replicas, on the view's clock.
+        waits_for: what the job waits for, if that is known.
+        waits_since: when its wait for replicas began, by the view's clock.
     """
     if job.spec is None or condition.phase is Phase.OVER:
         return None
@@ -70,8 +90,8 @@ def describe(
     plan = condition.plan
     base = old or JobStatus(job=spec.job, run=spec.run, state=JobState.PENDING)
     state, reason, exit_code = _state(view, job, condition, settings, waits_for)
-    steps = 0.0 if waits_since is None else (view.now - waits_since) // WAITED_STEP
-    status = replace(base, state=state, reason=reason, exit_code=exit_code, waited=steps * WAITED_STEP)
+    waited = 0.0 if waits_since is None else steps_waited(view.now, waits_since) * WAITED_STEP
+    status = replace(base, state=state, reason=reason, exit_code=exit_code, waited=waited)
     if plan is not None:
         status = _of_plan(job, plan, status, base)
         if exhausted(view, job, condition, settings):
@@ -108,12 +128,18 @@ def waited(job: JobView) -> float:
     return min(max(0.0, status.waited), LONGEST) if status.state is JobState.PENDING else 0.0
 
 
+def steps_waited(now: float, since: float) -> int:
+    """Return how many steps of `WAITED_STEP` are over; the next one ends after `now`, even if rounded."""
+    steps = int((now - since) // WAITED_STEP)
+    return steps + (since + (steps + 1) * WAITED_STEP <= now)
+
+
 def waiting_since(
     view: View, conditions: Mapping[str, Condition], known: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return since when jobs have had no replicas, on the view's clock.
+    """Return, for each job without replicas, when its wait began, by the view's clock.
 
-    That is the time in `known`, else the one in the job's status.
+    Use the time in `known` if the job is there. Otherwise subtract the wait in the job's status from now.
     """
     return {
         name: known[name] if name in known else view.now - waited(view.jobs[name])

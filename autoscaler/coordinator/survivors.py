@@ -64,9 +64,9 @@ def before(plan: Plan) -> int:
 def begun(job: JobView, plan: Plan) -> bool:
     """Return whether replicas have switched to the generation of a change in place.
 
-    Then its failures are its own. A node counts if it reported `running` or `broken`, even if it has ended
-    since. So does a node whose replicas left the previous generation well and failed in this one before all
-    had switched.
+    Then failures belong to this generation, not to the previous one. A node counts if it reported `running`
+    or `broken`, even if it has ended since. So does a node whose replicas left the previous generation well
+    and failed in this one before all had switched.
     """
     at = [(plan.generation, placement.node) for placement in plan.placements]
     return any(one in job.running or one in job.broken for one in at) or any(
@@ -74,6 +74,22 @@ def begun(job: JobView, plan: Plan) -> bool:
         and _outcome(job, plan.generation, leaver.node) is Outcome.FAILED
         for leaver in plan.leaving
     )
+
+
+def unheard(job: JobView, plan: Plan) -> list[Placement]:
+    """Return the nodes of the last generation that ran which have not reported how it ended there.
+
+    Return no nodes if the plan's own generation has run, which the node with rank 0 reports. Otherwise its
+    nodes are done because the script ended in the earlier generation. That is certain only if every node of
+    the earlier generation has reported its end.
+    """
+    generation = plan.generation
+    if not plan.placements or (generation, plan.placements[0].node) in job.running:
+        return []
+    ran = max((g for g, _ in job.running if plan.first <= g < generation), default=-1)
+    agents = {node: seen.record.agent for (g, node), seen in job.running.items() if g == ran}
+    agents |= {one.node: one.agent for one in plan.leaving if one.generation == ran}
+    return [Placement(node, 1, agent) for node, agent in agents.items() if (ran, node) not in job.ended]
 
 
 def given_up(plan: Plan) -> tuple[Leaving, ...]:

@@ -36,9 +36,9 @@ from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError
 from adaptdl_elastic.rendezvous.store.local_socket import is_local
 from adaptdl_elastic.rendezvous.store.store_options import DEFAULT_PORT, StoreOptions, parse_endpoints
 
-MAX_SKEW = 2.0  # seconds
+MAX_SKEW = 2.0  # largest difference of two clocks without a warning, in seconds
 MIN_FILES = 4096
-MIN_FREE = 1 << 30  # bytes, in the checkpoint directory
+MIN_FREE = 1 << 30  # free bytes in the checkpoint directory, below which it is reported
 MIN_SHM = 64 << 20
 FRESH = 900.0  # seconds for which another node's mark in the checkpoint directory is valid
 
@@ -438,7 +438,7 @@ def _latency(store: Store, key: str) -> Finding:
 
 
 def check_cluster(view: View, node: str) -> list[Finding]:
-    """Check who is registered, in which versions, and whether there is a leader."""
+    """Check which nodes are registered, with which versions, and whether there is a leader."""
     agents = [seen.record for by_node in view.nodes.values() for seen in by_node.values()]
     found = [ok("nodes", f"{len({agent.node for agent in agents})} registered")]
     versions = {agent.version for agent in agents if agent.version}

@@ -6,10 +6,11 @@ Pure: `explain` returns plain values, `lines` makes sentences of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
@@ -23,14 +24,14 @@ from adaptdl_elastic.autoscaler.coordinator.status import (
     waiting_since,
     why_pending,
 )
-from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, PolicySettings
+from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo, PolicySettings
 from adaptdl_elastic.goodput import GoodputFunction
 from adaptdl_elastic.rendezvous.text import pluralize
 
 
 @dataclass(frozen=True)
 class Option:
-    """The job at another size, or at its own."""
+    """The job at another size, or at its present size."""
 
     replicas: int
     placements: Allocation
@@ -67,13 +68,28 @@ class Explanation:
     one_more: Option | None
     one_fewer: Option | None
     limited_by: tuple[str, ...]
-    policy_wants: int | None  # what the policy would give it now
+    policy_wants: int | None  # replicas that the policy would give the job now
     policy_reason: str
     pause: float | None
-    pause_from: str  # how the pause is known
+    pause_from: str  # text that says how the pause is known
     rivals: tuple[Rival, ...]
     free_slots: int
     prediction_error: float | None
+
+
+def leaders_settings(view: View) -> CoordinatorSettings:
+    """Return the leading coordinator's settings; the defaults if none leads or it has published none."""
+    if view.leader is None:
+        return CoordinatorSettings()
+    told = dict(view.leader.record.settings)
+    policy = told.pop("policy", None)
+    try:
+        return replace(
+            TypeAdapter(CoordinatorSettings).validate_python(told),
+            policy=None if policy is None else TypeAdapter(PolicySettings).validate_python(policy),
+        )
+    except (ValidationError, TypeError):
+        return CoordinatorSettings()
 
 
 def explain(
@@ -99,7 +115,8 @@ def explain(
         wants = sum(decision.allocations.get(job.job, {}).values())
         found = decision.reasons.get(job.job)
         why = decision.pending.get(job.job, "") or (found.text if found else "")
-    known = {info.name: info.model for info in question.jobs}
+    type_of = {node.name: node.node_type for node in question.nodes}
+    known = {info.name: Curve(info, type_of) for info in question.jobs}
     curve = known.get(job.job)
     pause = expected_pause(job, settings)
     everywhere, free = rooms(view, job), rooms(view, job, ledger)
@@ -144,7 +161,7 @@ def _pause_from(job: JobView, expected: float | None) -> str:
 
 def _neighbour(
     job: JobView,
-    curve: GoodputModel | None,
+    curve: Curve | None,
     now: Allocation,
     replicas: int,
     everywhere: Mapping[str, Any],
@@ -162,7 +179,7 @@ def _neighbour(
 
 
 def _option(
-    curve: GoodputModel | None, allocation: Allocation, now: Allocation, pause: float, note: str = ""
+    curve: Curve | None, allocation: Allocation, now: Allocation, pause: float, note: str = ""
 ) -> Option:
     goodput, one, has = (_goodput(curve, a) for a in (allocation, {"": 1}, now))
     change = None if not goodput or not has else goodput / has - 1
@@ -180,7 +197,28 @@ def _option(
     )
 
 
-def _goodput(curve: GoodputModel | None, allocation: Allocation) -> float | None:
+@dataclass(frozen=True)
+class Curve:
+    """The models of a job, by the types of the cluster's nodes."""
+
+    info: JobInfo
+    type_of: Mapping[str, str]  # node type by node
+
+    def goodput(self, allocation: Allocation) -> float | None:
+        """Return the predicted goodput; None without a model.
+
+        On nodes of several types it is the goodput on the slowest type.
+        """
+        types = {self.type_of[node] for node in allocation if node in self.type_of} or {""}
+        found = [_predicted(self.info.model_on(name), allocation) for name in types]
+        return min((value for value in found if value is not None), default=None)
+
+
+def _goodput(curve: Curve | None, allocation: Allocation) -> float | None:
+    return None if curve is None else curve.goodput(allocation)
+
+
+def _predicted(curve: GoodputModel | None, allocation: Allocation) -> float | None:
     """Return the predicted goodput of an allocation; None without a model."""
     replicas = sum(allocation.values())
     if curve is None or replicas < 1:
@@ -243,7 +281,7 @@ def _rivals(
     view: View,
     job: JobView,
     ledger: Ledger,
-    known: Mapping[str, GoodputModel | None],
+    known: Mapping[str, Curve],
     reasons: Mapping[str, Any],
 ) -> tuple[Rival, ...]:
     mine, found = set(view.agents(job.job)), []

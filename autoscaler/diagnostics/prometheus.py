@@ -1,16 +1,28 @@
-"""Prometheus metrics of a coordinator: off by default, and served on loopback by default.
+"""Prometheus metrics of a coordinator, served on loopback by default.
 
-Gauges are made from the last view when they are scraped, so a job that has ended leaves no gauge behind. A
-coordinator that does not lead reports `adaptdl_leader 0` and nothing about jobs.
+Metrics of jobs are made from the last view when they are scraped, so a job that has ended leaves none behind.
+A coordinator that does not lead reports `adaptdl_leader 0` and nothing about jobs. Names follow Prometheus'
+rules: counters end in `_total`, everything else says its unit and is a gauge or a histogram.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import errno
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    start_http_server,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from adaptdl_elastic.autoscaler.cluster_view import BILL_SECONDS, JobView, View
@@ -19,6 +31,9 @@ from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.schema.records import JobCost, JobState, JobStatus, Plan
+
+DEFAULT_PORTS = range(9300, 9310)
+"""Ports that are tried one after another: a machine may have several coordinators, of several jobs."""
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -31,6 +46,7 @@ class _Facts:
     plan: Plan | None
     hints: JobHints | None
     cost: JobCost | None
+    max_restarts: int
 
 
 _Reader = Callable[[_Facts], float | None]
@@ -46,30 +62,32 @@ def _hint(name: str) -> _Reader:
     return read
 
 
-JOB_GAUGES: dict[str, tuple[str, _Reader]] = {
+_FACTS: dict[str, tuple[str, _Reader]] = {
     "adaptdl_job_replicas": ("Replicas in the current plan.", lambda f: f.plan.replicas if f.plan else 0),
     "adaptdl_job_nodes": ("Nodes in the current plan.", lambda f: f.plan.nodes if f.plan else 0),
     "adaptdl_job_generation": ("The current generation.", lambda f: f.plan.generation if f.plan else None),
-    "adaptdl_job_batch_size": ("Global batch size, samples.", _hint("batch_size")),
-    "adaptdl_job_goodput": ("Measured goodput, samples per second.", _hint("goodput")),
-    "adaptdl_job_goodput_predicted": (
-        "Goodput that the model predicts for what the job has, samples per second.",
+    "adaptdl_job_batch_size_samples": ("Global batch size.", _hint("batch_size")),
+    "adaptdl_job_goodput_samples_per_second": ("Measured goodput.", _hint("goodput")),
+    "adaptdl_job_goodput_predicted_samples_per_second": (
+        "Goodput that the model predicts for what the job has.",
         lambda f: f.status.predicted_goodput or _hint("predicted_goodput")(f),
     ),
-    "adaptdl_job_prediction_error": (
+    "adaptdl_job_prediction_error_ratio": (
         "Measured over predicted goodput of this generation, minus one.",
         lambda f: f.status.prediction_error,
     ),
-    "adaptdl_job_throughput": ("Samples per second.", _hint("throughput")),
-    "adaptdl_job_efficiency": ("Statistical efficiency, 0 to 1.", _hint("efficiency")),
+    "adaptdl_job_throughput_samples_per_second": ("Samples per second.", _hint("throughput")),
+    "adaptdl_job_efficiency_ratio": ("Statistical efficiency, 0 to 1.", _hint("efficiency")),
     "adaptdl_job_gain": ("Gain of the batch size, in steps.", _hint("gain")),
     "adaptdl_job_lr_factor": ("Factor on the learning rate.", _hint("lr_factor")),
-    "adaptdl_job_progress": ("Fraction of the job that is done.", _hint("progress")),
+    "adaptdl_job_progress_ratio": ("Fraction of the job that is done.", _hint("progress")),
+    "adaptdl_job_steps_total": ("Steps of the optimizer.", _hint("step")),
     "adaptdl_job_last_pause_seconds": (
         "Seconds without a step at the last change.",
         lambda f: f.status.last_pause if f.status.last_pause is not None else (f.status.pauses or [None])[-1],
     ),
     "adaptdl_job_restarts_used": ("Restarts that failures have cost.", lambda f: f.status.restarts_used),
+    "adaptdl_job_restarts_allowed": ("Restarts that failures may cost.", lambda f: f.max_restarts),
     "adaptdl_job_cost_total": (
         "What the job's nodes have cost so far, by the autoscaler.",
         lambda f: f.cost.so_far if f.cost else None,
@@ -80,26 +98,50 @@ JOB_GAUGES: dict[str, tuple[str, _Reader]] = {
     ),
 }
 
-STRAGGLER = "adaptdl_job_straggler"
-STRAGGLER_HELP = "Busy time per step of a replica that the others wait for, over theirs."
-
-CLUSTER_GAUGES: dict[str, str] = {
-    "adaptdl_leader": "Whether this coordinator decides.",
-    "adaptdl_nodes": "Registered nodes.",
-    "adaptdl_nodes_draining": "Nodes that are being drained.",
-    "adaptdl_slots": "Slots of all registered nodes.",
-    "adaptdl_slots_used": "Slots that replicas hold.",
-    "adaptdl_queue": "Jobs that wait for replicas.",
-    "adaptdl_jobs": "Jobs by state.",
-    "adaptdl_hourly_cost": "What the nodes cost an hour, by the autoscaler.",
-    "adaptdl_cost_total": "What the nodes have cost so far, by the autoscaler.",
+_LABELLED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "adaptdl_job_straggler_ratio": (
+        "Busy time per step of a replica that the others wait for, over theirs.",
+        ("job_name", "rank", "host", "part"),
+    ),
+    "adaptdl_job_reported": (
+        "Number that the script last reported under this name.",
+        ("job_name", "name"),
+    ),
 }
+
+_CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
+    "adaptdl_leader": ("Whether this coordinator decides.", ()),
+    "adaptdl_nodes": ("Registered nodes.", ()),
+    "adaptdl_nodes_draining": ("Nodes that are being drained.", ()),
+    "adaptdl_slots": ("Slots of all registered nodes.", ()),
+    "adaptdl_slots_used": ("Slots that replicas hold.", ()),
+    "adaptdl_queue": ("Jobs that wait for replicas.", ()),
+    "adaptdl_jobs": ("Jobs by state.", ("state",)),
+    "adaptdl_hourly_cost": ("What the nodes cost an hour, by the autoscaler.", ()),
+    "adaptdl_cost_total": ("What the nodes have cost so far, by the autoscaler.", ()),
+    "adaptdl_node_slots": ("Slots of a node.", ("node",)),
+    "adaptdl_node_slots_used": ("Slots of a node that replicas hold.", ("node",)),
+    "adaptdl_node_cpu_utilization_ratio": ("Busy fraction of a node's processors.", ("node",)),
+    "adaptdl_node_memory_used_bytes": ("Memory of a node that is in use.", ("node",)),
+    "adaptdl_node_memory_size_bytes": ("Memory of a node.", ("node",)),
+    "adaptdl_node_gpu_utilization_ratio": ("Fraction of the time in which a kernel ran.", ("node", "gpu")),
+    "adaptdl_node_gpu_memory_used_bytes": ("Memory of a GPU that is in use.", ("node", "gpu")),
+    "adaptdl_node_gpu_memory_size_bytes": ("Memory of a GPU.", ("node", "gpu")),
+}
+
+JOB_METRICS = (*_FACTS, *_LABELLED)
+"""Names of the metrics that have the label `job_name`. (Prometheus uses `job` for the scraped service.)"""
+
+CLUSTER_METRICS = tuple(_CLUSTER)
+"""Names of the metrics of the cluster and of its nodes that are made from the view."""
+
+_Sample = tuple[tuple[str, ...], float]
 
 
 class CoordinatorMetrics(Collector):
     """Collects metrics as an observer of a coordinator."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, version: str = "") -> None:
         self._view: View | None = None
         self._leads = False
         self._plans = Counter("adaptdl_plans", "Plans written.", ["cause"], registry=registry)
@@ -112,6 +154,8 @@ class CoordinatorMetrics(Collector):
         self._policy = Histogram(
             "adaptdl_policy_seconds", "Time of one round of the policy.", buckets=_SECONDS, registry=registry
         )
+        build = Gauge("adaptdl_build_info", "Versions, as labels.", ["version", "python"], registry=registry)
+        build.labels(version, platform.python_version()).set(1)
         self._answered = 0  # number of the last round of the policy that was counted
         self.port = 0  # port on which the metrics are served
         self.close: Callable[[], None] = lambda: None
@@ -142,54 +186,93 @@ class CoordinatorMetrics(Collector):
                 self._failures.inc()
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the gauges for the last view."""
+        """Yield the metrics for the last view."""
         view = self._view
-        yield _gauge("adaptdl_leader", float(self._leads))
+        yield _family("adaptdl_leader", *_CLUSTER["adaptdl_leader"], [((), float(self._leads))])
         if view is None:
             return
-        yield from self._cluster(view)
+        samples = {**_of_cluster(view), **_of_nodes(view)}
+        for name, (text, labels) in _CLUSTER.items():
+            if name in samples:
+                yield _family(name, text, labels, samples[name])
         facts = {
             name: found for name, job in sorted(view.jobs.items()) if (found := _facts(view, job)) is not None
         }
-        for name, (text, read) in JOB_GAUGES.items():
-            family = GaugeMetricFamily(name, text, labels=["job"])
-            for job, fact in facts.items():
-                value = read(fact)
-                if value is not None:
-                    family.add_metric([job], float(value))
-            yield family
-        lags = GaugeMetricFamily(STRAGGLER, STRAGGLER_HELP, labels=["job", "rank", "host", "part"])
-        for job, fact in facts.items():
-            for one in fact.hints.stragglers if fact.hints else ():
-                lags.add_metric([job, str(one.rank), one.host, one.part], one.ratio)
-        yield lags
-
-    def _cluster(self, view: View) -> Iterable[Metric]:
-        ledger = Ledger(view)
-        draining = {
-            node
-            for agents in view.nodes.values()
-            for node, seen in agents.items()
-            if view.draining(seen.record)
-        }
-        states = [job.status.record.state for job in view.jobs.values() if job.status]
-        yield _gauge("adaptdl_nodes", len(ledger.capacity))
-        yield _gauge("adaptdl_nodes_draining", len(draining))
-        yield _gauge("adaptdl_slots", sum(ledger.capacity.values()))
-        yield _gauge("adaptdl_slots_used", ledger.used)
-        yield _gauge("adaptdl_queue", sum(state is JobState.PENDING for state in states))
-        jobs = GaugeMetricFamily("adaptdl_jobs", CLUSTER_GAUGES["adaptdl_jobs"], labels=["state"])
-        for state in JobState:
-            jobs.add_metric([state.value], states.count(state))
-        yield jobs
-        if view.autoscaler is not None:
-            if view.bill_age <= BILL_SECONDS:
-                yield _gauge("adaptdl_hourly_cost", view.autoscaler.record.hourly_cost)
-            yield _gauge("adaptdl_cost_total", view.autoscaler.record.cost_so_far)
+        for name, (text, read) in _FACTS.items():
+            values = [(job, read(fact)) for job, fact in facts.items()]
+            known: list[_Sample] = [((job,), float(value)) for job, value in values if value is not None]
+            yield _family(name, text, ("job_name",), known)
+        labelled = _of_reports(facts)
+        for name, (text, labels) in _LABELLED.items():
+            yield _family(name, text, labels, labelled[name])
 
 
-def _gauge(name: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, CLUSTER_GAUGES[name], value=value)
+def _of_cluster(view: View) -> dict[str, list[_Sample]]:
+    ledger = Ledger(view)
+    draining = {
+        node for agents in view.nodes.values() for node, seen in agents.items() if view.draining(seen.record)
+    }
+    states = [job.status.record.state for job in view.jobs.values() if job.status]
+    found: dict[str, list[_Sample]] = {
+        "adaptdl_nodes": [((), len(ledger.capacity))],
+        "adaptdl_nodes_draining": [((), len(draining))],
+        "adaptdl_slots": [((), sum(ledger.capacity.values()))],
+        "adaptdl_slots_used": [((), ledger.used)],
+        "adaptdl_queue": [((), sum(state is JobState.PENDING for state in states))],
+        "adaptdl_jobs": [((state.value,), states.count(state)) for state in JobState],
+    }
+    if view.autoscaler is not None:
+        found["adaptdl_cost_total"] = [((), view.autoscaler.record.cost_so_far)]
+        if view.bill_age <= BILL_SECONDS:
+            found["adaptdl_hourly_cost"] = [((), view.autoscaler.record.hourly_cost)]
+    return found
+
+
+def _of_nodes(view: View) -> dict[str, list[_Sample]]:
+    ledger = Ledger(view)
+    used = dict.fromkeys(ledger.capacity, 0)
+    for job in view.jobs:
+        for node, held in ledger.held(job).items():
+            used[node] = used.get(node, 0) + held
+    usage = {node: seen.record for node, seen in sorted(view.usage.items()) if node in ledger.capacity}
+    gpus = [
+        ((node, str(index)), gpu) for node, record in usage.items() for index, gpu in enumerate(record.gpus)
+    ]
+    return {
+        "adaptdl_node_slots": [((node,), slots) for node, slots in sorted(ledger.capacity.items())],
+        "adaptdl_node_slots_used": [((node,), held) for node, held in sorted(used.items())],
+        "adaptdl_node_cpu_utilization_ratio": [((node,), record.cpu) for node, record in usage.items()],
+        "adaptdl_node_memory_used_bytes": [((node,), record.memory_used) for node, record in usage.items()],
+        "adaptdl_node_memory_size_bytes": [((node,), record.memory) for node, record in usage.items()],
+        "adaptdl_node_gpu_utilization_ratio": [(labels, gpu.utilization) for labels, gpu in gpus],
+        "adaptdl_node_gpu_memory_used_bytes": [(labels, gpu.memory_used) for labels, gpu in gpus],
+        "adaptdl_node_gpu_memory_size_bytes": [(labels, gpu.memory) for labels, gpu in gpus],
+    }
+
+
+def _of_reports(facts: Mapping[str, _Facts]) -> dict[str, list[_Sample]]:
+    hints = {job: fact.hints for job, fact in facts.items() if fact.hints is not None}
+    return {
+        "adaptdl_job_straggler_ratio": [
+            ((job, str(one.rank), one.host, one.part), one.ratio)
+            for job, found in hints.items()
+            for one in found.stragglers
+        ],
+        "adaptdl_job_reported": [
+            ((job, name), value)
+            for job, found in hints.items()
+            for name, value in sorted(found.reported.items())
+        ],
+    }
+
+
+def _family(name: str, text: str, labels: Sequence[str], samples: Iterable[_Sample]) -> Metric:
+    """Return a metric: a counter if its name says so, else a gauge."""
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    family = kind(name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
 
 
 def _facts(view: View, job: JobView) -> _Facts | None:
@@ -200,14 +283,29 @@ def _facts(view: View, job: JobView) -> _Facts | None:
     hints = job.hints.record if job.hints else None
     if hints is not None and plan is not None and hints.generation < plan.first:
         hints = None
-    return _Facts(status, plan, hints, view.cost(job.job))
+    return _Facts(status, plan, hints, view.cost(job.job), job.spec.record.max_restarts)
 
 
-def serve(host: str, port: int) -> CoordinatorMetrics:
-    """Serve the metrics of this process (port 0: any free port); OSError if the address cannot be used."""
+class PortsTakenError(OSError):
+    """Every port that metrics are served on by default is in use."""
+
+
+def serve(host: str, port: int | None, version: str = "") -> CoordinatorMetrics:
+    """Serve the metrics of this process.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0: any free one; None: the first of `DEFAULT_PORTS` that is free.
+        version: Version of adaptdl-elastic.
+
+    Raises:
+        PortsTakenError: none of the default ports is free.
+        OSError: the address cannot be used.
+    """
     registry = CollectorRegistry()
-    metrics = CoordinatorMetrics(registry)
-    server, thread = start_http_server(port, addr=host, registry=registry)
+    server, thread = _listen(host, port, registry)
+    metrics = CoordinatorMetrics(registry, version)
+    ProcessCollector(registry=registry)
     metrics.port = server.server_port
 
     def close() -> None:
@@ -217,3 +315,17 @@ def serve(host: str, port: int) -> CoordinatorMetrics:
 
     metrics.close = close
     return metrics
+
+
+def _listen(host: str, port: int | None, registry: CollectorRegistry) -> tuple[WSGIServer, Thread]:
+    if port is not None:
+        return start_http_server(port, addr=host, registry=registry)
+    for number in DEFAULT_PORTS:
+        try:
+            return start_http_server(number, addr=host, registry=registry)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise PortsTakenError(
+        errno.EADDRINUSE, f"the ports {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]} are all in use"
+    )

@@ -10,13 +10,18 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from adaptdl_elastic.autoscaler.diagnostics.run_report import Report
+from adaptdl_elastic.autoscaler.diagnostics.run_report import Report, range_name, range_text
 from adaptdl_elastic.rendezvous.text import duration
 
 Point = tuple[float, float]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 240, 64, 28, 10  # of a picture, in its own units
 _TICKS = 5
+_HIGHEST = 8  # a band without an upper end is drawn up to this multiple of the critical batch size
+_RANGES = {
+    "one standard error either way": "one standard error of the squared gradient either way",
+    "spread": "the lowest and highest value within the period",
+}
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --line: #d5dae0; --page: #ffffff;
@@ -43,7 +48,7 @@ def page(found: Report, title: str) -> str:
 
     Args:
         found: The report.
-        title: What was reported on, such as the name of the job or the log.
+        title: Heading of the page, such as the name of the job or of the log.
     """
     sizes = " → ".join(str(size) for size in found.replicas) or "unknown"
     parts = [
@@ -75,27 +80,28 @@ def _noise(found: Report) -> list[str]:
         "critical batch size and batch size over time",
         [(at, one.critical_batch_size) for at, one in middle],
         [(at, one.batch_size) for at, one in middle],
-        [(at, one.lowest, one.highest) for at, one in middle],
+        [(at, one.lowest, min(one.highest, _HIGHEST * one.critical_batch_size)) for at, one in middle],
         logarithmic=True,
     )
     rows = [
         (
             f"{duration(one.start)} – {duration(one.end)}",
             f"{one.critical_batch_size:,.0f}",
-            f"{one.lowest:,.0f} – {one.highest:,.0f}",
+            range_text(one),
             f"{one.batch_size:,.0f}",
         )
         for one in found.periods
     ]
+    name = range_name(found)
+    how = f" Measured from: {escape('; '.join(found.estimators))}." if found.estimators else ""
     return [
         "<h2>Critical batch size</h2>",
         "<p>At this batch size the gradient's noise is as large as the gradient: training needs twice the "
         "samples of a small batch, and twice the steps of a very large one. Far below it a larger batch is "
-        "nearly free; far above it samples are wasted. The spread is the lowest and highest value within "
-        "the period.</p>",
+        f"nearly free; far above it samples are wasted. The range is {_RANGES[name]}.{how}</p>",
         picture,
-        _key("critical batch size (band: its spread)", "batch size used"),
-        _table(("time", "critical batch size", "spread", "batch size used"), rows),
+        _key(f"critical batch size (band: {name})", "batch size used"),
+        _table(("time", "critical batch size", name, "batch size used"), rows),
     ]
 
 

@@ -4,8 +4,9 @@ Pure functions over the events that `adaptdl-run --event-log` writes. Three quan
 
 - The critical batch size B = tr Σ / |G|², in samples (the simple noise scale of McCandlish et al., 2018,
   arXiv 1812.06162, section 2.2): at batch size B training needs twice the samples of a small batch, and
-  twice the steps of a very large one. Its spread is the lowest and highest value of a tenth of the run;
-  values in the log are smoothed already, so the spread is no standard error.
+  twice the steps of a very large one. Its range is one standard error of |G|² either way: a mean over the
+  job's window of measurements, by batch means (`Moments.sqr_error`). Logs of older versions have no errors;
+  there the range is the lowest and highest value of a tenth of the run.
 - The progress of a period: its measured goodput times its length, in samples at the initial batch size.
 - What other numbers of replicas would have taken: the same progress at the goodput that the job's last
   fitted curve gives them at their best batch size, under the gradient statistics of each period (Pollux,
@@ -30,9 +31,9 @@ from adaptdl_elastic.rendezvous.text import duration, pluralize
 REPLICAS = (1, 2, 4, 8, 16)
 """Numbers of replicas that a report compares."""
 
-_PERIODS = 10  # of the run, each with one critical batch size
-_EXTRAPOLATED_FROM = 2  # times the replicas that were tried: beyond, a prediction is an extrapolation
-_LONGEST_GAP_S = 60.0  # between two samples of a running job; a longer one is time without training
+_PERIODS = 10  # parts of the run, each with one critical batch size
+_EXTRAPOLATED_FROM = 2  # multiple of the tried replicas; a prediction beyond it is an extrapolation
+_LONGEST_GAP_S = 60.0  # between two samples of a running job; a longer gap is time without training
 _WORTH_ADDING = 1.5  # times the goodput that twice the replicas must give to be recommended
 
 
@@ -58,13 +59,30 @@ class Sample:
     variance: float | None  # of the mean gradient of an initial batch
     curve: tuple[float, ...] | None  # parameters of the throughput model
     tried_replicas: int
+    gradient_error: float | None = None  # standard error of |G|²
+    estimator: str = ""  # how |G|² and the variance were measured
 
     @property
     def critical_batch_size(self) -> float | None:
-        """Samples of a batch whose noise equals its gradient; None if that is not known."""
-        if not self.squared_gradient or self.variance is None:
+        """Samples of a batch whose noise equals its gradient; None if that is not known.
+
+        Where nothing of |G|² was left (it cannot be negative), it is the size for one standard error of |G|²,
+        the lower end of its range. To leave such samples out would understate the size where it is largest.
+        """
+        sqr = self.squared_gradient or self.gradient_error
+        if not sqr or self.variance is None or self.squared_gradient is None:
             return None
-        return self.variance * self.init_batch_size / self.squared_gradient
+        return self.variance * self.init_batch_size / sqr
+
+    @property
+    def critical_range(self) -> tuple[float, float] | None:
+        """The critical batch size for |G|² a standard error larger, and smaller; None: not known."""
+        size, error, sqr = self.critical_batch_size, self.gradient_error, self.squared_gradient
+        if size is None or error is None or sqr is None:
+            return None
+        if not sqr:
+            return size, math.inf
+        return size / (1 + error / sqr), size / (1 - error / sqr) if error < sqr else math.inf
 
 
 @dataclass(frozen=True)
@@ -75,8 +93,9 @@ class Period:
     end: float
     critical_batch_size: float  # samples, median
     lowest: float
-    highest: float
+    highest: float  # inf: |G|² is smaller than its standard error
     batch_size: float  # median of those used
+    standard_error: bool = False  # whether the range is one standard error, not the spread of the period
 
 
 @dataclass(frozen=True)
@@ -99,7 +118,7 @@ class Change:
     time: float  # seconds since the run began
     batch_size: int
     lr_factor: float
-    expected: float | None  # goodput over that of before
+    expected: float | None  # expected goodput, divided by the goodput before
 
 
 @dataclass(frozen=True)
@@ -110,7 +129,7 @@ class Report:
     training: float
     pauses: float  # changes of size and restarts
     starting: float  # until the first step
-    ended: str  # how, or that it has not
+    ended: str  # how the run ended, or that it has not ended
     replicas: tuple[int, ...]  # sizes that it had, in order
     periods: tuple[Period, ...]
     alternatives: tuple[Alternative, ...]
@@ -119,6 +138,7 @@ class Report:
     calibration: float | None  # measured over predicted goodput, median
     advice: tuple[str, ...]
     missing: tuple[str, ...]  # what the log does not tell, and why
+    estimators: tuple[str, ...] = ()  # how the gradient's noise was measured, in the order of time
 
 
 def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
@@ -194,6 +214,10 @@ def samples_of(events: Iterable[dict[str, Any]]) -> list[Sample]:
 
 def _sample(event: dict[str, Any]) -> Sample:
     gradient, bounds, curve = event["grad_params"], event["local_bsz_bounds"], event["perf_params"]
+    if not (event["nodes"] >= 1 and event["replicas"] >= 1 and event["init_batch_size"] >= 1):
+        raise ValueError("no such job")
+    if gradient is not None and not all(math.isfinite(value) and value >= 0 for value in gradient):
+        raise ValueError("no such gradient")
     return Sample(
         time=float(event["time"]),
         replicas=int(event["replicas"]),
@@ -209,6 +233,8 @@ def _sample(event: dict[str, Any]) -> Sample:
         variance=None if gradient is None else float(gradient[1]),
         curve=None if curve is None else tuple(float(value) for value in curve),
         tried_replicas=int(event["max_profiled_replicas"]),
+        gradient_error=None if event.get("grad_error") is None else float(event["grad_error"]),
+        estimator=str(event.get("estimator") or ""),
     )
 
 
@@ -217,19 +243,14 @@ def report(events: Sequence[dict[str, Any]], price: float | None = None) -> Repo
 
     Args:
         events: As `read_events` returns them.
-        price: Of one replica for an hour, in any currency; None: no cost is computed.
+        price: Price of one replica for an hour, in any currency; None: no cost is computed.
 
     Raises:
         ReportError: the job has never trained, or an older version has written the log.
     """
     samples = samples_of(events)
     if not samples:
-        old = any(event["event"] == "goodput" for event in events)
-        raise ReportError(
-            "an older version has written this log: it has no gradient statistics to report on"
-            if old
-            else "the job has reported nothing yet: train for some seconds with AdaptiveDataParallel"
-        )
+        raise ReportError(_nothing(events))
     began, ended = events[0]["time"], max(event["time"] for event in events)
     generations = [event for event in events if event["event"] == "generation"]
     pauses = sum(event.get("pause_s") or 0.0 for event in generations)
@@ -239,7 +260,12 @@ def report(events: Sequence[dict[str, Any]], price: float | None = None) -> Repo
     periods, alternatives = _periods(samples, began), _alternatives(samples, ended, calibration, price)
     missing = []
     if not periods:
-        missing.append("no critical batch size: the gradient's noise was not measured")
+        measured = any(one.variance is not None for one in samples)
+        missing.append(
+            "no critical batch size: no gradient was found in the noise, and its error is not known"
+            if measured
+            else "no critical batch size: the gradient's noise was not measured"
+        )
     if not alternatives:
         missing.append(
             "no other sizes: no curve of step times was fitted; train longer, or let the batch size change"
@@ -258,7 +284,21 @@ def report(events: Sequence[dict[str, Any]], price: float | None = None) -> Repo
         calibration=calibration,
         advice=_advice(samples, periods, alternatives),
         missing=tuple(missing),
+        estimators=tuple(dict.fromkeys(one.estimator for one in samples if one.estimator)),
     )
+
+
+def _nothing(events: Sequence[dict[str, Any]]) -> str:
+    """Return why there is nothing to report on, and the remedy."""
+    kinds = {event["event"] for event in events}
+    if "goodput" in kinds:
+        return "an older version has written this log: it has no gradient statistics to report on"
+    if "batch_size" in kinds and not kinds & {"started", "generation"}:
+        return (
+            "a script without an agent has written this log: it has no gradient statistics "
+            "to report on; start the script with adaptdl-run --standalone --event-log FILE"
+        )
+    return "the job has reported nothing yet: train for some seconds with AdaptiveDataParallel"
 
 
 def _how(event: dict[str, Any]) -> str:
@@ -280,14 +320,17 @@ def _periods(samples: Sequence[Sample], began: float) -> tuple[Period, ...]:
     for at in range(0, len(known), size):
         part = known[at : at + size]
         values = [sample.critical_batch_size or 0.0 for sample in part]
+        ranges = [one for one in (sample.critical_range for sample in part) if one is not None]
+        lows, highs = zip(*ranges, strict=True) if ranges else ([min(values)], [max(values)])
         found.append(
             Period(
                 start=part[0].time - began,
                 end=part[-1].time - began,
                 critical_batch_size=statistics.median(values),
-                lowest=min(values),
-                highest=max(values),
+                lowest=statistics.median(lows),
+                highest=statistics.median_high(highs),  # a mean of two could be infinite
                 batch_size=statistics.median(sample.batch_size for sample in part),
+                standard_error=bool(ranges),
             )
         )
     return tuple(found)
@@ -297,7 +340,7 @@ def _alternatives(
     samples: Sequence[Sample], ended: float, calibration: float | None, price: float | None
 ) -> tuple[Alternative, ...]:
     curve = next((sample.curve for sample in reversed(samples) if sample.curve is not None), None)
-    usable = [one for one in samples if one.variance is not None and one.squared_gradient]
+    usable = [one for one in samples if one.squared_gradient or one.variance]
     if curve is None or not usable or calibration is None:
         return ()
     last, ends = samples[-1], [*(one.time for one in usable[1:]), max(ended, usable[-1].time)]
@@ -403,8 +446,22 @@ def _power_of_two(value: float) -> int:
 
 
 def as_json(found: Report) -> dict[str, Any]:
-    """Return the report as plain values."""
-    return asdict(found)
+    """Return the report as plain values; an upper end of a range that is infinite is None."""
+    values = asdict(found)
+    for period in values["periods"]:
+        if math.isinf(period["highest"]):
+            period["highest"] = None
+    return values
+
+
+def range_name(found: Report) -> str:
+    """Return text that says what the range of a critical batch size stands for."""
+    return "one standard error either way" if found.periods[0].standard_error else "spread"
+
+
+def range_text(period: Period) -> str:
+    """Return the range of a period's critical batch size."""
+    return f"{period.lowest:,.0f} – " + ("?" if math.isinf(period.highest) else f"{period.highest:,.0f}")
 
 
 def lines(found: Report) -> list[str]:
@@ -416,12 +473,14 @@ def lines(found: Report) -> list[str]:
         f"start {duration(found.starting)}",
     ]
     if found.periods:
-        text += ["", "critical batch size, in samples (spread) and batch size used:"]
+        text += ["", f"critical batch size, in samples ({range_name(found)}) and batch size used:"]
         text += [
             f"  {duration(one.start):>11} – {duration(one.end):<11} {one.critical_batch_size:>10,.0f}  "
-            f"({one.lowest:,.0f} – {one.highest:,.0f})   {one.batch_size:,.0f}"
+            f"({range_text(one)})   {one.batch_size:,.0f}"
             for one in found.periods
         ]
+        if found.estimators:
+            text.append(f"  (noise measured from: {'; '.join(found.estimators)})")
     if found.changes:
         text += ["", "changes of the batch size:"]
         text += [

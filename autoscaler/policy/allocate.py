@@ -6,6 +6,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from adaptdl_elastic.autoscaler.policy import objective, reasons
 from adaptdl_elastic.autoscaler.policy.policy_types import (
     Allocation,
@@ -87,7 +89,10 @@ class _Problem:
         board = Board(self.nodes, self.before, stable_wanted=stable_wanted)
         for name in pinned:
             board.put(name, self.before[name])
-        capacity = sum(max(slots, 0) for slots in board.free.values())
+        types = tables.sizes.types
+        capacity = np.zeros(len(types), dtype=int)
+        for node in self.nodes:
+            capacity[types.index(node.node_type)] += max(board.free[node.name], 0)
         return tables, solve(tables, board, capacity, self.settings.time_limit)
 
 
@@ -158,11 +163,13 @@ def _impossible(job: JobInfo, nodes: int, room: Room) -> str:
         return f"needs {job.min_nodes} nodes, {room.nodes} of {nodes} can take it"
     if room.total < least:
         return f"needs {least} replicas, there is room for {room.total} on {room.nodes} nodes"
+    if room.least > job.max_replicas:
+        return f"its nodes take {room.least} replicas at least, its maximum is {job.max_replicas}"
     if job.requested_replicas is not None and job.requested_replicas > job.max_replicas:
         return f"{job.requested_replicas} replicas were requested, its maximum is {job.max_replicas}"
     return ""
 
 
 def _speedup(tables: Tables, row: int, found: Allocation) -> float:
-    column = tables.sizes.find(sum(found.values()), len(found) > 1) if found else None
+    column = tables.sizes.find(found)
     return float(tables.speedup[row, column]) if column is not None else 0.0

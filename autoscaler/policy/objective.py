@@ -50,12 +50,14 @@ def remaining_seconds(jobs: Sequence[JobInfo], goodput_of_one: Array) -> Array:
 def remaining_work(job: JobInfo) -> float:
     """Return the samples at the initial batch size that a job is expected to have still to do.
 
-    A declared end is believed until the job has outlived it, but no less is expected than what others of the
-    same command line came to, or declare, that are longer than it is now: so a job gains nothing by declaring
-    less than others. Without a declared end the mean of those is expected (the mean residual life of what was
-    seen). Where there are none, it is as much again as the job has done, which is what heavy-tailed lengths
-    do (Harchol-Balter and Downey, 1997), or `OUTLIVED_FACTOR` times that for a job that has outlived its
-    declaration: what it has gained by that it loses again.
+    `kind_totals` has the final or declared lengths of other jobs with the same command line. The mean
+    remainder of those that are longer than this job is now (their mean residual life) is expected. If the job
+    declares a later end, that end is expected; so a job gains nothing by declaring less than others.
+
+    If no other job is longer, the declared end is expected until the job has outlived it. Without a declared
+    end, as much work again is expected as the job has done, as for heavy-tailed lengths (Harchol-Balter and
+    Downey, 1997). For a job that has outlived its declared end it is `OUTLIVED_FACTOR` times as much, so that
+    the job loses what it has gained by its declaration.
     """
     longer = [total - job.attained for total in job.kind_totals if total > job.attained]
     if longer:
@@ -109,10 +111,16 @@ def after_pause(speedup: Array, remaining: Array, pause: Array, settings: Policy
     """Return the speedups of changed allocations less the cost of the pause, shape (jobs, sizes).
 
     The pause must pay off within a horizon, or by the end of the job if that comes first.
+
+    Args:
+        speedup: The speedup of every size, shape (jobs, sizes).
+        remaining: Seconds that each job would still take at speedup 1, shape (jobs,).
+        pause: Seconds of a change, shape (jobs,) or (jobs, sizes).
+        settings: The policy's settings.
     """
     left = remaining[:, np.newaxis] / np.maximum(speedup, 1e-9)
-    cost = pause[:, np.newaxis]
-    window = np.minimum(horizon(pause, settings)[:, np.newaxis], left + cost)
+    cost = pause if pause.ndim > 1 else pause[:, np.newaxis]
+    window = np.minimum(horizon(cost, settings), left + cost)
     return np.asarray(speedup * np.maximum(1 - cost / np.maximum(window, 1e-9), _LEAST_VALUE_KEPT))
 
 

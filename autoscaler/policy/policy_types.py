@@ -49,6 +49,7 @@ class NodeInfo:
     preemptible: bool = False
     draining: bool = False  # gets no new replicas; those it has are to leave
     at_risk: bool = False  # likely to be reclaimed; used last
+    node_type: str = ""  # nodes of one type are equally fast: a GPU model, or a name that its owner gave
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class JobInfo:
     limits: Mapping[str, NodeLimit] | None = None
     min_slots: int = 1  # least replicas on a node that does not exist yet (for the autoscaler)
     model: GoodputModel | None = None  # None: not profiled yet, so the job gets its minimum
+    # by node type; on a type that is not in it, `model` predicts
+    models: Mapping[str, GoodputModel] = field(default_factory=dict)
+    # by node type, the expected speed of one replica of a job that has not been profiled yet; 1 where unknown
+    speeds: Mapping[str, float] = field(default_factory=dict)
     # largest number it was profiled on; it may get at most `exploration` times as many
     max_profiled_replicas: int = 0
     # exact number, requested by a person or because the job cannot adapt
@@ -78,6 +83,8 @@ class JobInfo:
     # final or declared lengths of other jobs of its command line, in samples at the initial batch size
     kind_totals: tuple[float, ...] = ()
     pause: float | None = None  # measured seconds that a change costs; None: PolicySettings.default_pause
+    # seconds of a change to nodes of another type, where no replica stays; None: as any other change
+    move_pause: float | None = None
     submitted: float = 0.0
     waiting_since: float | None = None  # time since which it has had no replica
     last_change: float | None = None  # when its allocation last changed
@@ -86,6 +93,10 @@ class JobInfo:
     def declared(self) -> float | None:
         """Samples to its declared end; None if it declares no end, or has gone on beyond it."""
         return None if self.outlived else self.remaining
+
+    def model_on(self, node_type: str) -> GoodputModel | None:
+        """Return the model that predicts the job's goodput on nodes of a type; None without a profile."""
+        return None if self.model is None else self.models.get(node_type, self.model)
 
 
 class Objective(str, Enum):

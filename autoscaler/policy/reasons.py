@@ -51,9 +51,17 @@ def explain(
     return given
 
 
-def _size(allocation: Allocation) -> str:
+def _size(allocation: Allocation, tables: Tables) -> str:
     count = pluralize(sum(allocation.values()), "replica")
-    return count if len(allocation) < 2 else f"{count} on {len(allocation)} nodes"
+    sizes = tables.sizes
+    kind = sizes.kind(allocation)
+    several = len(sizes.types) > 1 and allocation
+    mixed = " and ".join(sorted({sizes.type_of[node] for node in allocation if node in sizes.type_of}))
+    name = "" if not several else mixed if kind == sizes.mixed else sizes.types[kind]
+    where = f"{name} node" if name else "node"
+    if len(allocation) > 1:
+        return f"{count} on {pluralize(len(allocation), where)}"
+    return f"{count} on a {where}" if name else count
 
 
 def _reason(
@@ -68,8 +76,10 @@ def _reason(
 ) -> Reason:
     had, has = _goodput(tables, row, before), _goodput(tables, row, after)
     pause = settings.default_pause if job.pause is None else job.pause
+    if job.move_pause is not None and before and after and set(before).isdisjoint(after):
+        pause = job.move_pause
     cost = pause if after and before and dict(after) != dict(before) else 0.0
-    text = _sentence(job, before, after, wanted, had, has, cost, now, settings)
+    text = _sentence(job, tables, before, after, wanted, had, has, cost, now, settings)
     count = sum(after.values())
     return Reason(
         text=text,
@@ -85,6 +95,7 @@ def _reason(
 
 def _sentence(
     job: JobInfo,
+    tables: Tables,
     before: Allocation,
     after: Allocation,
     wanted: int | None,
@@ -97,18 +108,18 @@ def _sentence(
     if not after:
         waited = f" (waiting for {now - job.waiting_since:.0f} s)" if job.waiting_since is not None else ""
         return f"the slots are worth more to other jobs{waited}"
-    size = _size(after)
+    size = _size(after, tables)
     if job.requested_replicas is not None:
         return f"{size}: {job.fixed_because}" if job.fixed_because else f"{size}, as requested"
     if job.model is None:
         return f"{size} until its goodput has been measured"
     if dict(before) == dict(after):
-        return (
-            f"goodput {has:.4g} samples/s with {size}: no change pays for its {_pause(job, settings)} pause"
-        )
+        goodput = f"goodput {has:.4g} samples/s with {size}" if has is not None else size
+        return f"{goodput}: no change pays for its {_pause(job, settings)} pause"
+    if has is None:  # a size that is not considered, which it got where it was moved to
+        return f"{size}: moved to make room"
     if not before or not had:
         return f"goodput {has:.4g} samples/s with {size}"
-    assert has is not None
     change = f"goodput {had:.4g} → {has:.4g} samples/s ({100 * (has / had - 1):+.0f} %) with {size}"
     if has > had:
         window = float(objective.horizon(np.array([pause]), settings)[0])
@@ -125,9 +136,7 @@ def _pause(job: JobInfo, settings: PolicySettings) -> str:
 
 
 def _cell(tables: Tables, values: NDArray[np.float64], row: int, allocation: Allocation) -> float | None:
-    if not allocation:
-        return None
-    column = tables.sizes.find(sum(allocation.values()), len(allocation) > 1)
+    column = tables.sizes.find(allocation)
     return None if column is None else float(values[row, column])
 
 

@@ -79,10 +79,11 @@ class Pool:
     maximum: int = 0
     slots: int = 1
     hourly_price: float = 0.0
+    highest_price: float = 0.0  # of what it may give instead: other types and zones; 0: `hourly_price`
     preemptible: bool = False
     instance_type: str = ""
     zones: tuple[str, ...] = ()
-    # starts a replacement before an instance at risk goes, so it has one more for a while
+    # the pool starts a replacement before an instance at risk ends: until then it has an extra instance
     replaces_at_risk: bool = False
     trouble: str = ""  # why the last request was not met; empty: it was
     trouble_since: float = 0.0

@@ -88,7 +88,7 @@ class FakeProvider(Provider):
         self._leave(found)
 
     def protect(self, instances: Collection[str], protected: bool) -> None:
-        """Record the protection; nothing here shrinks by itself."""
+        """Record the protection. It has no effect, since these pools never shrink by themselves."""
         self._raise("protect")
         for identifier in instances:
             if identifier in self.instances:
@@ -136,9 +136,15 @@ class FakeProvider(Provider):
             Signal(SignalKind.INTERRUPTION, instance, "spot interruption", self.clock() + notice_seconds)
         )
 
-    def recommend(self, instance: str) -> None:
-        """Announce a rebalance recommendation; a pool that replaces early orders one more instance."""
-        self._signals.append(Signal(SignalKind.REBALANCE, instance, "rebalance recommendation"))
+    def recommend(self, instance: str, told: bool = True) -> None:
+        """Announce a rebalance recommendation; a pool that replaces early orders one more instance.
+
+        Args:
+            instance: The instance at risk.
+            told: Whether `signals` has it; False: the announcement is lost.
+        """
+        if told:
+            self._signals.append(Signal(SignalKind.REBALANCE, instance, "rebalance recommendation"))
         found = self.instances[instance]
         if self._pools[found.pool].replaces_at_risk:
             self._launch(self._pools[found.pool])

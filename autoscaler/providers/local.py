@@ -62,7 +62,7 @@ class _Agent:
     instance: Instance
     process: subprocess.Popen[bytes]
     kill_at: float | None = None  # monotonic time
-    told: bool = False  # `capacity` has reported it, so that its early death can be counted
+    told: bool = False  # `capacity` has reported the agent, so that its early death can be counted
 
 
 class LocalProvider(Provider):
@@ -192,7 +192,7 @@ class LocalProvider(Provider):
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                    preexec_fn=end_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:
                 raise ProviderError(f"cannot start {self._command[0]!r}: {error.strerror}") from None
@@ -229,6 +229,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _die_with_parent() -> None:
+def end_with_parent() -> None:
     """Request SIGTERM for when the parent's thread ends; called between fork and exec (Linux, prctl(2))."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -28,7 +28,7 @@ class ProviderRequest:
     Attributes:
         options: options of the provider, as text: `-o KEY=VALUE`.
         prices: on-demand price per hour by instance type, in the currency of the limits.
-        slots: replicas per node; None: the provider finds out.
+        slots: replicas per node; None: the provider finds the number itself.
         max_nodes: most nodes; None: the provider's own bound.
         owner: cluster that controls the nodes, for providers that can note it.
         seize: take nodes that another cluster controls.

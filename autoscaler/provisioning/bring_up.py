@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import adaptdl_elastic
-from adaptdl_elastic.autoscaler.provisioning import nodes, wheel
+from adaptdl_elastic.autoscaler.provisioning import nodes, store_users, wheel
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
 from adaptdl_elastic.autoscaler.provisioning.nodes import NodeFacts, Wanted
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, on_every
@@ -53,12 +53,13 @@ def bring_up(context: ClusterContext, say: Callable[[str], None]) -> list[NodeRe
     pythons = _environments(context, ssh, facts, say)
     etcd = _etcd_of(context, ssh, first, wanted, say)
     context = replace(context, endpoint=f"https://{_bracketed(first.host)}:{etcd.port}")
-    contexts.save(context)  # before anything runs: `cluster down` finds what has begun
+    contexts.save(context)  # saved before anything runs, so that `cluster down` finds it
+
+    def install(node: str) -> None:
+        own = etcd if node == first.node else None
+        nodes.install_files(ssh, facts[node], service_files(context, credentials, facts[node], own))
 
     def start(node: str) -> NodeReport:
-        own = etcd if node == first.node else None
-        files = service_files(context, credentials, facts[node], own)
-        nodes.install_files(ssh, facts[node], files)
         said = nodes.start_service(ssh, facts[node], pythons[node])
         return NodeReport(
             node,
@@ -66,12 +67,27 @@ def bring_up(context: ClusterContext, say: Callable[[str], None]) -> list[NodeRe
             int(said["slots"]),
             str(said["kept_by"]),
             bool(said["changed"]),
-            own is not None,
+            node == first.node,
         )
 
+    on_every(context.nodes, install)  # before the password changes, so that every node has the next one
     reports = [start(first.node)]  # the other services need its etcd
+    if credentials.password_is_shared:
+        _end_sharing(context, credentials, say)
     others = on_every(context.nodes[1:], start)
     return reports + [others[node] for node in context.nodes[1:]]
+
+
+def _end_sharing(context: ClusterContext, credentials: Credentials, say: Callable[[str], None]) -> None:
+    """Change the nodes' password, which earlier versions of this program gave to people."""
+    others = sorted(set(credentials.people()) - {context.person})
+    locked_out = store_users.change_nodes_password(context, others)
+    credentials.keep_password()
+    if locked_out:
+        say(
+            f"the password of etcd that {', '.join(locked_out)} had counts no more: a new archive for each "
+            f"is made by adaptdl cluster grant PERSON KEY.pub --archive FILE.tar"
+        )
 
 
 def service_files(

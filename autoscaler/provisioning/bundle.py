@@ -14,7 +14,7 @@ import secrets
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +62,19 @@ def pack(directory: Path, target: Path, most_bytes: int = MOST_BYTES) -> Bundle:
     return _described(target, len(names))
 
 
-def pack_variables(variables: Mapping[str, str], target: Path) -> Bundle:
-    """Write an archive of variables; a random file in it keeps its digest from telling what they are."""
-    files = {"environment.json": json.dumps(dict(variables)).encode(), "salt": secrets.token_bytes(32)}
+def pack_private(variables: Mapping[str, str], notify: Sequence[str], owner: str, target: Path) -> Bundle:
+    """Write an archive of what only jobs of `owner` get.
+
+    The archive also has a random file, so that its digest does not reveal the rest.
+
+    Args:
+        variables: The variables of `submit --env`.
+        notify: The commands and URLs of `submit --notify`; a URL may hold a token.
+        owner: The person who submits.
+        target: The file to write.
+    """
+    content = {"owner": owner, "variables": dict(variables), "notify": list(notify)}
+    files = {"environment.json": json.dumps(content).encode(), "salt": secrets.token_bytes(32)}
     with _archive(target) as tar:
         for name, data in files.items():
             entry = tarfile.TarInfo(name)
@@ -123,7 +133,7 @@ def list_files(directory: Path) -> list[str]:
 def _by_git(directory: Path) -> list[str] | None:
     """Return what git lists, or None where there is no git.
 
-    Outside of a repository an empty one elsewhere serves to read `.gitignore`.
+    Outside of a repository, git reads `.gitignore` by means of an empty repository elsewhere.
     """
     with tempfile.TemporaryDirectory(prefix="adaptdl-git-") as folder:
         try:
@@ -171,7 +181,7 @@ def _check_size(directory: Path, names: list[str], most_bytes: int) -> None:
     largest = sorted(names, key=lambda name: -sizes[name])[:3]
     shown = ", ".join(f"{name} ({sizes[name] / 2**20:.0f} MiB)" for name in largest)
     raise ProvisionError(
-        f"{directory} has {total / 2**20:.0f} MiB in {pluralize(len(names), 'file')}, and "
+        f"{directory.absolute()} has {total / 2**20:.0f} MiB in {pluralize(len(names), 'file')}, and "
         f"{most_bytes / 2**20:.0f} MiB may travel: put what the job does not need into .gitignore, or raise "
         f"--max-size; the largest: {shown}"
     )

@@ -29,6 +29,9 @@ _RENEW_SECONDS = 30 * 24 * 3600
 
 _CLIENT = "client"
 
+_KEPT = "password-is-of-nodes"
+"""File that exists if only the nodes and the user who brought them up know the password."""
+
 
 class Credentials:
     """The files of one cluster."""
@@ -36,6 +39,14 @@ class Credentials:
     def __init__(self, context: ClusterContext) -> None:
         self._context = context
         self._directory = context.directory
+
+    def check_authority(self) -> None:
+        """Raise ProvisionError if another user has brought the cluster up, and this one may only use it."""
+        if self._context.ca.exists() and not self._authority.exists():
+            raise ProvisionError(
+                f"cluster {self._context.name} was brought up by another user, who alone changes its nodes "
+                "and people; you may use it: adaptdl submit, ls, logs"
+            )
 
     def prepare(self) -> None:
         """Make what does not exist yet: authority, passwords, the user's key, the list of people.
@@ -45,10 +56,7 @@ class Credentials:
         """
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
-        if self._context.ca.exists() and not self._authority.exists():
-            raise ProvisionError(
-                f"cluster {self._context.name} was brought up by another user, who alone adds nodes to it"
-            )
+        self.check_authority()
         if not self._context.ca.exists():
             key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
             self._openssl(
@@ -56,11 +64,15 @@ class Credentials:
                 *("-keyout", str(self._authority), "-out", str(self._context.ca)),
             )
         # without a common name: etcd's gateway refuses a client certificate that has one while it has users
-        self._certificate(_CLIENT, f"/O={_CLIENT}", "DNS:localhost")
-        for name in ("password", "root-password"):
-            path = self._directory / name
-            if not path.exists():
-                write_private(path, secrets.token_hex(24) + "\n")
+        self._certificate(_CLIENT, f"/O={_CLIENT}", "DNS:localhost", "clientAuth")
+        for name in ("root-password", "secret"):
+            if not (self._directory / name).exists():
+                self._write_secret(name)
+        if not self._password.exists():
+            self._write_secret(self._password.name)
+            self.keep_password()
+        elif self.password_is_shared:
+            self._write_secret(self._password.name)
         if not self._context.identity.exists():
             self._run(
                 *("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"adaptdl {self._context.person}"),
@@ -71,16 +83,38 @@ class Credentials:
             person = Person(self._context.person, signatures.public_key(key_text), admin=True)
             self.write_people({person.name: person})
 
+    def _write_secret(self, name: str) -> None:
+        write_private(self._directory / name, f"{secrets.token_hex(24)}\n".encode())
+
+    @property
+    def _password(self) -> Path:
+        return self._directory / "password"
+
+    @property
+    def password_is_shared(self) -> bool:
+        """Whether people may have the password of the nodes, which earlier versions gave to them."""
+        return not (self._directory / _KEPT).exists()
+
+    def keep_password(self) -> None:
+        """Note that etcd and every node have the present password, and that no person does."""
+        (self._directory / _KEPT).touch(mode=0o600)
+
     @property
     def _authority(self) -> Path:
         return self._directory / "ca-key.pem"
 
-    def person_files(self, person: str) -> dict[str, bytes]:
-        """Return what another person needs, by its path below that person's configuration directory."""
+    def person_files(self, person: str, store_user: str, password: str) -> dict[str, bytes]:
+        """Return what another person needs, by its path below that person's configuration directory.
+
+        Args:
+            person: Name of the person.
+            store_user: The person's user of etcd.
+            password: That user's password.
+        """
         name = self._context.name
-        own = replace(self._context, person=person, nodes=(), ssh_config="")
-        files = {f"{name}.toml": contexts.encode(own).encode()}
-        for file in ("ca.pem", f"{_CLIENT}.pem", f"{_CLIENT}-key.pem", "password"):
+        own = replace(self._context, person=person, nodes=(), ssh_config="", store_user=store_user)
+        files = {f"{name}.toml": contexts.encode(own).encode(), f"{name}/password": f"{password}\n".encode()}
+        for file in ("ca.pem", f"{_CLIENT}.pem", f"{_CLIENT}-key.pem"):
             files[f"{name}/{file}"] = (self._directory / file).read_bytes()
         return files
 
@@ -98,18 +132,20 @@ class Credentials:
 
     def write_people(self, people: dict[str, Person]) -> None:
         """Replace the list of people."""
-        write_private(self.people_file, signatures.encode_people(people))
+        write_private(self.people_file, signatures.encode_people(people).encode())
 
     def node_files(self, node: str, host: str) -> dict[str, bytes]:
         """Return the files of one node's service by which others know it, by their path there."""
         name = f"node-{node}"
         address = f"IP:{host}" if _is_address(host) else f"DNS:{host}"
-        self._certificate(name, f"/O={NODE_SUBJECT}{node}", f"{address},DNS:localhost,IP:127.0.0.1")
+        names = f"{address},DNS:localhost,IP:127.0.0.1"
+        self._certificate(name, f"/O={NODE_SUBJECT}{node}", names, "serverAuth,clientAuth")
         read = {
             "pki/ca.pem": self._context.ca,
             "pki/node.pem": self._directory / f"{name}.pem",
             "pki/node-key.pem": self._directory / f"{name}-key.pem",
             "password": self._directory / "password",
+            "secret": self._directory / "secret",
             "people.json": self.people_file,
         }
         return {path: source.read_bytes() for path, source in read.items()}
@@ -118,18 +154,21 @@ class Credentials:
         """Return the password of etcd's user `root`."""
         return (self._directory / "root-password").read_bytes()
 
-    def _certificate(self, name: str, subject: str, alternative_names: str) -> None:
-        """Make a certificate and its key, unless there is one that is good for long enough."""
+    def _certificate(self, name: str, subject: str, alternative_names: str, usage: str) -> None:
+        """Make a certificate and its key, unless there is one that is good for long enough.
+
+        The usage keeps a person from posing as a server with the certificate that all people have.
+        """
         cert, key = self._directory / f"{name}.pem", self._directory / f"{name}-key.pem"
         note = self._directory / f"{name}.json"
-        wanted = json.dumps([subject, alternative_names])
+        wanted = json.dumps([subject, alternative_names, usage])
         if cert.exists() and key.exists() and note.exists() and note.read_text() == wanted:
             check = ["openssl", "x509", "-noout", "-checkend", str(_RENEW_SECONDS), "-in", str(cert)]
             if subprocess.run(check, capture_output=True, check=False).returncode == 0:
                 return
         with tempfile.TemporaryDirectory(dir=self._directory) as folder:
             request, extension = Path(folder) / "request", Path(folder) / "extension"
-            extension.write_text(f"subjectAltName={alternative_names}\n")
+            extension.write_text(f"subjectAltName={alternative_names}\nextendedKeyUsage={usage}\n")
             kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
             self._openssl("req", *kind, "-subj", subject, "-keyout", str(key), "-out", str(request))
             self._openssl(
@@ -155,11 +194,11 @@ class Credentials:
             raise ProvisionError(f"{command[0]} {command[1]} fails in {self._directory}: {said}")
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read, over an older one."""
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only this user can read, in the place of an older one or of a link."""
     number, name = tempfile.mkstemp(dir=path.parent, prefix=".")  # mode 0600
-    with os.fdopen(number, "w") as file:
-        file.write(text)
+    with os.fdopen(number, "wb") as file:
+        file.write(data)
     Path(name).replace(path)
 
 

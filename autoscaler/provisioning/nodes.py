@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import ipaddress
 import json
 import re
 import shlex
@@ -28,7 +29,7 @@ set -u
 dir="${XDG_DATA_HOME:-$HOME/.local/share}/adaptdl/$1"; id=$2; python=$3; etcd=$4
 say() { printf '%s=%s\n' "$1" "$2"; }
 umask 077
-mkdir -p "$dir" || exit 1
+mkdir -p "$dir" && chmod 700 "$dir" || exit 1
 ( set -C; printf '%s\n' "$id" > "$dir/cluster-id" ) 2>/dev/null
 say claimed "$(cat "$dir/cluster-id")"
 say directory "$dir"
@@ -114,10 +115,12 @@ def parse_probe(node: str, text: str, wanted: Wanted) -> NodeFacts:
             f"{node}: runs cluster {wanted.cluster!r} of another `adaptdl cluster up`: choose another name "
             f"with --cluster, or remove {found.get('directory', 'its directory')} there"
         )
-    if not found.get("host"):
+    try:
+        ipaddress.ip_address(found.get("host", ""))  # it gets into a certificate
+    except ValueError:
         raise ProvisionError(
             f"{node}: sshd does not tell the address at which it was reached (SSH_CONNECTION)"
-        )
+        ) from None
     if not found.get("python"):
         raise ProvisionError(
             f"{node}: there is no {wanted.python or 'python3'}: install Python 3.10 or later"
@@ -263,7 +266,7 @@ def stop_service(ssh: Ssh, node: str, wanted: Wanted, purge: bool) -> None:
     Args:
         ssh: How nodes are reached.
         node: The node.
-        wanted: Names the cluster.
+        wanted: What is asked of the nodes; names the cluster.
         purge: Whether its directory is deleted, with the checkpoints and output in it.
     """
     flag = "yes" if purge else "no"

@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _CONNECT_SECONDS = 15
-_AT_A_TIME = 16  # nodes
+_AT_A_TIME = 16  # most nodes on which an action runs at the same time
 _SSH_FAILED = 255  # exit code by which ssh reports its own errors
 
 

@@ -7,6 +7,8 @@
 | What is remembered of instances, pools and costs? | `observed_history` |
 | Which size is a job worth? | `economics` |
 | What is there, and what can be bought? | `node_market` |
+| Which node is exchanged for a cheaper one? | `exchange` |
+| Which jobs have cost their limit? | `job_budget` |
 | Which actions follow? (pure) | `step` |
 | How does the loop run? | `autoscaler_loop` |
 """

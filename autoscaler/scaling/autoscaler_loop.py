@@ -31,6 +31,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.live_settings import read_changes, usable
 from adaptdl_elastic.autoscaler.scaling.observe import all_ended, observe
 from adaptdl_elastic.autoscaler.scaling.observed_history import not_done, refused, running_replicas, shifted
 from adaptdl_elastic.autoscaler.scaling.scaling_types import (
@@ -45,6 +46,7 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Release,
     Request,
     Step,
+    StopJob,
 )
 from adaptdl_elastic.autoscaler.scaling.step import step
 from adaptdl_elastic.rendezvous.schema import records
@@ -53,7 +55,7 @@ from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, 
 
 logger = logging.getLogger(__name__)
 
-_LEASE = 15.0  # seconds
+_LEASE = 15.0  # time to live of the leader's lease, in seconds
 _LEAP = 5.0  # seconds by which the two clocks may drift between two rounds before the time counts as set
 _MEMORY: TypeAdapter[Memory] = TypeAdapter(Memory)
 
@@ -97,7 +99,9 @@ class Autoscaler:
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._keys, self._provider = store, keys, provider
-        self._settings, self._options = settings, options or LoopOptions()
+        self._given, self._options = settings, options or LoopOptions()
+        self._settings = settings  # in this round
+        self._changes: Mapping[str, float] = {}  # what holds instead of `_given`, as told last
         self._say, self._clock, self._steady = say, clock, steady
         self._offset: float | None = None  # between the two clocks, in the last round
         self._ruling = False  # control of the provider was taken over and not handed back
@@ -118,8 +122,11 @@ class Autoscaler:
         self._end.set()
 
     def change(self, settings: ScalingSettings) -> None:
-        """Use other settings from the next round on; may be called from any thread."""
-        self._settings = settings
+        """Use other settings from the next round on; may be called from any thread.
+
+        What `adaptdl autoscale --set` has written holds instead of them, too.
+        """
+        self._given = settings
 
     def run(self) -> int:
         """Control the provider until stopped or done; return the exit code.
@@ -145,6 +152,7 @@ class Autoscaler:
     def tick(self) -> bool:
         """Observe, decide, act and report once; return whether all is done."""
         self._mind_the_clock()
+        trouble = self._take_settings()
         view, seen = self._observe()
         decision = step(seen, self.memory, self._settings)
         self.memory = decision.memory
@@ -157,12 +165,30 @@ class Autoscaler:
         else:
             self._sure()
             self._tidy(seen)
-            self._publish(seen, decision, failed)
+            self._publish(seen, decision, (*failed, *trouble))
             self._bill(seen, decision)
-        self._warn((*decision.warnings, *failed, *self._too_slow(seen)))
+        self._warn((*trouble, *decision.warnings, *failed, *self._too_slow(seen)))
         least = max(self._settings.min_nodes, sum(pool.minimum for pool in seen.capacity.pools))
         over = all_ended(view, self._options.expected) and len(seen.capacity.instances) <= least
         return self._options.dry_run or (self._options.until_done and over)
+
+    def _take_settings(self) -> list[str]:
+        """Take over the settings that hold in this round; return a warning where they cannot be used.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        unfit = "what --set has written cannot be used"
+        try:
+            written = read_changes(self._store, self._keys)
+        except records.MalformedRecordError as error:
+            return [f"{unfit}, and the settings stay as they are: {error}"]
+        self._settings, changes, refused = usable(self._given, written)
+        if changes != self._changes:
+            said = ", ".join(f"{name} {value:g}" for name, value in sorted(changes.items()))
+            self._event("settings", {"message": f"set by --set: {said or 'nothing any more'}"})
+            self._changes = changes
+        return [f"{unfit}: {why}" for why in refused]
 
     def _too_slow(self, seen: Observation) -> list[str]:
         """Return warnings about pools whose hooks wait for a shorter time than the interval allows."""
@@ -195,7 +221,7 @@ class Autoscaler:
         return False
 
     def _mind_the_clock(self) -> None:
-        """Adapt the memory to a clock that was set."""
+        """Adapt the times in the memory if the clock was set since the last round."""
         offset = self._clock() - self._steady()
         by = 0.0 if self._offset is None else offset - self._offset
         self._offset = offset
@@ -263,6 +289,23 @@ class Autoscaler:
                 self._provider.let_go(instance)
             case Drain():
                 self._request_drain(action)
+            case StopJob():
+                self._request_stop(action)
+
+    def _request_stop(self, stop: StopJob) -> None:
+        """Write the request that a job's run stops; a person's change at the same time goes first."""
+        key = self._keys.job(stop.job, "request")
+        there, old = self._store.get(key), records.JobRequest()
+        if there is not None:
+            try:
+                old = records.decode(records.JobRequest, there.value, key)
+            except records.MalformedRecordError:
+                logger.warning("the request of job %s cannot be read, and is written again", stop.job)
+        if old.run not in ("", stop.run):  # to an earlier run
+            old = records.JobRequest(checkpoint=old.checkpoint)
+        request = replace(old, stop=True, run=stop.run)
+        revision = 0 if there is None else there.mod_revision
+        self._store.compare_and_swap(key, records.encode(request), revision)
 
     def _request_drain(self, drain: Drain) -> None:
         """Write the drain request unless there is one for the same instance and deadline."""
@@ -300,7 +343,14 @@ class Autoscaler:
 
     def _tell(self, action: Action, would: str) -> None:
         if not isinstance(action, (Hold, Protect)):
-            name = {Request: "request", Drain: "drain", Release: "release", LetGo: "let_go"}[type(action)]
+            names = {
+                Request: "request",
+                Drain: "drain",
+                Release: "release",
+                LetGo: "let_go",
+                StopJob: "stop_job",
+            }
+            name = names[type(action)]
             self._event(f"{would}{name}", vars(action) | {"hourly_cost": self._hourly()})
 
     def _hourly(self) -> float:

@@ -54,19 +54,28 @@ class ScalingSettings:
     min_nodes: int = 0
     max_nodes: int = 1_000_000
     max_hourly_cost: float = math.inf
+    max_job_costs: Mapping[str, float] = field(default_factory=dict)  # by job, or "*": of one run
+    stop_reserve: float = 120.0  # of a job's costs that are kept for its stop; a stop waits for so long
     deadlines: Mapping[str, float] = field(default_factory=dict)  # job, or "*" → seconds since the epoch
     deadline_margin: float = 0.1  # fraction by which forecasts are assumed to be too good
     boot: float = 120.0  # seconds from a request to a running node, until measured
     pause: float = 5.0  # pause of a change, for a job whose pauses are unknown
     boot_timeout: float = 600.0  # from an instance's order to its registration
     max_replacements: int = 3  # replacements in a row of instances that never became a node, per pool
+    max_short_lives: int = 8  # purchases in a row whose nodes were lost within `useful`, per pool
+    useful: float = 600.0  # seconds of a node's work from which its purchase has paid
     drain_timeout: float = 600.0
     broke_for: float = 600.0  # after nodes were released because of the budget, no node is bought for so long
     back_off: float = 60.0  # after a pool had no capacity; doubles up to `max_back_off`
     max_back_off: float = 1800.0
     interruption_cost: float = 180.0  # seconds of a node's time that an interruption costs
     gap: float = 300.0  # after such a gap between rounds, missing instances do not count as interrupted
-    max_interruptions: float = 1.0  # per spot node and hour; above it spot nodes are not bought
+    max_interruptions: float = 1.0  # per spot node and hour; no node is bought from a pool with more
+    exchange_saving: float = 0.2  # fraction by which a node must be cheaper to take another one's place
+    exchange_after: float = 300.0  # from the last purchase or exchange to the next exchange
+    exchange_retry: float = (
+        1800.0  # the same after the cheap pool had no capacity, if the old node goes first
+    )
     hold_every: float = 30.0  # between heartbeats of lifecycle hooks
     hysteresis: float = 0.05  # a size is changed only if that is cheaper by this fraction
     exploration: float = 2.0  # a job gets at most this multiple of the replicas that it was profiled on
@@ -82,6 +91,10 @@ class ScalingSettings:
             )
         if not self.max_hourly_cost > 0:  # rejects NaN, too
             raise ValueError(f"--max-hourly-cost {self.max_hourly_cost:g}: needs a positive amount per hour")
+        for job, limit in self.max_job_costs.items():
+            if not 0 < limit < math.inf:
+                named = "" if job == "*" else f"{job}="
+                raise ValueError(f"--max-job-cost {named}{limit:g}: needs a positive amount")
         for option, value in (
             ("--hour-value", 0.0 if self.hour_value is None else self.hour_value),
             ("--shrink-after", self.shrink_after),
@@ -125,7 +138,7 @@ class Demand:
         unsettled: jobs whose size is changing; one with a fixed size may be on its way to the size of the
             last round.
         running: present replicas of each job.
-        idle: slots that exist or are ordered beyond these; they need not boot.
+        idle: further slots that exist or are ordered; they need not boot.
         boot: seconds from an order to a node.
     """
 
@@ -399,6 +412,12 @@ class Offer:
     hourly_price: float
     preemptible: bool = False
     overhead: float = 0.0  # fraction of its time that is lost by interruptions
+    highest_price: float = 0.0  # that the node may cost per hour instead; 0: `hourly_price`
+
+    @property
+    def limit_price(self) -> float:
+        """Price per hour that a budget has to allow."""
+        return max(self.hourly_price, self.highest_price)
 
     @property
     def slot_price(self) -> float:
@@ -409,14 +428,14 @@ class Offer:
 def buy(offers: Sequence[Offer], slots: int, nodes: int, budget: float) -> dict[str, int]:
     """Return how many nodes of each pool give `slots`, the cheapest first.
 
-    At most `nodes` nodes, and at most `budget` per hour. A pool that is too expensive for the rest of the
-    budget is skipped.
+    At most `nodes` nodes, and at most `budget` per hour, each at the highest price of its pool. A pool that
+    is too expensive for the rest of the budget is skipped.
     """
     bought: dict[str, int] = {}
     for offer in sorted(offers, key=lambda o: (o.slot_price, o.preemptible, o.pool)):
         while slots > 0 and nodes > 0 and bought.get(offer.pool, 0) < offer.available:
-            if offer.hourly_price > budget + 1e-9:
+            if offer.limit_price > budget + 1e-9:
                 break
             bought[offer.pool] = bought.get(offer.pool, 0) + 1
-            slots, nodes, budget = slots - offer.slots, nodes - 1, budget - offer.hourly_price
+            slots, nodes, budget = slots - offer.slots, nodes - 1, budget - offer.limit_price
     return bought

@@ -17,13 +17,15 @@ from adaptdl_elastic.autoscaler.scaling.economics import (
     least_nodes,
     target,
 )
-from adaptdl_elastic.autoscaler.scaling.observed_history import interruptions_per_hour, running_replicas
+from adaptdl_elastic.autoscaler.scaling.observed_history import (
+    counts,
+    interruptions_per_hour,
+    running_replicas,
+)
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, Observation, PoolMemory
 
 # Jobs whose sizes change one after the other postpone shrinking for at most this many --shrink-after.
 _POSTPONED_SHRINKS = 5
-# A released instance counts as gone for so long, though the provider may still list it.
-_STALE_LISTING_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,12 @@ class NodeMarket:
         return [
             i
             for i in self.seen.capacity.instances
-            if i.pool == pool.name
-            and i.state is not InstanceState.LEAVING
-            and not released(self.memory.known[i.id], self.seen.now)
+            if i.pool == pool.name and counts(i, self.memory.known[i.id], self.seen.now)
         ]
 
     def giving_back(self, pool: Pool) -> int:
         """Return how many staying instances we drain without a replacement; the pool still counts them."""
-        entries = (self.memory.known[i.id] for i in self.staying(pool))
-        return sum(bool(entry.leaving) and not entry.replace for entry in entries)
+        return sum(self.is_leaving(i) for i in self.staying(pool))
 
     def shut(self, pool: Pool) -> bool:
         """Return whether the pool is asked for nothing: closed, backed off, or interrupted too often."""
@@ -76,18 +75,19 @@ class NodeMarket:
         again.
         """
         there = sum(self.memory.known[i.id].released is None for i in self.staying(pool))
-        return max(0, there - self.desired(pool) - self._early(pool))
+        return max(0, there - self.desired(pool) - self.early(pool))
 
-    def _early(self, pool: Pool) -> int:
+    def early(self, pool: Pool) -> int:
         """Return how many replacements CapacityRebalance has started before the instance at risk is gone."""
         if not pool.replaces_at_risk:
             return 0
-        risky = sum(self.memory.known[i.id].at_risk for i in self.staying(pool))
-        return max(0, min(risky, len(self.staying(pool)) - self.desired(pool)))
+        entries = [self.memory.known[i.id] for i in self.staying(pool)]
+        replaced = max(sum(entry.at_risk for entry in entries), sum(entry.early for entry in entries))
+        return max(0, min(replaced, len(entries) - self.desired(pool)))
 
     def supply(self, pool: Pool) -> int:
         """Return the nodes of the pool: those that stay and those that are pending."""
-        there = len(self.staying(pool)) - self._early(pool)
+        there = len(self.staying(pool)) - self.early(pool)
         return there + self.pending(pool) - self.giving_back(pool)
 
     def candidates(self, settled: bool = False) -> list[tuple[Pool, Instance | None]]:
@@ -125,7 +125,7 @@ class NodeMarket:
         nodes, slots = 0, 0
         for pool in self.seen.capacity.pools:
             kept = sorted(i.slots for i in self.staying(pool) if not self.is_leaving(i))
-            kept = kept[self._early(pool) :]
+            kept = kept[self.early(pool) :]
             nodes += len(kept) + self.pending(pool)
             slots += sum(kept) + self.pending(pool) * pool.slots
         return sizes, (max(0, nodes - len(sizes)), max(0, slots - sum(sizes)))
@@ -148,7 +148,12 @@ class NodeMarket:
 
     def _offer(self, pool: Pool, available: int) -> Offer:
         overhead = self._overhead(pool)
-        return Offer(pool.name, available, pool.slots, pool.hourly_price, pool.preemptible, overhead)
+        price, highest = pool.hourly_price, self.limit_price(pool)
+        return Offer(pool.name, available, pool.slots, price, pool.preemptible, overhead, highest)
+
+    def limit_price(self, pool: Pool) -> float:
+        """Return the price per hour that an instance of the pool may have, by its types and by experience."""
+        return max(pool.hourly_price, pool.highest_price, self.pool(pool.name).highest_price)
 
     def _overhead(self, pool: Pool) -> float:
         """Return the fraction of a node's time that interruptions are expected to cost."""
@@ -188,7 +193,7 @@ class NodeMarket:
         for pool in self.seen.capacity.pools:
             dearer = 1 + self._overhead(pool)
             kept = sorted((i for i in self.staying(pool) if not self.is_leaving(i)), key=lambda i: i.slots)
-            for instance in kept[self._early(pool) :]:
+            for instance in kept[self.early(pool) :]:
                 add(instance.hourly_price * dearer / instance.slots, instance.slots)
             if self.pending(pool):
                 add(pool.hourly_price * dearer / pool.slots, self.pending(pool) * pool.slots)
@@ -286,12 +291,12 @@ class NodeMarket:
         total = 0.0
         for pool in self.seen.capacity.pools:
             staying = [i for i in self.staying(pool) if not self.is_leaving(i)]
-            total += sum(i.hourly_price for i in staying) + self.pending(pool) * pool.hourly_price
+            total += sum(i.hourly_price for i in staying) + self.pending(pool) * self.limit_price(pool)
         return total
 
     def present(self) -> tuple[int, float]:
         """Return (nodes, price per hour) of every instance, leaving ones too, and of the pending ones."""
-        coming = [(self.pending(pool), pool.hourly_price) for pool in self.seen.capacity.pools]
+        coming = [(self.pending(pool), self.limit_price(pool)) for pool in self.seen.capacity.pools]
         there = self.seen.capacity.instances
         return (
             len(there) + sum(count for count, _ in coming),
@@ -299,9 +304,14 @@ class NodeMarket:
         )
 
     def is_leaving(self, instance: Instance) -> bool:
-        """Return whether the instance leaves and is not replaced."""
+        """Return whether the instance leaves and its pool does not replace it."""
         entry = self.memory.known[instance.id]
-        return bool(entry.leaving) and not entry.replace
+        return bool(entry.exchange) or (bool(entry.leaving) and not entry.replace)
+
+    def useful_price(self, instance: Instance) -> float:
+        """Return the price of a useful hour of the instance: what interruptions cost included."""
+        pool = self.seen.capacity.pool(instance.pool)
+        return instance.hourly_price * (1 + self._overhead(pool))
 
 
 def cost_of_loss(instance: Instance, entry: Known, seen: Observation) -> tuple[object, ...]:
@@ -324,8 +334,3 @@ def cost_of_loss(instance: Instance, entry: Known, seen: Observation) -> tuple[o
         -entry.first_seen,
         instance.id,
     )
-
-
-def released(entry: Known, now: float) -> bool:
-    """Return whether the instance was released so recently that the provider's listing may be stale."""
-    return entry.released is not None and now - entry.released < _STALE_LISTING_SECONDS

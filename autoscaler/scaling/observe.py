@@ -14,6 +14,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_phase import (
     Phase,
     condition_of,
     requested_replicas,
+    stop_requested,
 )
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask, described
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, used
@@ -150,7 +151,6 @@ def without_nodes(job: JobView) -> JobInfo | None:
     if job.spec is None or _wants_nothing(job):
         return None
     spec = job.spec.record
-    request = job.request.record if job.request is not None else None
     hints = own_hints(job)
     return JobInfo(
         name=job.job,
@@ -161,7 +161,7 @@ def without_nodes(job: JobView) -> JobInfo | None:
         min_slots=max(1, min(spec.min_slots, MOST_SLOTS)),
         model=None if hints is None else model(hints),
         max_profiled_replicas=0 if hints is None else hints.max_profiled_replicas,
-        requested_replicas=request.replicas if request is not None else None,
+        requested_replicas=requested_replicas(job),
         remaining=None if hints is None else hints.remaining_samples,
         weight=spec.weight,
     )
@@ -169,7 +169,7 @@ def without_nodes(job: JobView) -> JobInfo | None:
 
 def _wants_nothing(job: JobView) -> bool:
     """Return whether the job has ended, is to stop, or has no specification."""
-    return job.spec is None or job.over or (job.request is not None and job.request.record.stop)
+    return job.spec is None or job.over or stop_requested(job)
 
 
 def all_ended(view: View, expected: Sequence[str]) -> bool:

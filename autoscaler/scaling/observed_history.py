@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, Signal, SignalKind
@@ -14,6 +15,12 @@ _REMOVED = "its group removes it"
 FORGET_HOURS = 24.0
 # Bills are kept for so many seconds after a job's end.
 KEEP_BILLS = 86400.0
+# What an instance has cost counts for the budget for so many seconds.
+_FORGET_PRICE = 86400.0
+# A released instance counts as gone for so long, though the provider may still list it.
+_STALE_LISTING_SECONDS = 60.0
+# So many purchases in a row whose nodes are lost soon make the next ones wait.
+_SUSPECT = 2
 # A new spot pool is credited with so many node hours without an interruption.
 PRIOR_HOURS = 6.0
 
@@ -32,8 +39,10 @@ def shifted(memory: Memory, seconds: float) -> Memory:
             entry,
             first_seen=entry.first_seen + seconds,
             registered=moved(entry.registered),
+            became=moved(entry.became),
             absent=moved(entry.absent),
             leaving_since=entry.leaving_since + seconds,
+            exchange_since=entry.exchange_since + seconds,
             released=moved(entry.released),
             held=entry.held + seconds,
         )
@@ -42,13 +51,23 @@ def shifted(memory: Memory, seconds: float) -> Memory:
     return replace(
         memory,
         known=known,
-        pools={name: replace(pool, until=pool.until + seconds) for name, pool in memory.pools.items()},
+        pools={name: _shifted_pool(pool, seconds) for name, pool in memory.pools.items()},
         job_runs={name: (run, last + seconds) for name, (run, last) in memory.job_runs.items()},
         updated=moved(memory.updated),
         changed=memory.changed + seconds,
+        exchanged=memory.exchanged + seconds,
         low_since=moved(memory.low_since),
         low_began=moved(memory.low_began),
         broke_until=memory.broke_until + seconds,
+    )
+
+
+def _shifted_pool(pool: PoolMemory, seconds: float) -> PoolMemory:
+    return replace(
+        pool,
+        until=pool.until + seconds,
+        short_seen=pool.short_seen + seconds,
+        highest_seen=pool.highest_seen + seconds,
     )
 
 
@@ -65,7 +84,7 @@ def remember(memory: Memory, seen: Observation, settings: ScalingSettings) -> Me
     if memory.updated is not None and seen.now < memory.updated:  # written by a clock ahead of ours
         memory = shifted(memory, seen.now - memory.updated)
     memory = account(_forget(memory, seen), seen)
-    memory = _meet(memory, seen, settings)
+    memory = _beyond(_meet(memory, seen, settings), memory.known, seen)
     memory = _miss(memory, seen, settings)
     memory = _hear(memory, seen)
     memory = _fail(memory, seen, settings)
@@ -93,6 +112,8 @@ def account(memory: Memory, seen: Observation) -> Memory:
             elapsed = max(0.0, seen.now - max(memory.updated, instance.launched)) / HOUR
         cost = instance.hourly_price * elapsed
         pool = pools.get(instance.pool, PoolMemory())
+        if instance.hourly_price >= pool.highest_price or seen.now - pool.highest_seen > _FORGET_PRICE:
+            pool = replace(pool, highest_price=instance.hourly_price, highest_seen=seen.now)
         pools[instance.pool] = replace(
             pool,
             hours=pool.hours + elapsed,
@@ -169,12 +190,47 @@ def _meet(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
     return replace(memory, known=known, pools=pools)
 
 
+def _beyond(memory: Memory, before: Mapping[str, Known], seen: Observation) -> Memory:
+    """Mark instances that a group has launched beyond its desired size to replace nodes at risk.
+
+    The recommendation may be seen later, or never. Instances that were there before are not marked: they
+    are beyond the desired size because a person has lowered it. `before`: the known instances until now.
+    """
+    known = dict(memory.known)
+    for pool in seen.capacity.pools:
+        if not pool.replaces_at_risk:
+            continue
+        there = [
+            i for i in seen.capacity.instances if i.pool == pool.name and counts(i, known[i.id], seen.now)
+        ]
+        more = max(0, len(there) - pool.desired)
+        new = sorted((i for i in there if i.id not in before), key=lambda i: (-i.launched, i.id))
+        for instance in new[:more]:
+            known[instance.id] = replace(known[instance.id], early=True)
+        for instance in there if not more else ():
+            known[instance.id] = replace(known[instance.id], early=False)
+    return replace(memory, known=known)
+
+
+def counts(instance: Instance, entry: Known, now: float) -> bool:
+    """Return whether the instance is neither leaving its group nor just released."""
+    return instance.state is not InstanceState.LEAVING and not released(entry, now)
+
+
+def released(entry: Known, now: float) -> bool:
+    """Return whether the instance was released so recently that the provider's listing may be stale."""
+    return entry.released is not None and now - entry.released < _STALE_LISTING_SECONDS
+
+
 def _pool_of_node(
     pool: PoolMemory, node: NodeUse, before: Known, instance: Instance, now: float, settings: ScalingSettings
 ) -> PoolMemory:
     """Record in the pool that a node works, and how long its boot took. `before`: its entry until now."""
     if node.busy:
         pool = replace(pool, failures=0)
+        useful = before.became is not None and now - before.became >= settings.useful
+        if useful and before.first_seen > pool.short_seen:
+            pool = replace(pool, short_lives=0)
     since = instance.launched or before.first_seen
     if before.registered is None and now > since:
         took = min(now - since, settings.boot_timeout)
@@ -187,6 +243,7 @@ def _as_node(entry: Known, node: NodeUse, now: float) -> Known:
     entry = replace(
         entry,
         registered=now,
+        became=now if entry.became is None else entry.became,
         absent=None,
         worked=entry.worked or node.busy,
         at_risk=entry.at_risk or node.at_risk,
@@ -207,7 +264,7 @@ def _as_its_group_says(entry: Known, instance: Instance, now: float) -> Known:
 
 
 def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
-    """Record instances that are gone: interrupted, or lost before they became nodes."""
+    """Record instances that are gone, as interrupted or as lost before they became nodes."""
     there = {instance.id for instance in seen.capacity.instances}
     looked = memory.updated is not None and seen.now - memory.updated <= settings.gap
     known, pools = dict(memory.known), dict(memory.pools)
@@ -226,6 +283,8 @@ def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
             )
         elif not interrupted and not entry.worked and not entry.leaving:
             pools[entry.pool] = _one_more_failure(pool, settings, "vanish before they do any work")
+        elif not interrupted and not ours and entry.leaving in ("", _REMOVED):
+            pools[entry.pool] = _short_life(pool, entry, seen.now, settings)
     return replace(memory, known=known, pools=pools)
 
 
@@ -253,7 +312,7 @@ def _told(entry: Known, signal: Signal, now: float) -> Known:
 
 
 def _fail(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
-    """Mark instances as leaving that are up for too long without being a node."""
+    """Mark instances as leaving if they have been up for too long without being a node."""
     known, pools = dict(memory.known), dict(memory.pools)
     for instance in seen.capacity.instances:
         entry = known[instance.id]
@@ -276,8 +335,10 @@ def _fail(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
         what = "did not become a node" if entry.registered is None else "has had no agent any more"
         text = f"{what} for {settings.boot_timeout:.0f} s"
         pool = pools[entry.pool]
-        if not entry.worked:  # an instance that has worked is sound; the job's script may have failed
+        if not entry.worked:  # an instance that has worked is not defective; the job's script may have failed
             pool = _one_more_failure(pool, settings, f"had no agent for {settings.boot_timeout:.0f} s")
+        else:
+            pool = _short_life(pool, entry, seen.now, settings)
         pools[entry.pool] = pool
         known[instance.id] = replace(
             entry, leaving=f"it {text}", leaving_since=seen.now, replace=not pool.closed
@@ -299,6 +360,31 @@ def _one_more_failure(pool: PoolMemory, settings: ScalingSettings, what: str) ->
             "security group), then start the autoscaler again"
         )
     return replace(pool, failures=failures, closed=closed)
+
+
+def _short_life(pool: PoolMemory, entry: Known, now: float, settings: ScalingSettings) -> PoolMemory:
+    """Record that a node was lost; back off, and at last close the pool, if its nodes are lost soon.
+
+    Nodes that were there when another one was lost count with it: they are of one purchase. Spot
+    interruptions are counted by `interruptions_per_hour`.
+    """
+    if entry.became is None or entry.registered is None or entry.first_seen <= pool.short_seen:
+        return pool
+    if entry.registered - entry.became >= settings.useful:
+        return pool
+    lives = pool.short_lives + 1
+    pool = replace(pool, short_lives=lives, short_seen=now)
+    what = (
+        f"the nodes of {lives} purchases in a row were lost within {settings.useful / 60:.0f} minutes of work"
+    )
+    if lives > settings.max_short_lives and not pool.closed:
+        return replace(
+            pool, closed=f"{what}: look at the job's and a node's log, then start the autoscaler again"
+        )
+    if lives >= _SUSPECT:
+        wait = min(settings.back_off * 2 ** (lives - _SUSPECT), settings.max_back_off)
+        pool = replace(pool, trouble=what, until=max(pool.until, now + wait))
+    return pool
 
 
 def _trouble(memory: Memory, pool: Pool, seen: Observation, settings: ScalingSettings) -> Memory:

@@ -43,7 +43,7 @@ class Observation:
     other_slots: int = 0  # of nodes that do not belong to the provider
     other_nodes: int = 0
     runs: Mapping[str, str] = field(default_factory=dict)  # run id by job in the store; empty: not known
-    unsettled: frozenset[str] = frozenset()  # jobs whose size is changing, so that it is no evidence
+    unsettled: frozenset[str] = frozenset()  # jobs whose size is changing: their present size says nothing
     warnings: tuple[str, ...] = ()  # about jobs whose records cannot be used
 
 
@@ -56,12 +56,16 @@ class Known:
     first_seen: float
     hourly_price: float = 0.0
     registered: float | None = None  # last seen as a node
+    became: float | None = None  # first seen as a node
     absent: float | None = None  # since when its registration is missing
     leaving: str = ""  # why it is drained or released; empty: it stays
     leaving_since: float = 0.0
     deadline: float | None = None
     replace: bool = False
     at_risk: bool = False
+    early: bool = False  # its group launched it beyond the desired size, to replace a node at risk
+    exchange: str = ""  # the pool from which a cheaper node is ordered in its place; empty: none is
+    exchange_since: float = 0.0
     held: float = 0.0  # last heartbeat
     worked: bool = False  # has had replicas
     released: float | None = None  # when it was last released; the provider may list it for a while
@@ -73,6 +77,10 @@ class PoolMemory:
 
     failures: int = 0  # instances in a row that never became a node
     closed: str = ""  # why no instance is requested from it; empty: it is open
+    short_lives: int = 0  # purchases in a row whose nodes were lost soon
+    short_seen: float = 0.0  # when the last of them was lost
+    highest_price: float = 0.0  # that one of its instances has cost per hour within a day
+    highest_seen: float = 0.0
     troubles: int = 0  # requests in a row that it could not meet
     trouble: str = ""
     trouble_seen: float = 0.0
@@ -100,6 +108,7 @@ class Memory:
     cost: float = 0.0
     updated: float | None = None
     changed: float = 0.0
+    exchanged: float = 0.0  # when the last exchange of a node for a cheaper one began
     low_since: float | None = None  # since when utilisation is low, without the time in which sizes change
     low_began: float | None = None  # since when utilisation is low, that time included
     broke_until: float = 0.0  # the budget was exceeded: no purchase before this time
@@ -155,7 +164,16 @@ class LetGo:
     instance: str
 
 
-Action = Request | Drain | Release | Protect | Hold | LetGo
+@dataclass(frozen=True)
+class StopJob:
+    """Ask the coordinator to save the state of a job's run and to end it, as `adaptdl stop` does."""
+
+    job: str
+    run: str
+    reason: str
+
+
+Action = Request | Drain | Release | Protect | Hold | LetGo | StopJob
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adaptdl_elastic.autoscaler.providers.base import InstanceState
+from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState
 from adaptdl_elastic.autoscaler.scaling.economics import (
     Offer,
     ScalingSettings,
@@ -22,12 +22,14 @@ from adaptdl_elastic.autoscaler.scaling.economics import (
     deadline_of,
     going,
 )
-from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, released
+from adaptdl_elastic.autoscaler.scaling.exchange import begin_exchange, follow_exchange
+from adaptdl_elastic.autoscaler.scaling.job_budget import hourly_costs, jobs_to_stop, unknown_jobs
+from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, cost_of_loss
 from adaptdl_elastic.autoscaler.scaling.observed_history import (
     interruptions_per_hour,
+    released,
     remember,
     running_replicas,
-    shares,
 )
 from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Action,
@@ -55,21 +57,28 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     """Return the actions that follow from `seen`, and the memory for the next step."""
     elapsed = 0.0 if memory.updated is None else max(0.0, seen.now - memory.updated)
     memory = remember(memory, seen, settings)
+    stopped = jobs_to_stop(seen, memory, settings)
+    ending = {stop.job for stop in stopped}
+    seen = replace(seen, jobs=tuple(job for job in seen.jobs if job.name not in ending))
+    memory = follow_exchange(NodeMarket(seen, memory, settings))
     memory = _forsake(NodeMarket(seen, memory, settings))
     memory = _relieve(NodeMarket(seen, memory, settings))
     market = NodeMarket(seen, memory, settings)
     wanted, worth = market.wants()
     goal = market.target(worth)
     affordable = market.afford(goal)
-    if affordable.nodes < goal.nodes:  # what is bought costs more than was said: not again at once
+    if affordable.nodes < goal.nodes:  # the budget does not allow the goal: buy no node for `broke_for`
         goal = affordable
         market = replace(market, memory=replace(memory, broke_until=seen.now + settings.broke_for))
     memory, requests, warnings = _resize(market, goal)
+    if not requests:
+        memory, requests = begin_exchange(replace(market, memory=memory), wanted, goal)
     memory, leaving, overdue = _leave(replace(market, memory=memory))
-    actions = [*requests, *leaving, *_protect(seen, memory)]
+    actions = [*stopped, *requests, *leaving, *_protect(seen, memory)]
     late = _late(wanted, seen, settings)
     short = _short(market, worth)
     notes = [*seen.capacity.warnings, *seen.warnings, *short, *warnings, *overdue, *late, *_misjudged(seen)]
+    notes += unknown_jobs(seen, settings)
     return Step(
         replace(
             memory,
@@ -109,7 +118,7 @@ def _forsake(market: NodeMarket) -> Memory:
     """
     known = dict(market.memory.known)
     for pool in market.seen.capacity.pools:
-        spare = len(market.staying(pool)) - market.giving_back(pool) - pool.minimum
+        spare = market.supply(pool) - market.pending(pool) - pool.minimum
         for instance in market.staying(pool) if market.shut(pool) else ():
             entry = known[instance.id]
             fresh = instance.state is InstanceState.PENDING and market.too_wild(pool)
@@ -122,21 +131,43 @@ def _forsake(market: NodeMarket) -> Memory:
 
 
 def _relieve(market: NodeMarket) -> Memory:
-    """Mark instances at risk as leaving once their early replacement has become a node.
+    """Choose what leaves without lowering the desired size where a group has replaced nodes early.
 
-    They are released without lowering the desired size: the group has one instance too many.
+    The group has instances beyond its desired size. As many as these go and are not replaced: first those
+    that leave anyway, then nodes at risk, once enough others are nodes. Where no node is known to be at
+    risk, the recommendation may still come; those whose loss costs least go `shrink_after` seconds after a
+    replacement has become a node.
     """
     known, seen = dict(market.memory.known), market.seen
     for pool in seen.capacity.pools:
-        staying = [i for i in market.staying(pool) if not known[i.id].leaving]
-        risky = [i for i in staying if known[i.id].at_risk and i.state is InstanceState.RUNNING]
-        sound = sum(not known[i.id].at_risk and i.id in seen.nodes for i in staying)
-        spare = len(staying) - market.desired(pool) if pool.replaces_at_risk else 0
-        for instance in risky[: max(0, min(spare, sound + len(risky) - market.desired(pool)))]:
+        beyond, staying = market.early(pool), market.staying(pool)
+        leaving = [i for i in staying if known[i.id].leaving]
+        going_anyway = sum(known[i.id].replace for i in leaving)
+        given_back = [i for i in leaving if not known[i.id].replace]
+        for instance in given_back[: max(0, beyond - going_anyway)]:
+            known[instance.id] = replace(known[instance.id], replace=True)
+        rest = [i for i in staying if not known[i.id].leaving]
+        ready = [i for i in rest if i.id in seen.nodes or (known[i.id].at_risk and _runs(i))]
+        spare = min(beyond - len(leaving), len(ready) - market.desired(pool))
+        loose = [i for i in ready if known[i.id].at_risk and _runs(i)]
+        if any(_settled_early(known[i.id], market) for i in rest):
+            loose = sorted(ready, key=lambda i: cost_of_loss(i, known[i.id], seen))
+        for instance in loose[: max(0, spare)]:
             known[instance.id] = replace(
                 known[instance.id], leaving="its replacement has come", leaving_since=seen.now, replace=True
             )
     return replace(market.memory, known=known)
+
+
+def _runs(instance: Instance) -> bool:
+    return instance.state is InstanceState.RUNNING
+
+
+def _settled_early(entry: Known, market: NodeMarket) -> bool:
+    """Return whether an early replacement has been a node for `shrink_after`."""
+    if not entry.early or entry.became is None:
+        return False
+    return market.seen.now - entry.became >= market.settings.shrink_after
 
 
 def _resize(market: NodeMarket, goal: Target) -> tuple[Memory, list[Action], list[str]]:
@@ -203,12 +234,12 @@ def _why_not(
     bought: dict[str, int],
     broke: bool,
 ) -> str:
-    """Return why no more could be bought."""
+    """Return why no more nodes could be bought."""
     limit = f"--max-hourly-cost {settings.max_hourly_cost:g}"
     if broke:
         return f"{limit} was exceeded just now"
     if sum(buy(offers, slots, nodes, math.inf).values()) > sum(bought.values()):
-        cheapest = min(offer.hourly_price for offer in offers)
+        cheapest = min(offer.limit_price for offer in offers)
         if cheapest > settings.max_hourly_cost:
             return f"{limit} is less than one node costs ({cheapest:g})"
         return f"{limit} is reached"
@@ -374,13 +405,10 @@ def _misjudged(seen: Observation) -> list[str]:
 
 def _forecasts(seen: Observation, wanted: Sequence[Want], slot_price: float) -> dict[str, Forecast]:
     """Return for every job its cost per hour now, and its cost until its end at its future size."""
-    hourly: dict[str, float] = {job.name: 0.0 for job in seen.jobs}
-    for instance in seen.capacity.instances:
-        for job, share in shares(seen.nodes.get(instance.id)).items():
-            hourly[job] = hourly.get(job, 0.0) + share * instance.hourly_price
     running, found = running_replicas(seen), {want.job: want for want in wanted}
     return {
-        job: _forecast(cost, running.get(job, 0), found.get(job), slot_price) for job, cost in hourly.items()
+        job: _forecast(cost, running.get(job, 0), found.get(job), slot_price)
+        for job, cost in hourly_costs(seen).items()
     }
 
 

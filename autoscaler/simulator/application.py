@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,10 @@ class Application:
     batch_sizes: Array  # (B,), ascending
     progress: Array  # (B, E)
     grads: Array  # (B, E, 2): |G|², tr Σ
+    # (S, 3): the part of `points` that is from scalability.csv
+    scaling_points: Array = field(default_factory=lambda: np.zeros((0, 3)))
+    # by node type, the same application with step times and batch sizes of that type
+    types: dict[str, Application] = field(default_factory=dict)
     ends: Array = field(init=False)  # (epochs,): progress at the end of each epoch
     _interpolator: Any = field(init=False, default=None, repr=False)
     _throughputs: dict[tuple[tuple[int, ...], int], tuple[float, float]] = field(
@@ -58,6 +62,25 @@ class Application:
 
     def __post_init__(self) -> None:
         self.ends = self.progress.min(axis=0)[: self.epochs]
+
+    def on(self, node_type: str) -> Application:
+        """Return the application on nodes of a type, or of several, whose names a plus sign joins.
+
+        Replicas of one job work in step. So on nodes of several types every step takes as long as on the
+        slowest of them. A type without measurements of its own is as fast as that of this object.
+        """
+        if node_type not in self.types and "+" in node_type:
+            several = [self.on(name) for name in node_type.split("+")]
+            self.types[node_type] = max(several, key=lambda app: float(np.median(app.times[:, 0])))
+        return self.types.get(node_type, self)
+
+    def slowed(self, speed: float) -> Application:
+        """Return the application on nodes with `speed` times the speed of this object's."""
+        slower = {
+            parts: (sizes, step / speed, sync / speed)
+            for parts, (sizes, step, sync) in self.placements.items()
+        }
+        return replace(self, placements=slower, times=self.times / speed, types={})
 
     @property
     def total_progress(self) -> float:
@@ -120,18 +143,22 @@ def _nowhere(_: tuple[float, ...]) -> tuple[float, float]:
     return np.nan, np.nan
 
 
-def read_application(folder: Path) -> Application:
+def read_application(folder: Path, node_type: str = "") -> Application:
     """Read the application measured in `folder`.
+
+    Args:
+        folder: The folder with the traces.
+        node_type: Read the step times in `placements-<node_type>.csv` and `scalability-<node_type>.csv`.
 
     Raises:
         WorkloadError: If the traces are missing or wrong; the message names the file.
     """
     if not folder.is_dir():
         raise WorkloadError(f"no application {folder.name!r} in {folder.parent}: it needs a folder of traces")
-    placements = _read(folder / "placements.csv", ("placement", "local_bsz", "step_time", "sync_time"))
-    scaling = _read(
-        folder / "scalability.csv", ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
-    )
+    suffix = f"-{node_type}.csv" if node_type else ".csv"
+    times = "step_time", "sync_time"
+    placements = _read(folder / f"placements{suffix}", ("placement", "local_bsz", *times))
+    scaling = _read(folder / f"scalability{suffix}", ("num_nodes", "num_replicas", "local_bsz", *times))
     files = {_batch_size(file): file for file in sorted(folder.glob("validation-*.csv"))}
     if not files:
         raise WorkloadError(f"{folder}: needs at least one validation-<batch>.csv")
@@ -157,6 +184,7 @@ def read_application(folder: Path) -> Application:
         placements=by_placement,
         points=np.concatenate([triples[:, :3], scaling[:, :3]]),
         times=np.concatenate([triples[:, 3:], scaling[:, 3:]]),
+        scaling_points=scaling[:, :3],
         batch_sizes=np.array(sizes, dtype=float),
         progress=stacked[:, :, 0],
         grads=stacked[:, :, 1:],

@@ -16,7 +16,7 @@ from adaptdl_elastic.autoscaler.policy.policy_types import (
     PolicySettings,
 )
 from adaptdl_elastic.autoscaler.simulator.application import Application
-from adaptdl_elastic.autoscaler.simulator.reported import Reports
+from adaptdl_elastic.autoscaler.simulator.reported import Reports, TrueModels
 from adaptdl_elastic.autoscaler.simulator.simulated_job import SimJob
 from adaptdl_elastic.autoscaler.simulator.workload import Submission, WorkloadError
 
@@ -52,6 +52,21 @@ class FixedCluster:
 
 
 @dataclass(frozen=True)
+class GivenCluster:
+    """A cluster of given nodes, which never change."""
+
+    given: Sequence[NodeInfo]
+
+    def nodes(self, now: float) -> Sequence[NodeInfo]:
+        """Return the same nodes at any time."""
+        return self.given
+
+    def next_change(self, now: float) -> float | None:
+        """Return None: the nodes never change."""
+        return None
+
+
+@dataclass(frozen=True)
 class SimulationOptions:
     """Options of a simulation."""
 
@@ -65,6 +80,7 @@ class SimulationOptions:
     # by job, the factor of error of its declared length; None: exact
     declared: Mapping[str, float] | None = None
     undeclared: bool = False  # jobs do not declare how much work is left
+    clairvoyant: bool = False  # the policy knows every step time on every type from the start
     max_time: float = 30 * 86400.0
 
 
@@ -117,9 +133,11 @@ class Simulation:
         self._waiting = sorted(self.jobs, key=lambda job: job.submission.time)  # not submitted yet
         self._active: list[SimJob] = []  # in the workload's order
         self._order = {job.name: i for i, job in enumerate(self.jobs)}
-        self._reports = Reports(self.jobs, options.shared_curves, self._remaining)
-        self._at_end: dict[str, float] = {}  # since when nothing is left of what a job has declared
-        self._seen: set[tuple[str, int]] = set()  # (job, replicas) already measured
+        reports = TrueModels if options.clairvoyant else Reports
+        self._reports = reports(self.jobs, options.shared_curves, self._remaining)
+        self._at_end: dict[str, float] = {}  # job → when it reached its declared end
+        self._seen: set[tuple[str, str, int]] = set()  # (job, node type, replicas) already measured
+        self._types: tuple[str, ...] = ("",)  # types of the present nodes
 
     def _job(self, submission: Submission, app: Application) -> SimJob:
         fixed = submission.batch_size if self.options.tuned else app.fixed_batch_size
@@ -169,7 +187,7 @@ class Simulation:
         """Return whether a job has just measured a number of replicas for the first time."""
         if not job.parts or job.ran_since < self.options.report_delay:
             return False
-        key = job.name, job.replicas
+        key = job.name, job.node_type, job.replicas
         new = key not in self._seen
         self._seen.add(key)
         return new
@@ -186,7 +204,7 @@ class Simulation:
                 if not job.parts:
                     continue
                 stops.append(self.now + max(job.next_stop(tick - self.now), self.options.min_gap))
-                if (job.name, job.replicas) not in self._seen:
+                if (job.name, job.node_type, job.replicas) not in self._seen:
                     wait = job.pause_left + max(self.options.report_delay - job.ran_since, 0.0)
                     stops.append(self.now + max(wait, self.options.min_gap))
         return min(stop for stop in stops if stop > self.now)
@@ -197,6 +215,8 @@ class Simulation:
         if not active:
             self.outcome.samples.append(Sample(self.now, sum(node.slots for node in nodes), {}, 0))
             return
+        types = {node.name: node.node_type for node in nodes}
+        self._types = tuple(sorted(set(types.values())))
         current = {job.name: job.allocation for job in active}
         infos = [self.info(job) for job in active]
         started = time.process_time()
@@ -206,7 +226,8 @@ class Simulation:
         for job in active:
             allocation = decided.allocations.get(job.name, {})
             if dict(allocation) != dict(job.allocation):
-                job.allocate(allocation, self.options.pause)
+                there = {types[node] for node in allocation if node in types}
+                job.allocate(allocation, self.options.pause, "+".join(sorted(there)))
         slots = sum(node.slots for node in nodes)
         running = {job.name: job.replicas for job in active if job.parts}
         self.outcome.samples.append(Sample(self.now, slots, running, len(active) - len(running)))
@@ -216,7 +237,7 @@ class Simulation:
     def info(self, job: SimJob) -> JobInfo:
         """Return what a coordinator would know about a job."""
         app, options = job.app, self.options
-        known, remaining = self._reports.known(job, self.now), self._remaining(job)
+        known, remaining = self._reports.known(job, self.now, self._types), self._remaining(job)
         if remaining == 0:
             self._at_end.setdefault(job.name, self.now)
         return JobInfo(
@@ -233,6 +254,8 @@ class Simulation:
             outlived=outlived(self._at_end.get(job.name), self.now),
             kind_totals=known.totals,
             model=known.model,
+            models=known.models,
+            speeds=known.speeds,
         )
 
     def _remaining(self, job: SimJob) -> float | None:

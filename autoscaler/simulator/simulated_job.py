@@ -67,7 +67,8 @@ class SimJob:
         self.name = submission.name
         self.app = app
         self.fixed_batch_size = fixed_batch_size
-        self.profile = Profile()
+        self.profiles: dict[str, Profile] = {}  # by node type
+        self.node_type = ""  # type of the present nodes; the names of several types are joined by a plus sign
         self.grad_params: GradParams | None = None
         self.allocation: Allocation = NOTHING
         self.parts: tuple[int, ...] = ()
@@ -84,7 +85,7 @@ class SimJob:
         self.gpu_seconds = 0.0
         self.ran_since = 0.0  # seconds of training since the allocation changed
         self.longest_wait = 0.0
-        self._configuration: tuple[tuple[int, ...], int, int, int] | None = None
+        self._configuration: tuple[str, tuple[int, ...], int, int, int] | None = None
         self._rate = 0.0
 
     @property
@@ -92,14 +93,40 @@ class SimJob:
         """Number of replicas."""
         return sum(self.parts)
 
+    @property
+    def profile(self) -> Profile:
+        """The measurements on the present type of node."""
+        return self.profiles.setdefault(self.node_type, Profile())
+
+    @property
+    def measured(self) -> Profile:
+        """The measurements on the present type of node, else those on the type that it has run on most."""
+        here = self.profiles.get(self.node_type)
+        if here is not None and here.times:
+            return here
+        return max(self.profiles.values(), key=lambda profile: len(profile.times), default=self.profile)
+
+    @property
+    def speed(self) -> Application:
+        """The application's step times and batch sizes on the present type of node."""
+        return self.app.on(self.node_type)
+
     def goodput_function(self) -> GoodputFunction | None:
         """Return the goodput function fitted to the job's own measurements; None before the first one."""
-        if self.grad_params is None or self.profile.theta is None:
+        theta = self.measured.theta
+        if self.grad_params is None or theta is None:
             return None
-        return GoodputFunction(self.profile.theta, self.grad_params, self.app.init_batch_size)
+        return GoodputFunction(theta, self.grad_params, self.app.init_batch_size)
 
-    def allocate(self, allocation: Allocation, pause: float) -> None:
-        """Change the allocation now, at a cost of `pause` seconds; ranks follow the order of `allocation`."""
+    def allocate(self, allocation: Allocation, pause: float, node_type: str = "") -> None:
+        """Change the allocation now.
+
+        Args:
+            allocation: The replicas by node; ranks follow its order.
+            pause: Seconds that the change costs.
+            node_type: The type of its nodes.
+        """
+        self.node_type = node_type
         if self.waiting_since is not None and allocation:
             self.longest_wait = max(self.longest_wait, self.now - self.waiting_since)
         self.waiting_since = None if allocation else (self.waiting_since or self.now)
@@ -115,7 +142,7 @@ class SimJob:
             self.atomic_bsz = 0
 
     def _choose_batch(self) -> None:
-        app, replicas = self.app, self.replicas
+        app, replicas = self.speed, self.replicas
         function = self.goodput_function() if self.fixed_batch_size is None else None
         if function is not None:
             bounds = app.min_local_bsz, app.max_local_bsz
@@ -135,8 +162,8 @@ class SimJob:
 
     def rate(self) -> float:
         """Return the true progress per second, and record the job's measurements in this configuration."""
-        app, replicas = self.app, self.replicas
-        configuration = self.parts, self.atomic_bsz, self.accumulation_steps, self.epoch
+        app, replicas = self.speed, self.replicas
+        configuration = self.node_type, self.parts, self.atomic_bsz, self.accumulation_steps, self.epoch
         if configuration == self._configuration:
             return self._rate
         batch_size = replicas * self.atomic_bsz * (self.accumulation_steps + 1)

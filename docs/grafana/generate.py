@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-JOB = '{job=~"$job"}'
+JOB = '{job_name=~"$job_name"}'
 # (title, unit, [(expression, legend)], width of 24)
 ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]], int]]]] = [
     (
@@ -31,47 +31,110 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]], int]]]] = [
                 8,
             ),
             ("Cost an hour", "currencyUSD", [("adaptdl_hourly_cost", "now")], 8),
+            ("Cost so far", "currencyUSD", [("adaptdl_cost_total", "all nodes")], 8),
+            ("Which coordinator decides", "short", [("adaptdl_leader", "{{instance}}")], 8),
+        ],
+    ),
+    (
+        "Nodes",
+        [
+            (
+                "Slots used, of each node's",
+                "percentunit",
+                [("adaptdl_node_slots_used / adaptdl_node_slots", "{{node}}")],
+                8,
+            ),
+            ("Processors", "percentunit", [("adaptdl_node_cpu_utilization_ratio", "{{node}}")], 8),
+            (
+                "Memory",
+                "percentunit",
+                [("adaptdl_node_memory_used_bytes / adaptdl_node_memory_size_bytes", "{{node}}")],
+                8,
+            ),
+            ("GPUs", "percentunit", [("adaptdl_node_gpu_utilization_ratio", "{{node}} {{gpu}}")], 8),
+            (
+                "Memory of GPUs",
+                "percentunit",
+                [
+                    (
+                        "adaptdl_node_gpu_memory_used_bytes / adaptdl_node_gpu_memory_size_bytes",
+                        "{{node}} {{gpu}}",
+                    )
+                ],
+                8,
+            ),
+            (
+                "Coordinator: processors",
+                "short",
+                [("rate(process_cpu_seconds_total[1m])", "{{instance}}")],
+                8,
+            ),
         ],
     ),
     (
         "Jobs",
         [
-            ("Replicas", "short", [(f"adaptdl_job_replicas{JOB}", "{{job}}")], 12),
-            ("Batch size", "short", [(f"adaptdl_job_batch_size{JOB}", "{{job}}")], 12),
+            ("Replicas", "short", [(f"adaptdl_job_replicas{JOB}", "{{job_name}}")], 12),
+            ("Batch size", "short", [(f"adaptdl_job_batch_size_samples{JOB}", "{{job_name}}")], 12),
             (
                 "Goodput, samples per second",
                 "short",
                 [
-                    (f"adaptdl_job_goodput{JOB}", "{{job}}"),
-                    (f"adaptdl_job_goodput_predicted{JOB}", "{{job}} predicted"),
+                    (f"adaptdl_job_goodput_samples_per_second{JOB}", "{{job_name}}"),
+                    (f"adaptdl_job_goodput_predicted_samples_per_second{JOB}", "{{job_name}} predicted"),
                 ],
                 12,
             ),
-            ("Prediction error", "percentunit", [(f"adaptdl_job_prediction_error{JOB}", "{{job}}")], 12),
-            ("Statistical efficiency", "percentunit", [(f"adaptdl_job_efficiency{JOB}", "{{job}}")], 8),
-            ("Gain", "short", [(f"adaptdl_job_gain{JOB}", "{{job}}")], 8),
-            ("Learning rate factor", "short", [(f"adaptdl_job_lr_factor{JOB}", "{{job}}")], 8),
-            ("Throughput, samples per second", "short", [(f"adaptdl_job_throughput{JOB}", "{{job}}")], 8),
-            ("Progress", "percentunit", [(f"adaptdl_job_progress{JOB}", "{{job}}")], 8),
-            ("Pause of the last change", "s", [(f"adaptdl_job_last_pause_seconds{JOB}", "{{job}}")], 8),
-            ("Restarts used", "short", [(f"adaptdl_job_restarts_used{JOB}", "{{job}}")], 8),
+            (
+                "Prediction error",
+                "percentunit",
+                [(f"adaptdl_job_prediction_error_ratio{JOB}", "{{job_name}}")],
+                12,
+            ),
+            (
+                "Statistical efficiency",
+                "percentunit",
+                [(f"adaptdl_job_efficiency_ratio{JOB}", "{{job_name}}")],
+                8,
+            ),
+            ("Gain", "short", [(f"adaptdl_job_gain{JOB}", "{{job_name}}")], 8),
+            ("Learning rate factor", "short", [(f"adaptdl_job_lr_factor{JOB}", "{{job_name}}")], 8),
+            (
+                "Throughput, samples per second",
+                "short",
+                [(f"adaptdl_job_throughput_samples_per_second{JOB}", "{{job_name}}")],
+                8,
+            ),
+            ("Progress", "percentunit", [(f"adaptdl_job_progress_ratio{JOB}", "{{job_name}}")], 8),
+            ("Pause of the last change", "s", [(f"adaptdl_job_last_pause_seconds{JOB}", "{{job_name}}")], 8),
+            (
+                "Restarts that failures have cost, of those allowed",
+                "short",
+                [
+                    (f"adaptdl_job_restarts_used{JOB}", "{{job_name}}"),
+                    (f"adaptdl_job_restarts_allowed{JOB}", "{{job_name}} allowed"),
+                ],
+                8,
+            ),
+            ("Steps a second", "short", [(f"rate(adaptdl_job_steps_total{JOB}[1m])", "{{job_name}}")], 8),
+            ("Reported by the script", "short", [(f"adaptdl_job_reported{JOB}", "{{job_name}} {{name}}")], 8),
             (
                 "Cost",
                 "currencyUSD",
                 [
-                    (f"adaptdl_job_cost_total{JOB}", "{{job}} so far"),
-                    (f"adaptdl_job_cost_forecast{JOB}", "{{job}} at its end"),
+                    (f"adaptdl_job_cost_total{JOB}", "{{job_name}} so far"),
+                    (f"adaptdl_job_cost_forecast{JOB}", "{{job_name}} at its end"),
                 ],
                 8,
             ),
             (
                 "Replicas that the others wait for: their time per step over the others'",
                 "short",
-                [(f"adaptdl_job_straggler{JOB}", "{{job}} rank {{rank}} on {{host}}: {{part}}")],
+                [(f"adaptdl_job_straggler_ratio{JOB}", "{{job_name}} rank {{rank}} on {{host}}: {{part}}")],
                 8,
             ),
-            ("Generation", "short", [(f"adaptdl_job_generation{JOB}", "{{job}}")], 8),
-            ("Nodes of the job", "short", [(f"adaptdl_job_nodes{JOB}", "{{job}}")], 8),
+            ("Generation", "short", [(f"adaptdl_job_generation{JOB}", "{{job_name}}")], 8),
+            ("Nodes of the job", "short", [(f"adaptdl_job_nodes{JOB}", "{{job_name}}")], 8),
         ],
     ),
 ]
@@ -101,10 +164,10 @@ def dashboard() -> dict[str, Any]:
             "list": [
                 {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
                 {
-                    "name": "job",
+                    "name": "job_name",
                     "type": "query",
                     "datasource": {"type": "prometheus", "uid": "${datasource}"},
-                    "query": "label_values(adaptdl_job_replicas, job)",
+                    "query": "label_values(adaptdl_job_replicas, job_name)",
                     "refresh": 2,
                     "multi": True,
                     "includeAll": True,

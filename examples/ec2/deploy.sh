@@ -23,14 +23,27 @@ digest=$(sha256sum "$archive" | cut -c1-16)
 key="adaptdl/$stack/$digest.tar.gz"
 aws s3 cp --only-show-errors "$archive" "s3://$bucket/$key"
 
-# The head keeps the image that it was made from: today's is asked for when there is no stack yet.
+# The head keeps the image and the package that it was made from: they are chosen when there is no stack yet.
 chosen=("$@")
 awaited="stack-update-complete"
 if ! aws cloudformation describe-stacks --stack-name "$stack" >/dev/null 2>&1; then
   awaited="stack-create-complete"
   case " $* " in
     *" HeadImage="*) ;;
-    *) chosen+=("HeadImage=$(aws ssm get-parameter --name "$image" --query Parameter.Value --output text)") ;;
+    *)
+      chosen+=("HeadImage=$(aws ssm get-parameter --name "$image" --query Parameter.Value --output text)")
+      ;;
+  esac
+  case " $* " in
+    *" Package="*) ;;
+    *)
+      package=$(mktemp --suffix=.tar.gz)
+      trap 'rm -f "$archive" "$package"' EXIT
+      adaptdl cloud pack "$package"
+      key_of_package="adaptdl/$stack/package-$(sha256sum "$package" | cut -d' ' -f1).tar.gz"
+      aws s3 cp --only-show-errors "$package" "s3://$bucket/$key_of_package"
+      chosen+=("Package=s3://$bucket/$key_of_package")
+      ;;
   esac
 fi
 
@@ -39,6 +52,7 @@ said=$(aws cloudformation deploy \
   --template-file "$here/template.yaml" \
   --capabilities CAPABILITY_IAM \
   --no-execute-changeset --no-fail-on-empty-changeset \
+  --tags "adaptdl-elastic:stack=$stack" \
   --parameter-overrides \
   "Code=s3://$bucket/$key" "CodeBucket=$bucket" "Vpc=$vpc" "HeadSubnet=$head_subnet" "Subnets=$subnets" \
   ${chosen[@]+"${chosen[@]}"})

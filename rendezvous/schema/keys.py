@@ -19,9 +19,11 @@ coordinator/leader                      LeaderRecord, leased: the coordinator th
 coordinator/standby/<id>                LeaderRecord, leased: a coordinator that may lead next
 secret                                  random; agents derive the secrets of runs from it
 archiving/<job>                         leased: an agent moves the checkpoints of a finished run aside
+usage/<node>                            NodeUsage, leased: written every few seconds by an agent of the node
 drains/<node>                           DrainRequest: take this node's replicas away; deleted by its writer
 autoscaler/leader                       LeaderRecord, leased: the autoscaler that buys and releases nodes
 autoscaler/owner                        random id of the cluster, for tags of cloud resources
+autoscaler/settings                     AutoscalerSettings, written by `adaptdl autoscale --set`
 autoscaler/status                       AutoscalerStatus, written by that autoscaler
 torchrun/<id>/nodes/<agent>             membership.Member, leased: an agent of plain torchrun
 torchrun/<id>/{round,closed}            MembershipRound and Closed, written by any of these agents
@@ -29,6 +31,9 @@ torchrun/<id>/rounds/<n>/master         MasterRecord, leased
 services/<node>                         ServiceRecord, leased: the node's service
 submissions/<job>                       Signed Submission, written by `adaptdl submit`
 cancellations/<job>                     Signed Cancellation, written by `adaptdl cancel`
+resumptions/<job>                       Signed Resumption, written by `adaptdl resume`
+outcomes/<job>/status                   JobStatus of a submitted job that ended and was forgotten
+notified/<job>                          the node that has taken over to send the notices of `--notify`
 events/<millis>-<suffix>                bounded log of what coordinator and autoscaler did
 """
 
@@ -37,7 +42,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+"""Regular expression of the names of clusters, nodes and jobs."""
+
+_NAME = re.compile(NAME_PATTERN)
 
 
 def check_name(kind: str, name: str) -> str:
@@ -139,6 +147,15 @@ class Keys:
         return f"{self.drains}{check_name('node', node)}"
 
     @property
+    def usage(self) -> str:
+        """The prefix of what agents report of their nodes' load."""
+        return f"{self.root}usage/"
+
+    def usage_of(self, node: str) -> str:
+        """Return the key of what is reported of one node's load."""
+        return f"{self.usage}{check_name('node', node)}"
+
+    @property
     def autoscaler_leader(self) -> str:
         """The key held by the autoscaler that buys and releases nodes."""
         return f"{self.root}autoscaler/leader"
@@ -147,6 +164,11 @@ class Keys:
     def autoscaler_owner(self) -> str:
         """The key of the cluster's random, permanent id, with which its auto-scaling groups are tagged."""
         return f"{self.root}autoscaler/owner"
+
+    @property
+    def autoscaler_settings(self) -> str:
+        """The key of what `adaptdl autoscale --set` has changed."""
+        return f"{self.root}autoscaler/settings"
 
     @property
     def autoscaler_status(self) -> str:
@@ -184,3 +206,25 @@ class Keys:
     def cancellation(self, job: str) -> str:
         """Return the key of the cancellation of one job."""
         return f"{self.cancellations}{check_name('job', job)}"
+
+    @property
+    def resumptions(self) -> str:
+        """The prefix of all resumptions."""
+        return f"{self.root}resumptions/"
+
+    def resumption(self, job: str) -> str:
+        """Return the key of the resumption of one job."""
+        return f"{self.resumptions}{check_name('job', job)}"
+
+    @property
+    def outcomes(self) -> str:
+        """The prefix of how submitted jobs ended whose other records are deleted."""
+        return f"{self.root}outcomes/"
+
+    def outcome(self, job: str, *parts: str) -> str:
+        """Return a key of how one job ended: `outcome("mnist", "status")`; without parts the prefix."""
+        return f"{self.outcomes}{check_name('job', job)}/" + "/".join(parts)
+
+    def notified(self, job: str) -> str:
+        """Return the key of the node that sends the notices of one job's end."""
+        return f"{self.root}notified/{check_name('job', job)}"

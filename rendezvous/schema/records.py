@@ -110,6 +110,7 @@ class NodeRecord:
     version: str = ""  # of adaptdl-elastic; agents and coordinators of different versions refuse each other
     pid: int = 0
     gpus: int = 0
+    node_type: str = ""  # nodes of one type are equally fast: the GPU model, or --node-type; "": not known
     instance: str | None = None  # EC2 instance id
     instance_type: str | None = None
     zone: str | None = None
@@ -118,6 +119,30 @@ class NodeRecord:
     deadline: float | None = None  # when a draining node will be gone, in seconds since the epoch
     at_risk: bool = False  # the cloud recommends leaving this node: plans put no new replicas here
     joined: float = 0.0
+
+
+_Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class GpuUsage:
+    """The load of one GPU."""
+
+    utilization: Annotated[float, Field(ge=0, le=1)]  # fraction of the time in which a kernel ran
+    memory_used: _Bytes
+    memory: _Bytes
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class NodeUsage:
+    """The load of a node, by all of its processes. It is shown to users; no decision reads it."""
+
+    node: str
+    cpu: Annotated[float, Field(ge=0, le=1)]  # fraction of all cores that was busy since the last report
+    memory_used: _Bytes
+    memory: _Bytes
+    gpus: Annotated[tuple[GpuUsage, ...], Field(max_length=MOST_SLOTS)] = ()
+    time: float = 0.0
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -240,6 +265,7 @@ class Plan:
     base: int = -1  # of a change in place: the generation that runs until this one begins
     first: int = 0  # first generation of this run; ADAPTDL_NUM_RESTARTS is generation - first
     restarts: int = 0  # restarts counted against the budget, including the one for this generation
+    failed: int = -1  # generation whose failure was counted last and may yet prove to be a node's loss
     failed_step: int = 0  # step of the newest checkpoint when a restart was last counted
     failed_as: str = ""  # kind of the failure that led to a restart; "" again after the first step
     predicted_goodput: float | None = None  # examples/s that the goodput model predicts for this allocation
@@ -453,6 +479,17 @@ class AutoscalerStatus:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class AutoscalerSettings:
+    """Settings that hold instead of those on the autoscaler's command line.
+
+    Attributes:
+        values: name of the setting, for settings by job with `/JOB` or `/*`, and its value.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class LeaderRecord:
     """A coordinator or autoscaler that leads or stands by."""
 
@@ -462,6 +499,7 @@ class LeaderRecord:
     version: str = ""
     # settings that it decides by, for `adaptdl explain`
     settings: dict[str, Any] = field(default_factory=dict)
+    metrics: str = ""  # HOST:PORT of its metrics; "": it serves none
 
 
 @cache

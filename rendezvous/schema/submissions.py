@@ -12,10 +12,17 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from adaptdl_elastic.rendezvous.schema.keys import NAME_PATTERN
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
 
 _CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
 
+PERSON_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
+"""Regular expression of the names of people."""
+
+# names become parts of keys, of paths and of command lines, and are shown in terminals
+_Name = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
+_Person = Annotated[str, Field(pattern=f"^{PERSON_PATTERN}$")]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Replicas = Annotated[int, Field(ge=1, le=64 * MOST_SLOTS)]
 
@@ -27,10 +34,10 @@ MOST_PRIORITY = 1000
 class ServiceRecord:
     """The registration of one node's service."""
 
-    node: str
+    node: _Name
     host: str  # address at which the service listens
-    port: int
-    slots: int  # how many replicas fit
+    port: Annotated[int, Field(ge=0, le=65535)]
+    slots: Annotated[int, Field(ge=0, le=MOST_SLOTS)]  # how many replicas fit
     gpus: int = 0
     gpu_model: str = ""
     cores: int = 0
@@ -49,27 +56,41 @@ class Submission:
     from each other.
     """
 
-    job: str
-    owner: str
+    job: _Name
+    owner: _Person
     mode: Literal["script", "module", "exec"]
     command: tuple[str, ...]
     bundle: _Digest  # of the working directory's archive
-    environment: _Digest | None = None  # of the archive of variables
+    environment: _Digest | None = None  # of the archive of variables and notices
     min_replicas: _Replicas = 1
     max_replicas: _Replicas = 1
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
-    after: tuple[str, ...] = ()  # jobs that have to be done first
+    after: tuple[_Name, ...] = ()  # jobs that have to be done first
     max_restarts: int = 3
     checkpoint_path: str = ""  # "": a directory of each node
     created: float = 0.0
+    notify: bool = False  # the archive names what is run or sent when the job is over
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Cancellation:
     """The wish of a person that a submitted job ends, or does not begin."""
 
-    job: str
-    person: str
+    job: _Name
+    person: _Person
+    created: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Resumption:
+    """The wish of a person that a submitted job that was stopped goes on.
+
+    It is for one stopped run only: when the job is stopped again, the record has no effect any more.
+    """
+
+    job: _Name
+    person: _Person
+    run: str  # JobSpec.run of the run that was stopped
     created: float = 0.0
 
 

@@ -6,7 +6,8 @@ the slots among the jobs that have begun.
 
 A job begins when the slots of the cluster are enough for its least number of replicas beside those of the
 jobs before it. Jobs that have begun come first, then higher priorities, then earlier submissions. A job that
-has begun is never displaced.
+has begun is never displaced. Later jobs that need fewer slots begin beside a job that waits for slots, if
+they were submitted within `OVERTAKING_SECONDS` after it. For jobs submitted later, its slots are kept.
 """
 
 from __future__ import annotations
@@ -18,14 +19,32 @@ from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.text import pluralize
 
+OVERTAKING_SECONDS = 900.0
+"""A job that waits for slots is overtaken by jobs that are submitted within so many seconds after it.
+
+Without a bound, a job that needs many slots never begins as long as small jobs are submitted.
+"""
+
 
 @dataclass(frozen=True)
 class JobState:
-    """What is known of a job's run: agents, and the coordinator's word."""
+    """What is known of a job's run.
+
+    Attributes:
+        agents: How many agents it has.
+        state: What the coordinator says; None: nothing yet.
+        reason: Why, in the coordinator's words.
+        run: Which run that is; "": none yet.
+        resumed: Whether the run was stopped and the job is to go on in another run.
+        forgotten: Whether the run's records are deleted, except for how it ended.
+    """
 
     agents: int = 0
     state: records.JobState | None = None
     reason: str = ""
+    run: str = ""
+    resumed: bool = False
+    forgotten: bool = False
 
     @property
     def ended(self) -> bool:
@@ -46,6 +65,12 @@ class Request:
         """Whether no agent is to be started for it any more."""
         return self.run.ended or self.cancelled_by is not None
 
+    @property
+    def lacks_status(self) -> bool:
+        """Whether its state is shown from the submission, because no status of a coordinator says it."""
+        cancelled = self.cancelled_by is not None and not self.run.agents
+        return self.run.state is None or self.run.forgotten or cancelled
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -65,13 +90,15 @@ def admit(requests: Iterable[Request], slots: int) -> dict[str, Verdict]:
     every = {one.submission.job: one for one in requests}
     waiting = sorted((one for one in every.values() if not one.over), key=_order)
     verdicts: dict[str, Verdict] = {}
-    taken = 0
+    taken, held_up = 0, list[Submission]()
     for one in waiting:
-        least = one.submission.min_replicas
+        least, created = one.submission.min_replicas, one.submission.created
         begun = one.run.agents > 0
         hindrance = "" if begun else _hindrance(one.submission, every)
-        if not hindrance and not begun and taken + least > slots:
-            hindrance = _full(least, taken, slots)
+        kept = sum(job.min_replicas for job in held_up if created - job.created > OVERTAKING_SECONDS)
+        if not hindrance and not begun and taken + kept + least > slots:
+            hindrance = _full(least, taken + kept, slots)
+            held_up += [one.submission] if least <= slots else []
         if hindrance:
             verdicts[one.submission.job] = Verdict(False, hindrance)
         else:

@@ -39,6 +39,7 @@ class ClusterContext:
         port_range: Ports that services and jobs may listen on, LOW:HIGH; "": any.
         slots: How many replicas fit on a node; 0: one for each GPU, or one.
         ssh_config: Configuration file for `ssh -F`; "": the user's own.
+        store_user: Name by which etcd knows the user.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ClusterContext:
     port_range: str = ""
     slots: int = 0
     ssh_config: str = ""
+    store_user: str = "adaptdl"
 
     @property
     def directory(self) -> Path:
@@ -76,7 +78,7 @@ class ClusterContext:
             "ADAPTDL_ETCD_CA": str(self.ca),
             "ADAPTDL_ETCD_CERT": str(self.directory / "client.pem"),
             "ADAPTDL_ETCD_KEY": str(self.directory / "client-key.pem"),
-            "ADAPTDL_ETCD_USER": "adaptdl",
+            "ADAPTDL_ETCD_USER": self.store_user,
             "ADAPTDL_ETCD_PASSWORD_FILE": str(self.directory / "password"),
         }
 

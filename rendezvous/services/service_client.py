@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import signatures
 
 PERSON_HEADER, SIGNATURE_HEADER = "X-Adaptdl-Person", "X-Adaptdl-Signature"
+TIME_HEADER = "X-Adaptdl-Time"
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 60.0
@@ -45,8 +47,10 @@ class Signer:
 
     def headers(self, node: str, method: str, target: str, body_digest: str) -> dict[str, str]:
         """Return the headers that prove who asks."""
-        text = signatures.request_text(self.cluster_id, node, method, target, body_digest)
-        return {PERSON_HEADER: self.person, SIGNATURE_HEADER: signatures.sign(self.key, text)}
+        moment = str(int(time.time()))
+        text = signatures.request_text(self.cluster_id, node, method, target, body_digest, moment)
+        signature = signatures.sign(self.key, text)
+        return {PERSON_HEADER: self.person, TIME_HEADER: moment, SIGNATURE_HEADER: signature}
 
 
 class ServiceClient:
@@ -148,6 +152,7 @@ def _reason(error: Exception) -> str:
 def person_context(ca: Path) -> ssl.SSLContext:
     """Return the TLS context of a person's commands: only the cluster's CA counts."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_verify_locations(str(ca))
     return context
 

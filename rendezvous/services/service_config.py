@@ -5,6 +5,7 @@ They are below one directory of the node's user, `${XDG_DATA_HOME:-~/.local/shar
 service.json                ServiceConfig
 pki/{ca,node,node-key}.pem  certificate of the cluster's authority, of this node, and its key
 password                    password of the etcd user `adaptdl`
+secret                      what the secrets of jobs are derived from; the same on all nodes
 root-password               of the etcd user `root`; only on the node that runs etcd
 people.json                 who may use the cluster
 blobs/                      archives by their SHA-256
@@ -16,6 +17,7 @@ state/                      what the service remembers
 
 from __future__ import annotations
 
+import hmac
 from pathlib import Path
 
 from pydantic import ConfigDict
@@ -130,6 +132,21 @@ class ServiceDirectory:
     def checkpoints(self, job: str) -> Path:
         """Return the directory of a job's checkpoints on this node."""
         return self.path / "checkpoints" / job
+
+    def job_secret(self, job: str) -> str:
+        """Return what the secrets of a job's runs are derived from: the same on every node.
+
+        Raises:
+            ServiceConfigError: the node has no secret.
+        """
+        path = self.path / "secret"
+        try:
+            secret = path.read_bytes().strip()
+        except OSError as error:
+            raise ServiceConfigError(
+                f"{path} cannot be used ({error.strerror}): run adaptdl cluster up again"
+            ) from None
+        return hmac.new(secret, f"adaptdl job {job}".encode(), "sha256").hexdigest()
 
     def store_environment(self) -> dict[str, str]:
         """Return `ADAPTDL_ETCD_*` variables that lead to the cluster's store."""

@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from adaptdl_elastic.rendezvous.schema.submissions import PERSON_PATTERN
+
 NAMESPACE = "adaptdl"
 """Namespace of the signatures: a signature made for another program is not valid here."""
 
 _SECONDS = 20.0  # that one call of ssh-keygen may take
-_PERSON = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_PERSON = re.compile(PERSON_PATTERN)
 _KEY = re.compile(r"(ssh-|ecdsa-|sk-)[A-Za-z0-9@.-]+ [A-Za-z0-9+/=]+")
 
 
@@ -81,12 +83,13 @@ def decode_people(text: str) -> dict[str, Person]:
     return {person.name: person for person in people}
 
 
-def request_text(cluster_id: str, node: str, method: str, target: str, body_digest: str) -> str:
+def request_text(cluster_id: str, node: str, method: str, target: str, body_digest: str, moment: str) -> str:
     """Return the text that a person signs to ask a node service for something.
 
-    It names the node, so that a node service cannot use a request of a person at another node.
+    It names the node, so that a node service cannot use a request of a person at another node, and the moment
+    (seconds since 1970), so that a request that has leaked is not good for ever.
     """
-    return "\n".join(("adaptdl request", cluster_id, node, method, target, body_digest))
+    return "\n".join(("adaptdl request", cluster_id, node, method, target, body_digest, moment))
 
 
 def digest(data: bytes) -> str:

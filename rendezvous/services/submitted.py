@@ -15,13 +15,20 @@ from adaptdl_elastic.rendezvous.schema.records import (
     decode,
     encode,
 )
-from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed, Submission
+from adaptdl_elastic.rendezvous.schema.records import JobState as State
+from adaptdl_elastic.rendezvous.schema.submissions import (
+    Cancellation,
+    Resumption,
+    ServiceRecord,
+    Signed,
+    Submission,
+)
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
 from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError, UncheckedError
 from adaptdl_elastic.rendezvous.store.base import Store
 
-R = TypeVar("R", Submission, Cancellation)
+R = TypeVar("R", Submission, Cancellation, Resumption)
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Submitted:
     Attributes:
         services: The registrations, by node.
         requests: One per submission that can be read, in the order in which they were submitted.
-        refused: Why a submission or cancellation is not valid, by job.
+        refused: Why a submission, cancellation or resumption is not valid, by job.
     """
 
     services: Mapping[str, ServiceRecord]
@@ -49,7 +56,10 @@ class Submitted:
 
 
 def sign_record(
-    cluster_id: str, record: Submission | Cancellation, person: str, sign: Callable[[str], str]
+    cluster_id: str,
+    record: Submission | Cancellation | Resumption,
+    person: str,
+    sign: Callable[[str], str],
 ) -> str:
     """Return a record as the store holds it, with a person's signature.
 
@@ -93,7 +103,9 @@ class SubmissionReader:
 
     def __init__(self, store: Store, keys: Keys, cluster_id: str) -> None:
         self._store, self._keys, self._cluster_id = store, keys, cluster_id
-        self._verified: dict[tuple[str, int, str], Submission | Cancellation | str] = {}
+        self._verified: dict[tuple[str, int, str], Submission | Cancellation | Resumption | str] = {}
+        # how jobs ended whose other records are deleted: their submissions stay, and become ever more
+        self._outcomes: dict[str, JobStatus] = {}
 
     def read(self, people: People | None) -> Submitted:
         """Return what is there now.
@@ -111,20 +123,31 @@ class SubmissionReader:
                 service = decode(ServiceRecord, item.value, item.key)
             except MalformedRecordError:
                 continue
-            services[service.node] = service
+            if item.key == self._keys.service(service.node):
+                services[service.node] = service
         agents = self._agents()
         cancellations, refused = self._records(Cancellation, self._keys.cancellations, people)
+        resumptions, not_resumed = self._records(Resumption, self._keys.resumptions, people)
         submissions, more = self._records(Submission, self._keys.submissions, people)
         requests = []
         for job, submission in submissions.items():
             cancellation = cancellations.get(job)
             person = cancellation.person if cancellation is not None else None
-            if people is not None and not _may_cancel(person, submission, people):
+            if people is not None and not _may_decide(person, submission, people):
                 refused[job] = f"{person} may not cancel it: it belongs to {submission.owner}"
                 person = None
-            requests.append(Request(submission, person, self._state(job, agents.get(job, 0))))
+            resumption = resumptions.get(job)
+            if (
+                people is not None
+                and resumption is not None
+                and not _may_decide(resumption.person, submission, people)
+            ):
+                refused[job] = f"{resumption.person} may not resume it: it belongs to {submission.owner}"
+                resumption = None
+            state = self._state(job, agents.get(job, 0), resumption)
+            requests.append(Request(submission, person, state))
         requests.sort(key=lambda one: (one.submission.created, one.submission.job))
-        return Submitted(services, tuple(requests), {**refused, **more})
+        return Submitted(services, tuple(requests), {**not_resumed, **refused, **more})
 
     def _agents(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -136,7 +159,18 @@ class SubmissionReader:
             found[job] = found.get(job, 0) + 1
         return found
 
-    def _state(self, job: str, agents: int) -> JobState:
+    def _outcome(self, job: str) -> JobStatus | None:
+        item = self._store.get(self._keys.outcome(job, "status"))
+        try:
+            return None if item is None else decode(JobStatus, item.value, item.key)
+        except MalformedRecordError:
+            return None
+
+    def _state(self, job: str, agents: int, resumption: Resumption | None) -> JobState:
+        if agents:
+            self._outcomes.pop(job, None)  # it runs again
+        elif job in self._outcomes:
+            return _told(self._outcomes[job], agents, resumption, forgotten=True)
         spec_item = self._store.get(self._keys.job(job, "spec"))
         status_item = self._store.get(self._keys.job(job, "status"))
         try:
@@ -144,9 +178,14 @@ class SubmissionReader:
             status = None if status_item is None else decode(JobStatus, status_item.value)
         except MalformedRecordError:
             return JobState(agents=agents)
-        if spec is None or status is None or status.run != spec.run:
+        forgotten = spec is None or status is None
+        if forgotten:  # read last: the outcome is written before spec and status are deleted
+            status = self._outcome(job)
+        if status is None or (spec is not None and status.run != spec.run):
             return JobState(agents=agents)
-        return JobState(agents, status.state, status.reason)
+        if spec_item is None and status_item is None and not agents:
+            self._outcomes[job] = status
+        return _told(status, agents, resumption, forgotten)
 
     def _records(
         self, kind: type[R], prefix: str, people: People | None
@@ -182,7 +221,14 @@ class SubmissionReader:
         return found
 
 
-def _may_cancel(person: str | None, submission: Submission, people: People) -> bool:
+def _told(status: JobStatus, agents: int, resumption: Resumption | None, forgotten: bool) -> JobState:
+    """Return the state that a status says, unless its run is to be followed by another one."""
+    if status.state is State.STOPPED and resumption is not None and resumption.run == status.run:
+        return JobState(agents, run=status.run, resumed=True)
+    return JobState(agents, status.state, status.reason, status.run, forgotten=forgotten)
+
+
+def _may_decide(person: str | None, submission: Submission, people: People) -> bool:
     return person in (None, submission.owner) or (person in people and people[person].admin)
 
 
@@ -196,10 +242,18 @@ def why_not_started(found: Submitted, job: str) -> str:
     return "; ".join(problems)
 
 
+def waits_because(reason: str, found: Submitted, job: str) -> str:
+    """Return a waiting job's reason, and what keeps nodes from running it: it may need their slots."""
+    problems = why_not_started(found, job)
+    return f"{reason}; not on {problems}" if problems else reason
+
+
 def state_of(request: Request, found: Submitted) -> tuple[str, str]:
-    """Return state and reason of a submitted job that no coordinator knows yet."""
+    """Return state and reason of a submitted job of which no coordinator has a status."""
     if request.cancelled_by is not None:
         return "cancelled", f"by {request.cancelled_by}"
+    if request.run.state is not None and request.run.ended:
+        return request.run.state.value, request.run.reason
     verdict = admit(found.requests, found.slots).get(request.submission.job)
     if verdict is not None and not verdict.admitted:
         return "queued", verdict.reason

@@ -533,6 +533,21 @@ def test_a_node_that_only_leaves_has_stopped_and_is_not_done() -> None:
     assert agent(d.ReplicaExited(0, 0, 0, 5.0)) == [d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 0))]
 
 
+@pytest.mark.parametrize(("switched", "outcome"), [(False, Outcome.DONE), (True, Outcome.STOPPED)])
+def test_a_node_that_was_to_leave_is_done_if_its_script_was_at_its_end_first(
+    switched: bool, outcome: Outcome
+) -> None:
+    agent = Agent()
+    agent(d.PlanSeen(plan(0, ("there", 1), ("here", 1))))
+    agent(master(0))
+    agent(d.ReplicaHello(0, 0))
+    assert kinds(change(agent, 1, ("there", 1))) == ["TellPlan"]
+    if switched:
+        agent(d.ReplicaSwitched(1, 0))
+    agent(d.ReplicaFinished(0))
+    assert agent(d.ReplicaExited(0, 0, 0, 5.0)) == [d.WriteEnded(EndedRecord("here", 0, outcome, 0))]
+
+
 def test_a_node_with_newcomers_only_does_not_wait_for_survivors_to_leave() -> None:
     agent = Agent()
     running = Leaving("there", 1, "agent-there", 0)

@@ -9,6 +9,7 @@ import pytest
 
 from adaptdl_elastic.agent.cluster.node_reporter import NodeReporter
 from adaptdl_elastic.agent.core.states import AgentIdentity
+from adaptdl_elastic.protocol.hints import decode as decode_hints
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobSpec, decode, encode
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
@@ -61,3 +62,16 @@ def test_a_record_that_cannot_be_read_is_replaced(store: MemoryStore) -> None:
     store.put(KEY, "not a record")
     write(store, CheckpointRecord("first", "/saved", 0))
     assert recorded(store) == "first"
+
+
+def test_the_numbers_of_a_script_travel_with_its_next_report(store: MemoryStore) -> None:
+    writer = Mock()
+    writer.submit_latest = lambda key, work: work()
+    reporter = NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", "job", "run"))
+    reporter.script_reported({"loss": 0.5, "note": "text", "huge": 10**400, "none": None})
+    reporter.script_reported({"loss": 0.25, "accuracy": 1})
+    fields = {"job": "job", "generation": 0, "nodes": 1, "replicas": 1, "init_batch_size": 8}
+    assert reporter.hints({**fields, "batch_size": 8, "atomic_bsz": 8})
+    found = store.get(KEYS.job("job", "hints"))
+    assert found is not None
+    assert decode_hints(found.value).reported == {"loss": 0.25, "accuracy": 1.0}

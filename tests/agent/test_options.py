@@ -61,6 +61,17 @@ def test_ranges_and_fixed_numbers_of_slots() -> None:
     assert run_options.parse_slots("gpu", lambda word: 8) == (8, 8)
 
 
+def test_jobs_of_one_machine_may_share_a_socket() -> None:
+    found = parse("--rdzv-endpoint=unix:/run/store", "--nnodes=1")
+    assert (found.endpoint, found.standalone, found.of_one_machine) == ("unix:/run/store", False, True)
+    assert parse("--standalone").of_one_machine
+    assert not parse("--rdzv-endpoint=etcd0").of_one_machine
+    with pytest.raises(run_parser.OptionError, match="and --nnodes allows 2 nodes"):
+        parse("--rdzv-endpoint=unix:/run/store", "--nnodes=1:2")
+    with pytest.raises(run_parser.OptionError, match="unix:/path"):
+        parse("--rdzv-endpoint=unix:store")
+
+
 @pytest.mark.parametrize("name", ["--etcd", "--rdzv-endpoint"])
 def test_an_etcd_of_ones_own(name: str) -> None:
     found = parse(f"{name}=etcd0:2379", "--nnodes=1:8", "--rdzv-id=job")
@@ -102,6 +113,16 @@ def test_every_option_of_torchrun_is_honoured_or_told_to_have_no_effect() -> Non
     theirs = {action.dest for action in torchrun_options.torchrun_parser()._actions}
     assert theirs - HONOURED == theirs & (set(run_parser.WITHOUT_MEANING) | run_parser.WITHDRAWN)
     assert not HONOURED & set(run_parser.WITHOUT_MEANING)
+
+
+def test_a_least_number_of_replicas_that_no_node_may_have_is_said() -> None:
+    (note,) = parse("--nproc-per-node=2", "--replicas=1:2").notes
+    assert note == (
+        "--replicas=1:2 never means fewer than 2 replicas, also after a death: --nproc-per-node=2 is the "
+        "fewest of a node (1:2 lets them be fewer)"
+    )
+    assert parse("--nproc-per-node=1:2", "--replicas=1:2").notes == ()
+    assert parse("--nproc-per-node=2", "--replicas=2:2").notes == ()
 
 
 @pytest.mark.parametrize(
@@ -394,3 +415,12 @@ def test_a_level_of_logs_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().err == (
         "adaptdl-run: error: ADAPTDL_LOGLEVEL is 'verbose': write DEBUG, INFO, WARNING or ERROR\n"
     )
+
+
+def test_the_type_of_a_node_is_given_or_from_the_environment() -> None:
+    assert parse("--node-type=A100 (40 GB)").node_type == "A100 (40 GB)"
+    command = ["--standalone", __file__]
+    assert run_options.parse(command, {"ADAPTDL_NODE_TYPE": "slow"}).node_type == "slow"
+    assert run_options.parse(command, {}).node_type is None
+    with pytest.raises(run_parser.OptionError, match=r"--node-type='a\+b': give up to 64 letters"):
+        parse("--node-type=a+b")

@@ -40,7 +40,9 @@ class Job:
         seen = len(self.agents[0].events)
         self.cluster.ask("scale", JOB, "--replicas", "1", "--wait")
         self.agents[0].wait_for_event("generation", replicas=1, after=seen)
-        self.cluster.scale(2, self.agents[1])
+        seen = len(self.agents[1].events)  # it has written before that there are two
+        self.cluster.ask("scale", JOB, "--replicas", "2")
+        self.agents[1].wait_for_event("generation", replicas=2, after=seen)
 
     def finish(self) -> None:
         """Let the job end, and see that nothing was lost: no sample, no generation, no registration."""

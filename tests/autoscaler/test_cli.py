@@ -21,12 +21,13 @@ from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.autoscaler.cli import CommandError, Place, Where, adaptdl
-from adaptdl_elastic.autoscaler.commands.explain import leaders_settings
 from adaptdl_elastic.autoscaler.commands.jobs import has_stopped
-from adaptdl_elastic.autoscaler.commands.tables import clock, layout, read
+from adaptdl_elastic.autoscaler.commands.tables import layout, read
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.diagnostics import explanation as why
+from adaptdl_elastic.autoscaler.diagnostics.explanation import leaders_settings
+from adaptdl_elastic.autoscaler.diagnostics.rows import clock
 from adaptdl_elastic.autoscaler.policy.policy_types import Objective, PolicySettings
 from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFile
@@ -129,6 +130,8 @@ def test_ls_and_status_show_what_runs(world: World) -> None:
         {"n0": 2},
     )
     assert "mnist" in world.says("ls")
+    assert world.says("queue") == "no job waits\n"
+    assert world.says("history") == "no job has ended\n"
     status = world.json("status", "mnist")
     assert (status["replicas"], status["requested"], status["bounds"]["replicas"]) == (2, 2, [1, 64])
     text = world.says("status", "mnist")
@@ -326,14 +329,14 @@ def test_a_leader_that_does_not_say_what_it_decides_by(told: str | None) -> None
     store, keys = MemoryStore(), Keys("c")
     if told is not None:
         store.put(keys.coordinator_leader, told)
-    assert leaders_settings(store, keys) == CoordinatorSettings()
+    assert leaders_settings(read(store, keys)) == CoordinatorSettings()
 
 
 def test_the_policys_settings_are_told_whole() -> None:
     store, keys = MemoryStore(), Keys("c")
     settings = CoordinatorSettings(policy=PolicySettings(objective=Objective.SPEEDUP, fairness=-1.0))
     store.put(keys.coordinator_leader, encode(LeaderRecord("a", settings=asdict(settings))))
-    assert leaders_settings(store, keys) == settings
+    assert leaders_settings(read(store, keys)) == settings
 
 
 @pytest.mark.etcd

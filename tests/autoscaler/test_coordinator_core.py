@@ -129,6 +129,23 @@ def test_a_job_that_ends_while_the_plan_for_its_change_is_replaced_is_done(pump:
     assert (pump.status("a").state, agent.exit_code) == (JobState.DONE, 0)
 
 
+def test_a_job_is_not_done_without_the_word_of_a_node_that_was_lost_on_the_way(pump: Pump) -> None:
+    pump.job("a", max_replicas=2, max_nodes=2)
+    first, second = pump.node("n0", "a"), pump.node("n1", "a")
+    pump.settle()
+    runs, third = pump.plan("a").generation, pump.node("n2", "a")
+    for draining in (first, second):
+        draining.register(draining=True)
+        pump.decide()
+    second.vanish()
+    third.register(draining=True)
+    pump.decide()
+    assert [one.node for one in pump.plan("a").leaving if one.generation == runs] == ["n0"]
+    first.finish()
+    pump.settle()
+    assert pump.status("a").state is not JobState.DONE
+
+
 # -- scripts without the library, and several jobs
 
 

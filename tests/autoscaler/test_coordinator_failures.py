@@ -22,7 +22,8 @@ from adaptdl_elastic.rendezvous.schema.records import (
 # -- failures
 
 
-def test_a_node_that_leaves_before_it_has_started_is_planned_without(pump: Pump) -> None:
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_node_that_leaves_before_it_has_started_is_planned_without(pump: Pump, saved: bool) -> None:
     elastic(pump)
     was = pump.plan("a")
     pump.ask("a", replicas=2)
@@ -31,6 +32,10 @@ def test_a_node_that_leaves_before_it_has_started_is_planned_without(pump: Pump)
     assert plan.generation == was.generation + 1
     leaver, stayer = (next(a for a in pump.agents if a.node == p.node) for p in plan.placements)
     leaver.step()  # its replicas of the generation before are gone
+    if saved:
+        for agent in pump.agents:
+            agent.step()
+        leaver.running = None
     leaver.waiting = None  # it is on its way out, and answers for the one that it does not start
     answer = EndedRecord(leaver.node, plan.generation, Outcome.STOPPED, 143)
     key = pump.keys.generation("a", plan.generation, "ended", leaver.node)
@@ -38,9 +43,9 @@ def test_a_node_that_leaves_before_it_has_started_is_planned_without(pump: Pump)
     leaver.leave()
     pump.settle()
     after = next(one for one in pump.plans if one.generation == plan.generation + 1)
-    assert (after.cause, after.transition) == (Cause.DRAIN, Transition.ABORT), (
-        "at once, whatever the policy says"
-    )
+    # replicas of the generation before that still save are not killed
+    expected = Transition.ABORT if saved else Transition.RESTART
+    assert (after.cause, after.transition) == (Cause.DRAIN, expected)
     assert leaver.node not in {placement.node for placement in after.placements}
     assert stayer.running == pump.plan("a").generation
 
@@ -68,6 +73,32 @@ def test_a_job_goes_on_elsewhere_when_the_only_node_of_its_plan_is_drained(pump:
     assert leaver.node not in pump.placed("a")
     assert [agent.node for agent in pump.agents if agent.running == after.generation] == [*pump.placed("a")]
     assert (after.replicas, after.restarts) == (1, 0)
+
+
+def test_a_job_goes_on_when_one_of_its_nodes_was_drained_while_no_coordinator_was_there(pump: Pump) -> None:
+    elastic(pump, 2)
+    plan, (leaver, stayer) = pump.plan("a"), pump.agents
+    for agent in (leaver, stayer):  # the replicas of both save and stop together
+        agent.running = None
+        answer = EndedRecord(agent.node, plan.generation, Outcome.STOPPED, 143)
+        pump.store.put(pump.keys.generation("a", plan.generation, "ended", agent.node), encode(answer))
+    leaver.leave()
+    pump.take_over().settle()
+    assert pump.status("a").state is JobState.RUNNING
+    assert pump.placed("a") == {stayer.node: 1}
+    assert stayer.running == pump.plan("a").generation
+    assert pump.plan("a").restarts == 0
+
+
+def test_a_job_whose_replicas_were_stopped_from_outside_is_stopped(pump: Pump) -> None:
+    elastic(pump, 2)
+    plan = pump.plan("a")
+    for agent in pump.agents:
+        agent.running = None
+        answer = EndedRecord(agent.node, plan.generation, Outcome.STOPPED, 143)
+        pump.store.put(pump.keys.generation("a", plan.generation, "ended", agent.node), encode(answer))
+    pump.settle()
+    assert pump.status("a").state is JobState.STOPPED
 
 
 def test_the_end_of_an_old_generation_is_kept_while_the_newest_plan_waits_for_it(pump: Pump) -> None:
@@ -222,6 +253,35 @@ def test_a_step_makes_the_failure_before_forgotten(pump: Pump) -> None:
     assert pump.status("a").state is JobState.FAILED
 
 
+def test_the_last_restart_waits_until_it_is_known_that_a_node_was_lost(pump: Pump) -> None:
+    start(pump, 2, max_restarts=0)
+    lost, other = pump.agents
+    pump.node("n2", "a")
+    other.fail("Connection closed by peer", lost_peer=True)
+    lost.holds_start = True  # its agent is dead, and its lease has not run out
+    pump.agents.remove(lost)
+    pump.settle()
+    assert pump.status("a").state is JobState.RUNNING
+    assert "waits to know" in pump.status("a").reason
+    pump.clock.now += pump.settings.node_ttl - 1.0
+    lost.vanish()
+    pump.settle()
+    assert pump.status("a").state is JobState.RUNNING
+    assert (pump.plan("a").cause, pump.plan("a").restarts) == (Cause.NODE_LOST, 0)
+    assert pump.placed("a") == {"n1": 1, "n2": 1}
+
+
+def test_a_job_without_restarts_that_lost_a_peer_fails_when_no_node_is_lost(pump: Pump) -> None:
+    start(pump, 2, max_restarts=0)
+    silent, other = pump.agents
+    other.fail("Connection closed by peer", lost_peer=True)
+    pump.agents.remove(silent)
+    pump.settle()
+    assert pump.status("a").state is JobState.RUNNING
+    pump.later(pump.settings.node_ttl + pump.settings.grace + 1.0)
+    assert pump.status("a").state is JobState.FAILED
+
+
 def test_errors_that_tell_of_a_lost_peer_do_not_hide_the_cause(pump: Pump) -> None:
     never_steps(pump)
     for _ in range(2):
@@ -314,6 +374,23 @@ def test_a_failure_that_was_a_lost_node_is_given_back(pump: Pump) -> None:
     assert (plan.cause, plan.restarts) == (Cause.NODE_LOST, 0)
     assert set(pump.placed("a")) == {"n0", "n1"}
     assert all(agent.running == plan.generation for agent in pump.agents)
+
+
+def test_a_failure_that_was_the_loss_of_a_node_that_is_not_planned_again_is_given_back(pump: Pump) -> None:
+    elastic(pump, max_restarts=1)
+    dead = pump.agents.pop(2)  # does nothing any more, and its lease has not run out
+    asked_for = DrainRequest("n2", "the autoscaler wants it back")
+    pump.store.put(pump.keys.drain("n2"), encode(asked_for))
+    pump.agents[0].fail("Connection reset by peer")
+    pump.settle()
+    assert (set(pump.placed("a")), pump.plan("a").restarts) == ({"n0", "n1"}, 1)
+    dead.vanish()
+    pump.settle()
+    assert (set(pump.placed("a")), pump.plan("a").restarts) == ({"n0", "n1"}, 1), "there is no other plan yet"
+    pump.agents[0].fail()
+    pump.settle()
+    assert pump.status("a").state is JobState.RUNNING, "the only restart is left"
+    assert pump.plan("a").restarts == 1
 
 
 def is_missed(pump: Pump) -> FakeAgent:

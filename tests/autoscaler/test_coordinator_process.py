@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -393,3 +396,59 @@ def test_the_log_of_events_is_bounded(cluster: Cluster) -> None:
     for size in (1, 2, 3, 4, 5, 6, 7) * 3:
         cluster.scaled("a", size)
     assert len(cluster.store.range(cluster.keys.events).items) <= 25
+
+
+def test_a_coordinator_serves_metrics_unasked_and_says_where(cluster: Cluster) -> None:
+    cluster.process(env={**os.environ, "ADAPTDL_METRICS_PORT": "0"})
+    cluster.job("a")
+    cluster.until(lambda: cluster.size("a") == 4 and cluster.leader() is not None)
+    leader = cluster.leader()
+    assert leader is not None
+    assert leader.metrics.startswith("127.0.0.1:")
+
+    def scraped() -> str:
+        with urllib.request.urlopen(f"http://{leader.metrics}/metrics", timeout=PATIENCE) as answer:
+            return str(answer.read(), "utf-8")
+
+    cluster.until(lambda: 'adaptdl_job_replicas{job_name="a"} 4.0' in scraped(), "the metrics of the job")
+    assert "process_cpu_seconds_total" in scraped()
+
+
+def test_metrics_can_be_switched_off(cluster: Cluster) -> None:
+    cluster.process("--metrics-port", "off")
+    cluster.until(cluster.leader)
+    leader = cluster.leader()
+    assert leader is not None
+    assert leader.metrics == ""
+
+
+@pytest.mark.parametrize("given", ["by the environment", "to a child"])
+def test_a_job_goes_on_without_metrics_whose_port_is_taken(
+    cluster: Cluster, given: str, tmp_path: Path
+) -> None:
+    """Nobody is there to choose another one."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, (tmp_path / "log").open("wb") as log:
+        port = str(taken.getsockname()[1])
+        if given == "to a child":
+            reader, writer = os.pipe()
+            options = ["--parent-fd", str(reader), "--metrics-port", port]
+            cluster.process(*options, pass_fds=(reader,), stderr=log)
+            os.close(reader)
+        else:
+            cluster.process(env={**os.environ, "ADAPTDL_METRICS_PORT": port}, stderr=log)
+        cluster.job("a")
+        cluster.until(lambda: cluster.size("a") == 4, "the job")
+        leader = cluster.leader()
+        assert leader is not None
+        assert leader.metrics == ""
+    if given == "to a child":
+        os.close(writer)
+    (line,) = (line for line in (tmp_path / "log").read_text().splitlines() if "metrics" in line)
+    assert f"WARNING no metrics are served: 127.0.0.1:{port}: Address already in use" in line
+
+
+def test_a_port_for_metrics_that_was_asked_for_and_is_taken_is_an_error(cluster: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = cluster.process("--metrics-port", str(port))
+        assert process.wait(PATIENCE) == 1

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from coordinator_pump import Pump, elastic, start
 
 from adaptdl_elastic.autoscaler.cluster_view import Observed
 from adaptdl_elastic.autoscaler.coordinator.decide import decide
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CompareAndSwap, CoordinatorSettings, Memory
 from adaptdl_elastic.autoscaler.policy import allocate
+from adaptdl_elastic.autoscaler.web.overview import overview
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
     JobRequest,
     JobState,
+    JobStatus,
     LeaderRecord,
     Outcome,
     Plan,
     Transition,
     encode,
 )
+from adaptdl_elastic.rendezvous.schema.submissions import Signed, Submission
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, state_of
 
 # -- takeover, reruns, and what is left behind
 
@@ -212,3 +217,67 @@ def test_only_so_many_ended_jobs_are_remembered() -> None:
         pump.settle()
     pump.settle()
     assert sorted(pump.view().jobs) == ["j3", "j4", "j5"]
+    assert pump.store.range(pump.keys.outcomes).items == ()
+
+
+def test_a_submitted_job_whose_status_was_deleted_is_done_and_not_queued() -> None:
+    pump = Pump(settings=CoordinatorSettings(min_gap=0.0, keep_ended=1))
+    for index in range(2):
+        asked = Submission(f"j{index}", "alice", "script", ("train.py",), "0" * 64)
+        pump.store.put(pump.keys.submission(asked.job), encode(Signed(encode(asked), "alice", "")))
+        pump.job(asked.job)
+        pump.node("n0", asked.job)
+        pump.settle()
+        pump.agents[-1].finish()
+        pump.settle()
+    assert sorted(pump.view().jobs) == ["j1"]
+    found = SubmissionReader(pump.store, pump.keys, "id").read(None)
+    forgotten, kept = found.requests
+    assert (forgotten.submission.job, forgotten.run.forgotten, kept.run.forgotten) == ("j0", True, False)
+    assert forgotten.over  # also for a node that was added later: it does not begin the job again
+    assert forgotten.run.run
+    assert state_of(forgotten, found) == ("done", kept.run.reason)
+    spec = pump.store.get(pump.keys.job("j1", "spec"))
+    assert spec is not None
+    pump.store.put(pump.keys.job("j0", "spec"), spec.value.replace("j1", "j0"))  # read before its deletion
+    assert SubmissionReader(pump.store, pump.keys, "id").read(None) == found
+    pump.store.delete_prefix(pump.keys.job("j0"))
+    row = overview(pump.view(), found)["jobs"]["j0"]
+    assert (row["state"], row["owner"]) == ("done", "alice")
+
+
+def test_another_run_of_a_forgotten_job_counts_instead_of_the_run_before() -> None:
+    pump = Pump(settings=CoordinatorSettings(min_gap=0.0, keep_ended=0))
+    asked = Submission("a", "alice", "script", ("train.py",), "0" * 64)
+    pump.store.put(pump.keys.submission("a"), encode(Signed(encode(asked), "alice", "")))
+    reader, runs = SubmissionReader(pump.store, pump.keys, "id"), []
+    for run in ("r1", "r2"):
+        pump.job("a", run=run)
+        pump.node("n0", "a")
+        pump.settle()
+        assert reader.read(None).requests[0].run.state is JobState.RUNNING
+        pump.agents[-1].finish()
+        pump.settle()
+        (request,) = reader.read(None).requests
+        assert request.run.forgotten
+        runs.append(request.run.run)
+    assert runs == ["r1", "r2"]
+
+
+def test_jobs_that_ended_long_ago_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submissions are not deleted, and every node reads them all every few seconds."""
+    pump = Pump()
+    for index in range(20):
+        asked = Submission(f"j{index}", "alice", "script", ("train.py",), "0" * 64)
+        ended = JobStatus(asked.job, "r1", JobState.DONE)
+        pump.store.put(pump.keys.submission(asked.job), encode(Signed(encode(asked), "alice", "")))
+        pump.store.put(pump.keys.outcome(asked.job, "status"), encode(ended))
+    reader = SubmissionReader(pump.store, pump.keys, "id")
+    first = reader.read(None)
+    assert {request.run.state for request in first.requests} == {JobState.DONE}
+
+    def refuse(key: str) -> None:
+        raise AssertionError(f"{key} is read again")
+
+    monkeypatch.setattr(pump.store, "get", refuse)
+    assert reader.read(None) == first

@@ -60,6 +60,47 @@ def test_the_critical_batch_size_is_that_of_the_logged_statistics() -> None:
     assert (mixed.periods[0].lowest, mixed.periods[0].highest) == pytest.approx((90, 110))
 
 
+def test_the_range_is_a_standard_error_of_the_squared_gradient() -> None:
+    [period, *_] = run_report.report(
+        log([100.0] * 20, grad_error=0.25, estimator="gradients of replicas")
+    ).periods
+    assert period.standard_error
+    assert (period.lowest, period.highest) == pytest.approx((100 / 1.25, 100 / 0.75))
+
+
+def test_a_range_without_an_upper_end(tmp_path: Path) -> None:
+    path = written(tmp_path, log([100.0] * 20, grad_error=2.0, estimator="gradients of replicas"))
+    text = ask(path).output
+    assert "(one standard error either way)" in text
+    assert "(33 – ?)" in text
+    assert "noise measured from: gradients of replicas" in text
+    periods = json.loads(ask(path, "--json").output)["periods"]
+    assert {one["highest"] for one in periods} == {None}
+    assert ask(path, "--html", tmp_path / "page.html").exit_code == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "one standard error of the squared gradient either way" in page
+    assert "inf" not in page.partition("<body>")[2].replace("information", "")
+
+
+def test_a_gradient_that_vanishes_in_the_noise_counts_as_one_of_a_standard_error(tmp_path: Path) -> None:
+    half = {"grad_params": (0.0, 100.0 / INIT), "grad_error": 0.25}
+    events = log([100.0] * 20, grad_error=0.25)
+    events[4:-1] = [{**e, **half} if place % 2 else e for place, e in enumerate(events[4:-1])]
+    found = run_report.report(events)
+    [period, *_] = found.periods
+    # 100 and at least 400, of which no sample is left out
+    assert period.critical_batch_size == pytest.approx(250)
+    assert period.highest == float("inf")
+    assert len(found.samples) == 20
+    nothing = run_report.report(log([100.0] * 20, **half))
+    assert [one.critical_batch_size for one in nothing.periods] == pytest.approx([400.0] * 10)
+    assert nothing.alternatives
+    assert not nothing.missing
+    unknown = run_report.report(log([100.0] * 20, grad_params=(0.0, 3.0)))
+    assert "in the noise" in unknown.missing[0]
+    assert ask(written(tmp_path, events), "--html", tmp_path / "a.html").exit_code == 0
+
+
 def test_another_size_takes_the_progress_at_its_own_best_goodput() -> None:
     found = run_report.report(log([500.0] * 20), price=3.0)
     own = float(GoodputFunction(CURVE, (1.0, 500 / INIT), INIT)(1, 1, 64, 0))
@@ -206,6 +247,22 @@ def test_a_log_that_cannot_be_used_gets_one_line(tmp_path: Path, text: str, why:
     assert done.exit_code == 1
     assert why in done.output
     assert done.output.count("\n") == 1
+
+
+def test_a_log_of_a_script_without_an_agent_says_how_to_get_one(tmp_path: Path) -> None:
+    told = ask(written(tmp_path, [{"time": 1.0, "event": "batch_size", "batch_size": 32}]))
+    assert told.exit_code != 0
+    assert "adaptdl-run --standalone --event-log" in told.output
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"nodes": 0}, {"init_batch_size": 0}, {"grad_params": (float("nan"), 1.0)}]
+)
+def test_a_sample_with_impossible_values_is_left_out(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    events = log([100.0] * 3)
+    path = written(tmp_path, [*events[:-1], sample(20.0, 100.0, **wrong), events[-1]])
+    assert len(run_report.samples_of(run_report.read_events(path))) == 3
+    assert ask(path).exit_code == 0
 
 
 def test_a_log_that_is_not_there_gets_one_line_with_the_remedy(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from coordinator_pump import Pump, elastic
 
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, PolicyAnswer
+from adaptdl_elastic.autoscaler.coordinator.status import WAITED_STEP, steps_waited
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.rendezvous.schema.records import Cause, JobState
 
@@ -174,3 +175,11 @@ def test_the_policys_reason_for_giving_nothing_is_shown_until_it_says_something_
     pump.policy = lambda jobs, *_: Decision({"a": {"n0": 1}}, {})
     pump.later(pump.settings.interval + 1)
     assert pump.status("a").state is JobState.RUNNING
+
+
+def test_a_step_of_waiting_that_is_over_but_for_rounding_counts() -> None:
+    since = 148.63052612758227
+    now = since + 2 * WAITED_STEP
+    assert (now - since) // WAITED_STEP == 1, "two steps are over, and the difference rounds to less"
+    assert steps_waited(now, since) == 2
+    assert steps_waited(now - 0.001, since) == 1

@@ -38,9 +38,16 @@ class Jobs:
         self._stack = stack
         self.servers: dict[str, LocalServer] = {}
 
-    def start(self, name: str, node: str = "host", state: JobState = JobState.RUNNING) -> LocalServer:
-        """A job as its agent and its coordinator have written it."""
-        server = self.servers[name] = self._stack.enter_context(LocalServer())
+    def start(
+        self,
+        name: str,
+        node: str = "host",
+        state: JobState = JobState.RUNNING,
+        server: LocalServer | None = None,
+    ) -> LocalServer:
+        """A job as its agent and its coordinator have written it, with a store of its own or in `server`."""
+        server = server or self._stack.enter_context(LocalServer())
+        self.servers[name] = server
         store = server.store
         store.put(KEYS.node(node, name), encode(NodeRecord(node, name, "r", "a", "127.0.0.1", 2)))
         store.put(KEYS.job(name, "spec"), encode(JobSpec(name, "r", created=1000.0)))
@@ -74,6 +81,13 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     monkeypatch.delenv("ADAPTDL_ETCD", raising=False)
     with ExitStack() as stack:
         yield Jobs(stack)
+
+
+def test_jobs_that_share_a_store_are_listed_once(jobs: Jobs) -> None:
+    """As the trials of `adaptdl sweep --slots` do; each is found by its name."""
+    jobs.start("trial-1", server=jobs.start("trial-0"))
+    assert [row["job"] for row in json.loads(jobs.says("ls", "--json"))] == ["trial-0", "trial-1"]
+    assert json.loads(jobs.says("status", "trial-1", "--json"))["reason"] == "why trial-1"
 
 
 def test_all_jobs_are_listed_and_each_is_found_by_its_name(jobs: Jobs) -> None:
@@ -184,3 +198,22 @@ def test_a_job_that_has_ended_is_not_lost(jobs: Jobs) -> None:
     store.delete(KEYS.node("host", "mnist"))
     store.delete(KEYS.coordinator_leader)
     assert json.loads(jobs.says("ls", "--all", "--json"))[0]["state"] == "done"
+
+
+def test_lists_of_jobs_that_wait_and_that_have_ended(jobs: Jobs) -> None:
+    for name, created in (("later", 900.0), ("first", 500.0)):
+        store = jobs.start(name, state=JobState.PENDING).store
+        store.put(KEYS.job(name, "spec"), encode(JobSpec(name, "r", min_replicas=3, created=created)))
+    store = jobs.start("over", state=JobState.DONE).store
+    status = JobStatus("over", "r", JobState.DONE, reason="it is done", started=1000.0, ended=1090.0)
+    store.put(KEYS.job("over", "status"), encode(status))
+    jobs.start("runs")
+    head, *waiting = jobs.says("queue").splitlines()
+    assert head.split() == ["JOB", "STATE", "WAITS", "FOR", "NEEDS", "WHY"]
+    assert [line.split()[0] for line in waiting] == ["first", "later"]
+    assert "why first" in waiting[0]
+    _, line = jobs.says("history").splitlines()
+    assert line.startswith("over  done")
+    assert "1 min 30 s" in line
+    assert [row["job"] for row in json.loads(jobs.says("history", "--json"))] == ["over"]
+    assert {line.split()[0] for line in jobs.says("ls").splitlines()} == {"JOB", "first", "later", "runs"}

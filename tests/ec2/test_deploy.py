@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from adaptdl_elastic.autoscaler.providers.ec2.stacks import STACK_TAG
 
 pytestmark = pytest.mark.processes
 
@@ -43,6 +47,10 @@ elif arguments[1] in answers:
     print("\\n".join("\\t".join(row) if isinstance(row, list) else str(row) for row in rows))
 """
 
+ADAPTDL = """#!/bin/bash
+[ "$1 $2" = "cloud pack" ] && echo package > "$3"
+"""
+
 Deploy = Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]
 
 
@@ -54,9 +62,9 @@ def change(resource: str, replacement: str) -> dict[str, Any]:
 @pytest.fixture
 def deploy(tmp_path: Path) -> Deploy:
     (tmp_path / "bin").mkdir()
-    fake = tmp_path / "bin" / "aws"
-    fake.write_text(AWS)
-    fake.chmod(0o755)
+    for name, text in (("aws", AWS), ("adaptdl", ADAPTDL)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
     code = tmp_path / "code"
     code.mkdir()
     (code / "train.py").write_text("")
@@ -97,6 +105,11 @@ def test_a_new_stack_gets_todays_image_and_is_waited_for(deploy: Deploy) -> None
     assert done.stdout == "HeadInstance\ti-1\n"
     (made,) = [call for call in calls if call[1] == "deploy"]
     assert "HeadImage=ami-today" in made
+    assert made[made.index("--tags") + 1] == f"{STACK_TAG}=s", "by which `adaptdl cloud down` finds it"
+    digest = hashlib.sha256(b"package\n").hexdigest()
+    package = f"s3://bucket/adaptdl/s/package-{digest}.tar.gz"
+    assert f"Package={package}" in made
+    assert [call[-1] for call in calls if call[:2] == ["s3", "cp"]][-1] == package
 
 
 def test_an_update_leaves_the_head_and_its_image_alone(deploy: Deploy) -> None:
@@ -106,7 +119,7 @@ def test_an_update_leaves_the_head_and_its_image_alone(deploy: Deploy) -> None:
     assert calls[-2][2] == "stack-update-complete"
     (made,) = [call for call in calls if call[1] == "deploy"]
     assert made[-1] == "Command=other.py"
-    assert not [word for word in made if word.startswith("HeadImage")]
+    assert not [word for word in made if word.startswith(("HeadImage", "Package"))]
 
 
 @pytest.mark.parametrize("replacement", ["True", "Conditional"])
@@ -123,6 +136,23 @@ def test_nothing_to_change_is_no_failure(deploy: Deploy) -> None:
     done, calls = deploy(exists=True, changes=[], said=said)
     assert (done.returncode, done.stdout.strip()) == (0, said)
     assert called(calls)[-1] == "deploy"
+
+
+def test_machines_install_only_what_the_user_has_packed() -> None:
+    """A name that an index resolves lets whoever publishes under it run code as root on every machine."""
+    text = (EXAMPLES / "template.yaml").read_text()
+    parameters = yaml.safe_load(text[text.index("Parameters:") : text.index("Resources:")])["Parameters"]
+    assert "Default" not in parameters["Package"]
+    pattern = re.compile(parameters["Package"]["AllowedPattern"])
+    assert not pattern.fullmatch("adaptdl-elastic")
+    assert not pattern.fullmatch("s3://bucket/package.tar.gz")
+    assert pattern.fullmatch(f"s3://bucket/adaptdl/s/package-{'0' * 64}.tar.gz")
+    installed = re.findall(r"pip install (.*)", text)
+    assert installed == [
+        "--no-deps --require-hashes -r head.txt",
+        "--no-deps --require-hashes -r node.txt",
+        "-r /opt/job/requirements.txt; fi",
+    ], "the last is the user's own, from the archive with the code"
 
 
 def test_no_update_asks_for_another_image_by_itself() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "ec2"
 TEMPLATE = EXAMPLES / "template.yaml"
 PROVIDERS = ROOT / "autoscaler" / "providers"
-ACTION = re.compile(r"\b(?:autoscaling|ec2|sqs):[A-Z][A-Za-z]+\b")
+ACTION = re.compile(r"\b(?:autoscaling|cloudformation|ec2|sqs|ssm):[A-Z][A-Za-z]+\b")
+OF_PEOPLE = PROVIDERS / "ec2" / "stacks.py"  # runs on a person's machine, never on the head
 
 
 class _Loader(yaml.SafeLoader):
@@ -105,6 +107,26 @@ def test_commands_inside_have_the_options_they_use(template: dict[str, Any]) -> 
     assert used <= known
 
 
+def test_a_node_watches_whether_it_is_accounted_for(template: dict[str, Any]) -> None:
+    """The unit as the shell writes it, and as systemd reads it."""
+    from adaptdl_elastic.agent.machine.node_end import parse_options
+
+    text = user_data(template, "NodeTemplate")
+    written = re.search(r"> (\S+/adaptdl-node-end.service <<UNIT\n.*?\nUNIT\n)", text, re.DOTALL)
+    assert written is not None
+    assert text.index("/opt/adaptdl/bin/pip install") < written.start() < text.index("fetch.py")
+    script = "silence=3600 job=train\ncat " + written[1].partition(" ")[2]
+    unit = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout
+    (command,) = re.findall(r"^ExecStart=(.*)$", unit.replace("\\\n", " "), re.MULTILINE)
+    program, dash_m, module, *arguments = shlex.split(command)
+    assert (program, dash_m) == ("/opt/adaptdl/bin/python", "-m")
+    assert module == "adaptdl_elastic.agent.machine.node_end"
+    # systemd reads a quote only at the beginning of a word
+    assert not re.search(r"[^ ]'[^ ]", command.replace(" '", " "))
+    options = parse_options(arguments, {"ADAPTDL_ETCD": "https://10.0.0.1:2379"})
+    assert (options.after, options.stop) == (3600.0, "/usr/bin/systemctl stop adaptdl@train")
+
+
 def policy_actions(template: dict[str, Any]) -> set[str]:
     policies = template["Resources"]["HeadRole"]["Properties"]["Policies"]
     (autoscaler,) = (p for p in policies if p["PolicyName"] == "autoscaler")
@@ -115,9 +137,9 @@ def policy_actions(template: dict[str, Any]) -> set[str]:
 
 
 def actions_in_code() -> set[str]:
-    """What the provider calls, by the names that its errors say."""
+    """What the head calls, by the names that its errors say."""
     found: set[str] = set()
-    for source in PROVIDERS.rglob("*.py"):
+    for source in set(PROVIDERS.rglob("*.py")) - {OF_PEOPLE}:
         found |= set(ACTION.findall(source.read_text()))
     calls = re.findall(
         r"self\._(autoscaling|ec2|_?sqs)\.([a-z_]+)\(", (PROVIDERS / "ec2" / "provider.py").read_text()
@@ -134,10 +156,70 @@ def test_the_role_may_do_what_the_code_does_and_nothing_else(template: dict[str,
     }
 
 
-def test_the_policy_on_the_page_is_the_templates(template: dict[str, Any]) -> None:
+def statements(template: dict[str, Any], role: str) -> list[tuple[set[str], list[str]]]:
+    """The actions and resources of each statement of a role."""
+    properties = template["Resources"][role]["Properties"]
+    assert "ManagedPolicyArns" not in properties, "policies of others change, and allow more than is needed"
+    found = []
+    for policy in properties["Policies"]:
+        for one in policy["PolicyDocument"]["Statement"]:
+            actions = {one["Action"]} if isinstance(one["Action"], str) else set(one["Action"])
+            resources = one["Resource"] if isinstance(one["Resource"], list) else [one["Resource"]]
+            texts = [str(*part.values()) if isinstance(part, dict) else str(part) for part in resources]
+            found.append((actions, texts))
+    return found
+
+
+SESSION = {"ssm:UpdateInstanceInformation"} | {
+    f"ssmmessages:{action}Channel" for action in ("CreateControl", "CreateData", "OpenControl", "OpenData")
+}
+"""What AWS names as the least for Session Manager; IAM knows no resources for these."""
+
+
+@pytest.mark.parametrize("role", ["HeadRole", "NodeRole"])
+def test_a_role_reaches_nothing_of_another_stack(template: dict[str, Any], role: str) -> None:
+    groups = [template["Resources"][group]["Properties"] for group in ("SpotGroup", "OnDemandGroup")]
+    names = [group["AutoScalingGroupName"]["Sub"] for group in groups]
+    for actions, resources in statements(template, role):
+        if resources == ["*"]:
+            assert actions == SESSION or all(":Describe" in action for action in actions)
+            continue
+        assert not any("*" in action for action in actions)
+        services = {action.partition(":")[0] for action in actions}
+        assert len(services) == 1
+        if services == {"autoscaling"}:
+            assert [one.rpartition("/")[2] for one in resources] == names, "NAME-* would match NAME-2-spot"
+        elif services == {"ssm"}:
+            assert [one.partition(":parameter/")[2] for one in resources] == ["adaptdl/${AWS::StackName}/*"]
+        else:
+            assert services <= {"s3", "sqs"}
+
+
+def test_a_node_may_end_nodes_of_its_own_stack_and_nothing_else_of_ec2(template: dict[str, Any]) -> None:
+    allowed = set().union(*(actions for actions, _ in statements(template, "NodeRole")))
+    assert {one for one in allowed if one.startswith(("ec2:", "autoscaling:"))} == {
+        "autoscaling:TerminateInstanceInAutoScalingGroup"
+    }
+
+
+def policies_on_the_page() -> list[set[str]]:
     page = (ROOT / "docs" / "ec2.md").read_text()
-    (block,) = (b for b in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if '"Statement"' in b)
-    shown: set[str] = set()
-    for statement in json.loads(block)["Statement"]:
-        shown |= set(statement["Action"])
-    assert shown == policy_actions(template)
+    found = []
+    for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL):
+        statements = json.loads(block)["Statement"]
+        found.append({action for statement in statements for action in statement["Action"]})
+    return found
+
+
+def test_the_policy_on_the_page_is_the_templates(template: dict[str, Any]) -> None:
+    assert policies_on_the_page()[0] == policy_actions(template)
+
+
+def test_the_page_names_the_actions_of_cloud_down() -> None:
+    page = (ROOT / "docs" / "ec2.md").read_text()
+    (sentence,) = re.findall(r"`adaptdl cloud down` needs\s(.*?)\.\s", page, re.DOTALL)
+    known = set(ACTION.findall(sentence))
+    used = set(ACTION.findall(OF_PEOPLE.read_text()))
+    assert used <= known
+    # what CloudFormation does in the name of the person who deletes
+    assert known - used == {"ec2:TerminateInstances", "autoscaling:DeleteAutoScalingGroup"}

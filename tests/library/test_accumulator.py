@@ -3,7 +3,7 @@ from __future__ import annotations
 import enum
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ports import free_port
 
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch import AdaptiveDataLoader, remaining_epochs_until
+from adaptdl_elastic.torch._data import accumulator_state
 from adaptdl_elastic.torch.accumulator import Accumulator
 
 SIZE = 12
@@ -166,7 +167,7 @@ def test_overwriting_outside_of_synchronized_says_what_to_do(script: Script) -> 
     sums = Accumulator(a=1, b=2)
     with pytest.raises(TypeError, match=r"accumulator\['a'\] \+= x"):
         sums["a"] = 3
-    with pytest.raises(TypeError, match="can only be added to"):
+    with pytest.raises(TypeError, match=r"can only be added to.* call clear\(\) inside"):
         sums["a"] = sums["b"] + 1
 
 
@@ -426,13 +427,119 @@ def before_a_loop(life: int, shares: int) -> dict[Any, Any]:
     raise AssertionError("the epoch was over before")
 
 
-def test_before_a_data_loop_that_was_begun_only_new_additions_count(script: Script) -> None:
+def test_before_a_data_loop_that_was_begun_only_new_additions_count(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All known ones were made there, in whatever number: one, two or three replicas may share samples."""
-    for life, shares in enumerate((3, 6)):
-        with pytest.raises(SystemExit):
-            before_a_loop(life, shares)
-        script.restart()
+    for life, (count, shares) in enumerate([(2, 3), (1, 6), (3, 2)]):
+        monkeypatch.setattr(accumulator_state, "replicas", lambda count=count: count)
+        if life < 2:
+            with pytest.raises(SystemExit):
+                before_a_loop(life, shares)
+            script.restart()
     assert before_a_loop(2, 2) == {"samples": 3, "batches": SIZE, "restarted": 2}
+
+
+def values_before_a_loop(values: Sequence[Any], stops: bool) -> Any:
+    """One epoch in which one statement adds these values, stopped soon after the data loop begins."""
+    for _ in remaining_epochs_until(1):
+        sums = Accumulator()
+        for value in values:
+            sums["x"] += value
+        for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
+            if stops:
+                stop()
+                wait_until_it_is_agreed_on()
+        with sums.synchronized():
+            return sums["x"]
+    raise AssertionError("the epoch was over before")
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "total", "warning"),
+    [
+        ((1,), (1, 10, 100), 111, None),  # two of them only after the restart
+        ((1, 10, 100), (1,), 111, None),  # only before it
+        (
+            (7, 8),
+            (6, 8),
+            15,
+            "the addition of 6 to 'x' was made before the restart with another value (7, 8)",
+        ),
+        ((0.25,), (0.5,), 0.25, None),  # a time or a loss, measured again
+        (("a",), ("b",), "a", "of 'b' to 'x' was made before the restart with another value ('a')"),
+        (tuple(range(20)), tuple(range(100, 120)), 190, None),  # too many to be compared
+    ],
+)
+def test_one_statement_that_adds_other_values_after_a_restart(
+    script: Script, caplog: Any, first: Any, then: Any, total: Any, warning: str | None
+) -> None:
+    with pytest.raises(SystemExit):
+        values_before_a_loop(first, stops=True)
+    script.restart()
+    assert values_before_a_loop(then, stops=False) == total
+    said = [record.getMessage() for record in caplog.records if "before the restart" in record.getMessage()]
+    assert len(said) == (warning is not None)
+    assert warning is None or warning in said[0]
+
+
+def test_work_divided_into_more_parts_after_a_restart_counts_once(script: Script, caplog: Any) -> None:
+    """A plain validation loop whose batches follow the batch size: its sums and its counter stay together."""
+
+    def run(size: int, stops: bool) -> dict[Any, Any]:
+        for _ in remaining_epochs_until(1):
+            sums = Accumulator()
+            for _ in range(100 // size):
+                sums["batches"] += 1
+                sums["loss"] += 0.5 * size
+                sums["samples"] += size
+            for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
+                if stops:
+                    stop()
+                    wait_until_it_is_agreed_on()
+            with sums.synchronized():
+                return dict(sums)
+        raise AssertionError("the epoch was over before")
+
+    for size in (20, 10):
+        with pytest.raises(SystemExit):
+            run(size, stops=True)
+        script.restart()
+    assert run(20, stops=False) == {"batches": 5, "loss": 50.0, "samples": 100}
+    assert "the script adds other values, and more often" in caplog.text
+
+
+def test_shares_before_a_data_loop_outside_of_epochs_count_once(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two replicas made three additions each. One replica makes all six."""
+    for count, shares in ((2, 3), (1, 6)):
+        monkeypatch.setattr(accumulator_state, "replicas", lambda count=count: count)
+        sums = Accumulator()
+        for _ in range(shares):
+            sums["samples"] += 1
+        loop = iter(AdaptiveDataLoader(range(SIZE), batch_size=1))  # type: ignore[arg-type]
+        next(loop)
+        if count == 2:
+            stop()
+            wait_until_it_is_agreed_on()
+            with pytest.raises(SystemExit):
+                next(loop)
+            script.restart()
+    loop.close()
+    with sums.synchronized():
+        assert sums["samples"] == 3
+
+
+def test_on_another_number_of_replicas_other_values_are_shares(
+    script: Script, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        values_before_a_loop([10], stops=True)
+    script.restart()
+    monkeypatch.setattr(accumulator_state, "replicas", lambda: 2)
+    assert values_before_a_loop([5], stops=False) == 10
+    assert "before the restart" not in caplog.text
 
 
 def outside_of_epochs(stopped: str) -> dict[Any, Any]:

@@ -69,8 +69,8 @@ def test_what_the_lists_of_the_page_name_is_there(generator: Any) -> None:
 
 def test_what_is_not_for_scripts_is_described_nowhere(generator: Any) -> None:
     page = generator.render()
-    assert "- `give_up(" not in page
-    assert "`give_up`" in page.partition("## Not for scripts")[2]
+    assert "- `giving_up(" not in page
+    assert "`giving_up`" in page.partition("## Not for scripts")[2]
     assert "### `agree(" not in page
     assert "- `is_optim_step() -> bool`" in page
     assert "| [`torch.s3_dataset.S3Dataset`](#adaptdl_elastictorchs3_dataset) |" in page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic.torch._tuning.batch_size import BatchSize
 from adaptdl_elastic.torch.data import AdaptiveDataLoader, AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin
 
 
@@ -638,8 +640,6 @@ def test_importing_does_nothing() -> None:
 
 def test_the_batch_size_changes_in_mid_epoch_without_a_checkpoint_path(script: Script) -> None:
     """What the background thread found is agreed on and used, though nothing else wakes the control."""
-    from adaptdl_elastic.torch._tuning.batch_size import BatchSize
-
     script.restart(ADAPTDL_CHECKPOINT_PATH="")
     loader = adl.AdaptiveDataLoader(numbers(100_000), batch_size=4)
     loader.autoscale_batch_size(32)
@@ -654,6 +654,28 @@ def test_the_batch_size_changes_in_mid_epoch_without_a_checkpoint_path(script: S
             time.sleep(0.005)
     assert sizes[16] == 1
     assert loader.current_batch_size == 16
+
+
+def test_no_batch_size_is_suggested_before_the_training_loop_is_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replica that joins in an evaluation loop cannot carry the command out before its training loop."""
+    loader = adl.AdaptiveDataLoader(numbers(), batch_size=4)
+    loader.autoscale_batch_size(32)
+    session = _session.current()
+
+    def suggested() -> list[Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(session.metrics, "suggestion", lambda: BatchSize(16, 0))
+            return [command for poll in session.consensus.polls if (command := poll()) is not None]
+
+    for _ in adl.remaining_epochs_until(2):
+        for _ in loader:
+            assert suggested() == [{"kind": "batch_size", "atomic": 16, "accumulation": 0}]
+            break
+        # The replicas change in a loop of another loader.
+        session.identity = replace(session.identity, generation=session.generation + 1)
+        assert suggested() == []
 
 
 def test_with_autoscaling_no_sample_comes_twice_within_one_pass(script: Script) -> None:

@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptdl_elastic import _session, checkpoint, sched_hints
+from adaptdl_elastic.autoscaler.coordinator.node_types import on_types
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import Event, Hints
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._tuning import reporter
 from adaptdl_elastic.torch._tuning.batch_size import SETTLED, BatchSize
+from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
 from adaptdl_elastic.torch._tuning.reporter import WARMUP, Metrics
 from adaptdl_elastic.torch._tuning.step_times import WINDOW, robust_mean
 
@@ -317,6 +319,59 @@ def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Scrip
     assert best.atomic_bsz > 900
 
 
+def test_step_times_are_kept_by_the_type_of_node(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(node_type: str, seconds: float, saved: Any) -> tuple[Metrics, Any]:
+        monkeypatch.setenv("ADAPTDL_NODE_TYPE", node_type)
+        script.restart()
+        machine = Machine(lambda atomic: seconds)
+        if saved is not None:
+            machine.metrics.restore(saved)
+        machine.metrics.set_batch_size(32, 4096, (8, 1024))
+        noisy_gradients(machine.metrics)
+        machine.train(2 * WINDOW, 32)
+        machine.metrics.refresh()
+        return machine.metrics, json.loads(json.dumps(machine.metrics.dump()))
+
+    _, saved = on("slow", 0.1, None)
+    fast, saved = on("fast", 0.01, saved)
+    hints = fast.hints()
+    assert hints.node_type == "fast"
+    assert [entry.optim_step_time for entry in hints.profile] == pytest.approx([0.01])
+    (slow,) = hints.elsewhere
+    assert slow.node_type == "slow"
+    assert slow.perf_params is not None
+    assert [entry.optim_step_time for entry in slow.profile] == pytest.approx([0.1])
+    again, _ = on("slow", 0.1, saved)
+    assert [one.node_type for one in again.hints().elsewhere] == ["fast"]
+    assert [entry.optim_step_time for entry in again.hints().profile] == pytest.approx([0.1])
+
+
+def test_a_memory_limit_is_kept_by_the_type_of_node_that_it_was_learnt_on(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: Any = None
+
+    def limits_on(node_type: str, largest: int | None) -> dict[str, int | None]:
+        nonlocal saved
+        monkeypatch.setenv("ADAPTDL_NODE_TYPE", node_type)
+        script.restart()
+        machine = Machine(lambda atomic: 0.1)
+        if saved is not None:
+            machine.metrics.restore(saved)
+        memory_limit(current_session()).largest = largest  # as from the checkpoint: a job keeps it
+        limits(machine)
+        noisy_gradients(machine.metrics)
+        machine.train(2 * WINDOW, 32)
+        machine.metrics.refresh()
+        saved = json.loads(json.dumps(machine.metrics.dump()))
+        return {name: hints.memory_limit for name, hints in on_types(machine.metrics.hints()).items()}
+
+    assert limits_on("small", 100) == {"small": 100}
+    assert limits_on("large", 100) == {"small": 100, "large": None}
+    assert limits_on("other", 70) == {"small": 100, "large": None, "other": 70}
+    assert limits_on("small", 70) == {"small": None, "large": None, "other": 70}
+
+
 def test_without_autoscaling_nothing_is_suggested(script: Script) -> None:
     machine = Machine(lambda atomic: 0.01)
     machine.metrics.set_batch_size(32)
@@ -355,6 +410,7 @@ def test_what_was_learnt_survives_a_restart(script: Script) -> None:
     assert again.get_progress() == 12.5
     assert again.hints().profile == before.profile
     assert again.hints().grad_params == (1.0, 1000.0)
+    assert again.hints().grad_error is None, "errors are not kept"
     assert again.best_batch_size() is not None  # without one step in this generation
 
 

@@ -136,6 +136,30 @@ def test_replicas_that_have_come_apart_wait_for_nothing_any_more(world: Any) -> 
     assert [type(error) for error in w.everywhere(lambda r: r.allreduce(1))] == [CollectiveMismatchError] * 3
 
 
+def test_an_address_that_is_left_from_an_earlier_round_is_read_again(world: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        left = gone.getsockname()
+    address: list[Any] = [left]
+    asked = threading.Event()
+    found: Future = Future()
+
+    def find_root() -> Any:
+        asked.set()
+        return address[-1]
+
+    def others() -> None:
+        found.set_result(Reducer(1, 2, secret=b"key", find_root=find_root))
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    assert asked.wait(60)  # it has read the old address before rank 0 writes the new one
+    made = world(1)  # closes both
+    first = Reducer(0, 2, secret=b"key", publish=lambda port: address.append(("127.0.0.1", port)))
+    made.reducers += [first, found.result(60)]
+    assert first.local_address == "127.0.0.1"
+    thread.join()
+
+
 def test_streams_have_orders_of_their_own(world: Any) -> None:
     def call(reducer: Reducer) -> list[int]:
         streams = (LOOPS, MAIN, AGREEMENT) if reducer.rank else (MAIN, AGREEMENT, LOOPS)
@@ -174,6 +198,23 @@ def test_who_asks_after_the_loss_is_told_too(world: Any) -> None:
     assert lost.wait(60)
     with pytest.raises(PeerLostError):
         w.reducers[0].allreduce(1)
+
+
+def test_who_asks_when_rank_0_has_ended_because_of_a_loss_is_told_of_that_loss(world: Any) -> None:
+    """Rank 0 says that the call has failed before rank 2 makes it, and then ends."""
+    gone = threading.Event()
+    w = world(3)
+    w.reducers[2].on_lost = lambda rank: gone.set()
+    waiting = w.reducers[0].allreduce_async(1)
+    w.reducers[1].peers[0].shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        waiting.result(60)
+    w.reducers[0].abort()
+    assert gone.wait(60)
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        w.reducers[2].allreduce(1)
+    with pytest.raises(PeerLostError, match="rank 0 is gone"):
+        w.reducers[2].allreduce(1)
 
 
 def test_an_orderly_goodbye_is_no_loss(world: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from elastic_run import ElasticRun
+from fake_agent import FakeAgent
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,3 +224,60 @@ def test_without_share_by_speed_shares_stay_equal(tmp_path: Path) -> None:
     rows, found = finish(tmp_path, 2, samples=64 * 25, share=False)
     assert all(one == {-1.0} for one in found)
     assert {row["took"] for row in rows} == {32}
+
+
+DYING = """
+import json, os, signal, time, torch
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch.scaling_rules import LinearScale
+adl.init_process_group("gloo")
+torch.manual_seed(0)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(600, dtype=torch.float64))
+    def forward(self, index):
+        return self.w[index]
+net = Model()
+optimizer = torch.optim.SGD(net.parameters(), lr=12.0)
+model = adl.AdaptiveDataParallel(net, optimizer, scaling_rule=LinearScale())
+loader = adl.AdaptiveDataLoader(range(600), batch_size=12, shuffle=True)
+control, shares = _session.current().consensus, loader._elastic.unequal
+control.handlers["shares"] = shares._change
+taken = []
+for _ in adl.remaining_epochs_until(1):
+    for index in loader:
+        if len(taken) == 3 and adl.rank() == 0:
+            control.request({"kind": "shares", "shares": [3, 1, 2]})
+        if 3 <= len(taken) and shares.shares is None and adl.world_size() == 3:
+            while not control.round_open:
+                time.sleep(0.001)
+        taken.append([adl.world_size(), len(index)])
+        if adl.rank() == 2 and shares.shares is not None and len(taken) == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(index).mean().backward()
+        optimizer.step()
+with open(f"{os.environ['OUT']}/{adl.rank()}", "w") as file:
+    json.dump([taken, net.w.tolist()], file)
+"""
+
+
+@pytest.mark.processes
+def test_a_death_with_unequal_shares_repeats_the_step_in_equal_ones(tmp_path: Path) -> None:
+    """The loss of a batch is the mean of w[i]: a step moves w[i] of each of its samples by -1."""
+    script = tmp_path / "script.py"
+    script.write_text(DYING)
+    with FakeAgent(script, tmp_path, OUT=str(tmp_path), ADAPTDL_CHECKPOINT_INTERVAL="0") as job:
+        job.start(3)
+        job.bury(2)
+        job.plan_recovery()
+        job.wait_for_all({"switched": 2})
+        job.finish()
+    for rank, share in enumerate((6, 2)):
+        taken, weights = json.loads((tmp_path / str(rank)).read_text())
+        assert taken[:3] == [[3, 4]] * 3
+        assert taken[9] == [3, share]  # the step that the death broke off
+        assert taken[10:] == [[2, 6]] * (50 - 9)
+        assert weights == pytest.approx([-1.0] * 600)

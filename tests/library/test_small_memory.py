@@ -159,3 +159,53 @@ def test_the_limit_is_searched_for_where_the_script_gives_no_bound(start: Any, t
     job.finish()
     assert max(line["local"] for line in trained(tmp_path)) <= 27
     assert "does not fit" not in job.outputs()
+
+
+MEASURED = """
+import torch
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic.torch._gradient import comm_hook
+bucket, calls = comm_hook.Norms.bucket, []
+def exhausted(*args):
+    calls.append(args)
+    if adl.rank() == adl.world_size() - 1 and len(calls) > 2 and len(calls) % 3:
+        raise torch.OutOfMemoryError("no memory for a norm")
+    return bucket(*args)
+comm_hook.Norms.bucket = exhausted
+torch.manual_seed(3)
+adl.init_process_group("gloo")
+loader = adl.AdaptiveDataLoader(torch.randn(96, 2), batch_size=8)
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+model = adl.AdaptiveDataParallel(net, optimizer)
+for epoch in adl.remaining_epochs_until(2):
+    for inputs in loader:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        assert len(inputs) * adl.world_size() == 8
+assert len(calls) > 6
+torch.save(net.weight, f"{os.environ['OUT']}/weight-{adl.rank()}")
+"""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_memory_is_exhausted_while_gradients_are_measured(tmp_path: Path, replicas: int) -> None:
+    """The step counts, in batches of the same size; it is only not measured."""
+    script = tmp_path / "script.py"
+    script.write_text("import os" + MEASURED)
+    with FakeAgent(script, tmp_path, OUT=str(tmp_path), ADAPTDL_CHECKPOINT_INTERVAL="0") as job:
+        job.start(replicas)
+        job.finish()
+    torch.manual_seed(3)
+    data, net = torch.randn(96, 2), torch.nn.Linear(2, 1)
+    for _ in range(2):
+        for inputs in data.split(8):
+            net.zero_grad()
+            net(inputs).square().mean().backward()
+            with torch.no_grad():
+                for param in net.parameters():
+                    assert param.grad is not None
+                    param -= 0.1 * param.grad
+    for rank in range(replicas):
+        torch.testing.assert_close(torch.load(tmp_path / f"weight-{rank}"), net.weight)

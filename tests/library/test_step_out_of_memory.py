@@ -98,3 +98,27 @@ def test_settings_of_ddp_with_which_a_step_cannot_be_repeated(
 ) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=f"cannot be repeated in smaller batches: {why}"):
         train(4, set_to_none, **ddp)
+
+
+@pytest.mark.parametrize(("batch", "fits"), [(7, 4), (8, 4), (6, 3)])
+def test_steps_in_smaller_batches_are_timed_also_where_these_are_not_equal(
+    script: Script, monkeypatch: pytest.MonkeyPatch, batch: int, fits: int
+) -> None:
+    torch.manual_seed(1)
+    adl.init_process_group("gloo")
+    loader = adl.AdaptiveDataLoader(torch.randn(5 * batch, 2), batch_size=batch)
+    net = Net(2, 1)
+    net.most = fits
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = adl.AdaptiveDataParallel(net, optimizer)
+    timed: list[bool] = []
+    monkeypatch.setattr(
+        _session.current().metrics, "profile_step_commit", lambda accumulating: timed.append(accumulating)
+    )
+    for _ in adl.remaining_epochs_until(1):
+        for inputs in loader:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+    assert len(timed) >= 2 * 3  # the first batches of an iterator, and a step that is repeated, do not count
+    assert timed.count(True) == timed.count(False)

@@ -115,7 +115,7 @@ if number == 3:
         time.sleep(0.001)
     while control.lost is None:
         time.sleep(0.001)
-    control.on_message(0, ("prepare", 99, None))
+    control.on_message(0, ("prepare", 99, control.session.generation))
 """
     ended = run(body, 2)
     assert ended[0].code == 1
@@ -183,3 +183,76 @@ def test_by_hand_without_a_port_says_what_is_missing(tmp_path: Path) -> None:
     (_, replica) = generations.run(script, 2, tmp_path)
     assert replica.code == 1
     assert "say where rank 0 listens by ADAPTDL_MASTER_ADDR and ADAPTDL_MASTER_PORT" in replica.output
+
+
+BEHIND = """
+import os, time, adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session
+def until(condition):
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+def sign(name):
+    open(os.path.join(os.environ["OUT"], name), "w").close()
+def seen(name):
+    return os.path.exists(os.path.join(os.environ["OUT"], name))
+adl.init_process_group("gloo")
+loader = adl.AdaptiveDataLoader(range(12), batch_size=3)
+session, control, rank = _session.current(), _session.current().consensus, adl.rank()
+for epoch in adl.remaining_epochs_until(1):
+    for batch in loader:
+        pass
+for number, batch in enumerate(loader):
+    if rank == {first}:
+        break
+    if number == 0:
+{body}
+if rank == {first}:
+    sign("left")
+    until(lambda: {ends})
+print("ended", flush=True)
+"""
+ENDED = "until(lambda: seen('left') and session.reducer.finished)"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "first", "ends", "body"),
+    [
+        # The other has ended already when something is to be agreed on.
+        (2, 1, "True", f"{ENDED}\ncontrol.on_message(0, ('prepare', 99, session.generation))"),
+        (2, 0, "True", f"{ENDED}\ncontrol.on_message(0, ('prepare', 99, session.generation))"),
+        # It ends while the others wait for its answer.
+        (3, 0, "seen('asked')", "control.on_message(0, ('prepare', 99, session.generation))\nsign('asked')"),
+        (
+            3,
+            1,
+            "seen('asked')",
+            "until(lambda: seen('left'))\n"
+            "if rank == 0:\n"
+            "    control.leader._number, control.leader.running = 99, []\n"
+            "    control._tell(2, ('prepare', 99, session.generation))\n"
+            "until(lambda: rank == 0 or control.round_open)\n"
+            "sign('asked')",
+        ),
+        # All have answered, and it ends without coming to the boundary at which the others act.
+        (
+            3,
+            1,
+            "seen('asked')",
+            "until(lambda: seen('left'))\n"
+            "if rank == 0: control.request({'kind': 'checkpoint'})\n"
+            "until(lambda: control.round_open and control._decision is not None)\nsign('asked')",
+        ),
+    ],
+)
+def test_a_replica_that_ends_before_the_others_leaves_nobody_waiting(
+    tmp_path: Path, replicas: int, first: int, ends: str, body: str
+) -> None:
+    script = tmp_path / "script.py"
+    indented = "\n".join(" " * 8 + line for line in body.splitlines())
+    script.write_text(BEHIND.format(first=first, ends=ends, body=indented))
+    found = generations.run(
+        script, replicas, tmp_path, OUT=str(tmp_path), ADAPTDL_CHECKPOINT_PATH=str(tmp_path)
+    )
+    assert [(one.code, one.output) for one in found] == [(0, "ended\n")] * replicas

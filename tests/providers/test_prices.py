@@ -71,6 +71,7 @@ def test_an_unknown_spot_price_is_taken_for_on_demand() -> None:
     assert prices.of("g5.xlarge", "a", True) == 0.3
     assert prices.of("g5.xlarge", "b", True) == 1.0
     assert prices.cheapest(["g5.xlarge"], ["a", "b"], True) == (0.3, "g5.xlarge")
+    assert prices.dearest(["g5.xlarge"], ["a", "b"], True) == 1.0
 
 
 @pytest.mark.parametrize(

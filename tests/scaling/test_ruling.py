@@ -307,21 +307,42 @@ def test_a_successor_whose_clock_is_behind_waits_no_longer() -> None:
 def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
     known = {
         "i": Known(
-            "p", False, 10.0, registered=20.0, absent=25.0, leaving_since=30.0, deadline=40.0, held=50.0
+            "p",
+            False,
+            10.0,
+            registered=20.0,
+            absent=25.0,
+            leaving_since=30.0,
+            deadline=40.0,
+            held=50.0,
+            exchange_since=35.0,
         )
     }
-    pools = {"p": PoolMemory(until=60.0, trouble_seen=70.0)}
+    pools = {"p": PoolMemory(until=60.0, trouble_seen=70.0, short_seen=5.0, highest_seen=15.0)}
     memory = Memory(
-        known, pools, updated=80.0, changed=90.0, low_since=95.0, low_began=94.0, broke_until=99.0
+        known,
+        pools,
+        updated=80.0,
+        changed=90.0,
+        exchanged=91.0,
+        low_since=95.0,
+        low_began=94.0,
+        broke_until=99.0,
     )
     later = shifted(memory, 1000.0)
     assert shifted(later, -1000.0) == memory
     assert later.known["i"] == replace(
-        known["i"], first_seen=1010.0, registered=1020.0, absent=1025.0, leaving_since=1030.0, held=1050.0
+        known["i"],
+        first_seen=1010.0,
+        registered=1020.0,
+        absent=1025.0,
+        leaving_since=1030.0,
+        held=1050.0,
+        exchange_since=1035.0,
     )
-    assert later.pools["p"] == replace(pools["p"], until=1060.0)
+    assert later.pools["p"] == replace(pools["p"], until=1060.0, short_seen=1005.0, highest_seen=1015.0)
     assert (later.updated, later.changed, later.low_since, later.broke_until) == (1080, 1090, 1095, 1099)
-    assert later.low_began == 1094
+    assert (later.low_began, later.exchanged) == (1094, 1091)
     assert shifted(Memory(), 5.0).updated is None
 
 

@@ -110,6 +110,16 @@ def test_an_expected_job_gets_its_first_node(store: MemoryStore) -> None:
     assert cluster.instances == []
 
 
+def test_a_job_that_is_resumed_gets_nodes_whatever_its_earlier_run_was_asked(store: MemoryStore) -> None:
+    """The request to stop stays in the store, and is of the run that it stopped."""
+    cluster = Cluster(store)
+    store.put(KEYS.job("train", "request"), records.encode(records.JobRequest(stop=True, run="earlier")))
+    cluster.submit(nodes=2)
+    for _ in range(5):
+        cluster.tick()
+    assert len(cluster.instances) == 2
+
+
 def test_nodes_of_nobody_count(store: MemoryStore) -> None:
     cluster = Cluster(store)
     cluster.submit(nodes=1)

@@ -100,6 +100,53 @@ def test_a_group_that_keeps_relaunching_what_dies_is_stopped() -> None:
     assert world.desired == {"demand": 0}
 
 
+def test_a_pool_whose_nodes_are_lost_after_a_minute_of_work_is_asked_less_and_at_last_never_again() -> None:
+    """Work resets the count of failures, so such nodes were bought for ever: 320 in eight hours."""
+    world = World(DEMAND, boot=60)
+    world.jobs = (waiting(replicas=2),)
+    worked: dict[str, float] = {}
+    warnings = set[str]()
+    for _ in range(8 * 360):
+        warnings.update(world.tick(10).warnings)
+        for name in world.running:
+            if world.now - worked.setdefault(name, world.now) >= 60:
+                world.provider.vanish(name)
+    purchases = ScalingSettings().max_short_lives + 1
+    # for each purchase of two nodes the group launches two more by itself, before anybody looks
+    assert world.provider.launched <= 4 * purchases
+    assert world.desired == {"demand": 0}
+    assert any("were lost within 10 minutes of work; asked again in" in text for text in warnings)
+    assert any("start the autoscaler again" in text for text in world.tick().warnings)
+
+
+def test_nodes_that_are_lost_after_they_have_worked_for_long_are_replaced_at_once() -> None:
+    world = World(DEMAND, boot=60)
+    world.jobs = (waiting(replicas=2),)
+    for _ in range(12):
+        world.until(lambda: len(world.running) == 2)
+        world.run(700)
+        world.provider.vanish(world.running[0])
+        world.until(lambda: len(world.running) == 2, seconds=200)
+    assert world.memory.pools["demand"].short_lives == 0
+
+
+def test_the_budget_holds_at_the_dearest_type_that_may_come() -> None:
+    world = World(replace(DEMAND, highest_price=1.5), settings=ScalingSettings(max_hourly_cost=2.9))
+    world.jobs = (waiting(replicas=4),)
+    world.provider.true_price["demand"] = 1.5
+    world.run(3600)
+    assert (len(world.running), world.provider.launched) == (1, 1)
+
+
+def test_a_price_that_was_higher_than_known_is_remembered() -> None:
+    world = World(DEMAND, settings=ScalingSettings(max_hourly_cost=1.35))
+    world.jobs = (waiting(replicas=2),)
+    world.provider.true_price["demand"] = 2.0
+    world.run(3 * 3600, every=30)
+    assert world.running == []
+    assert world.provider.launched == 1
+
+
 def test_where_one_pool_is_broken_the_other_serves() -> None:
     world = World(DEMAND, SPOT)
     world.provider.dead_on_arrival = {"spot"}

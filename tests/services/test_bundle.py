@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from adaptdl_elastic.agent.service.agents import read_variables
 from adaptdl_elastic.agent.service.blobs import BlobError, Blobs, unpack
+from adaptdl_elastic.agent.service.private_archive import PrivateArchive, read_private
 from adaptdl_elastic.autoscaler.provisioning import bundle
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 
@@ -97,12 +98,33 @@ def test_an_archive_cannot_write_outside_of_its_directory(tmp_path: Path, name: 
 
 
 def test_variables_travel_in_an_archive_whose_digest_tells_nothing(tmp_path: Path) -> None:
-    packed = [bundle.pack_variables({"TOKEN": "s"}, tmp_path / str(number)) for number in range(2)]
+    packed = [
+        bundle.pack_private({"TOKEN": "s"}, ["true"], "eve", tmp_path / str(number)) for number in range(2)
+    ]
     assert packed[0].digest != packed[1].digest
-    assert read_variables(packed[0].path) == {"TOKEN": "s"}
+    assert read_private(packed[0].path, "eve") == PrivateArchive({"TOKEN": "s"}, ("true",))
     assert packed[0].path.stat().st_mode & 0o077 == 0
     with pytest.raises(BlobError, match="variables cannot be read"):
-        read_variables(tmp_path / "gone")
+        read_private(tmp_path / "gone", "eve")
+    with pytest.raises(BlobError, match="variables are not those of mallory"):
+        read_private(packed[0].path, "mallory")
+
+
+def test_an_archive_of_a_few_kilobytes_that_holds_gigabytes_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tarfile.open(tmp_path / "bomb", "w:gz") as tar:
+        for name in ("small", "large"):
+            entry = tarfile.TarInfo(name)
+            entry.size = 10 if name == "small" else 4 << 20
+            tar.addfile(entry, io.BytesIO(bytes(entry.size)))
+    assert (tmp_path / "bomb").stat().st_size < 8000
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=102 << 20))
+    with pytest.raises(
+        BlobError, match=rf"cannot be unpacked.* of {tmp_path} is full: 102 MiB are free, 104 MiB are needed"
+    ):
+        unpack(tmp_path / "bomb", tmp_path / "there")
+    assert [path.name for path in tmp_path.iterdir()] == ["bomb"]
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:

@@ -12,13 +12,20 @@ from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Place, Whe
 from adaptdl_elastic.autoscaler.commands.cluster_setup import with_options
 from adaptdl_elastic.autoscaler.commands.logs import chosen
 from adaptdl_elastic.autoscaler.commands.submit import command_of, name_of, replicas_of, variables_of
+from adaptdl_elastic.autoscaler.commands.tables import ask_all
 from adaptdl_elastic.autoscaler.provisioning import wheel
+from adaptdl_elastic.autoscaler.provisioning.credentials import write_private
 from adaptdl_elastic.autoscaler.provisioning.nodes import Wanted, etcd_warning, parse_probe
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextError
-from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
+from adaptdl_elastic.rendezvous.services.service_config import (
+    ServiceConfig,
+    ServiceConfigError,
+    ServiceDirectory,
+)
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 PROBE = {
     "claimed": "abc",
@@ -38,6 +45,9 @@ PROBE = {
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    runtime = tmp_path / "runtime"  # this user's standalone jobs elsewhere on this machine are not meant
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     return tmp_path / "adaptdl"
 
 
@@ -109,6 +119,7 @@ def probe(wanted: Wanted | None = None, **found: str) -> object:
             "runs cluster 'lab' of another `adaptdl cluster up`: choose another name with --clus",
         ),
         ({"host": ""}, "does not tell the address"),
+        ({"host": "10.0.0.5,DNS:node2"}, "does not tell the address"),  # gets into a certificate
         ({"python": ""}, "there is no python3: install Python 3.10 or later"),
         (
             {"version": "3.9.2"},
@@ -191,6 +202,37 @@ def test_options_of_submit_are_checked() -> None:
             variables_of([text], {})
 
 
+def test_a_private_file_replaces_a_link_and_a_file_that_others_can_read(tmp_path: Path) -> None:
+    theirs, archive = tmp_path / "theirs", tmp_path / "alice.tar"
+    theirs.write_text("old")
+    archive.symlink_to(theirs)
+    write_private(archive, b"password")
+    assert (archive.is_symlink(), archive.read_bytes(), theirs.read_text()) == (False, b"password", "old")
+    assert archive.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_store_that_does_not_answer_is_named_and_the_others_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = [
+        Place("https://h:1", "lab"),
+        Place("unix:/x", "default", "alone"),
+        Place("unix:/y", "default", "b"),
+    ]
+    store = MemoryStore()
+
+    def open_place(where: Where, place: Place) -> MemoryStore:
+        if place.job != "b":
+            raise CommandError("refuses us")
+        return store
+
+    monkeypatch.setattr(Where, "places", lambda where, job: places)
+    monkeypatch.setattr(Where, "open", open_place)
+    assert ask_all(Where(), lambda _, place: place.job) == [(places[2], "b")]
+    said = "adaptdl: cluster lab: refuses us\nadaptdl: alone: refuses us\n"
+    assert capsys.readouterr().err == said
+
+
 def test_output_is_chosen_by_rank() -> None:
     lines = ["[rank0]: a", "adaptdl-run: b", "[rank12]: c"]
     assert list(chosen(lines, (), "n1")) == ["[rank0]: a", "[n1]: adaptdl-run: b", "[rank12]: c"]
@@ -204,7 +246,7 @@ def test_an_agent_is_started_as_a_person_would_start_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     config = ServiceConfig("lab", "abc", "n1", "10.0.0.5", "https://h:1", port_range="29500:29600")
     wanted = Submission("job", "eve", "script", (str(tmp_path / "train.py"), "--x"), "0" * 64, None, 2, 6)
-    words = command_line(config, wanted, 4, "/saved")
+    words = command_line(config, wanted, 4, "/saved", resumed=False)
     options = parse(words[words.index("adaptdl_elastic.agent") + 1 :], {})
     assert (options.job, options.cluster, options.node_name, options.slots) == ("job", "lab", "n1", 4)
     assert (options.replicas, options.once, options.port_range) == ((2, 6), True, (29500, 29600))
@@ -212,5 +254,18 @@ def test_an_agent_is_started_as_a_person_would_start_it(tmp_path: Path) -> None:
     spec = job_spec(options)
     assert (spec.min_replicas, spec.max_replicas, spec.min_nodes) == (2, 6, 1)
     directory = ServiceDirectory(tmp_path)
-    found = agent_environment({"A": "own", "ADAPTDL_ETCD_USER": "x", "B": "own"}, {"B": "job"}, directory)
+    found = agent_environment(
+        {"A": "own", "ADAPTDL_ETCD_USER": "x", "B": "own"}, {"B": "job"}, directory, "s"
+    )
     assert (found["A"], found["B"], found["ADAPTDL_ETCD_USER"]) == ("own", "job", "adaptdl")
+    assert found["ADAPTDL_SECRET"] == "s"
+
+
+def test_the_secret_of_a_job_is_not_in_the_store_and_not_that_of_another_job(tmp_path: Path) -> None:
+    directory = ServiceDirectory(tmp_path)
+    with pytest.raises(ServiceConfigError, match="run adaptdl cluster up again"):
+        directory.job_secret("job")
+    (tmp_path / "secret").write_text("0123\n")
+    secrets = {directory.job_secret(job) for job in ("job", "other")}
+    assert len(secrets) == 2
+    assert all(len(one) == 64 for one in secrets)

@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -22,7 +24,9 @@ from ports import free_port
 from ssh_nodes import NoSshError, SshNodes
 
 from adaptdl_elastic.autoscaler.cli import adaptdl
+from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
+from adaptdl_elastic.rendezvous.store.base import StoreAuthError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
@@ -125,11 +129,18 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     again = lab.up()
     assert "node1: unchanged at 127.0.0.1, etcd, 1 slot" in again
     assert "node2: unchanged" in again
+    (etcd,) = (process for process in lab.processes() if process.name() == "etcd")
+    listening = [one.laddr.port for one in etcd.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    assert listening == [lab.etcd_port]  # none for other members, who would be asked for no password
 
     dry = lab.run("submit", "--dry-run", "--replicas", "3", "train.py")
     assert "train would wait: needs 3 slots, the cluster has 2" in dry
+    array = lab.run("submit", "--dry-run", "--array", "lr=1,2", "--replicas", "2", "train.py", "{lr}")
+    assert "train-lr-1 would begin now" in array
+    assert "train-lr-2 would wait: needs 2 slots, jobs before it need 2 of 2" in array
     secret = "not-in-the-store"
-    submitted = lab.run("submit", "--replicas", "1:2", "--env", f"TOKEN={secret}", "train.py", "60", "0.05")
+    options = ["--replicas", "1:2", "--env", f"TOKEN={secret}", "--notify", "echo $ADAPTDL_STATE > told"]
+    submitted = lab.run("submit", *options, "train.py", "60", "0.05")
     assert submitted.startswith("submitted train (1 file")
     after = lab.run("submit", "--name", "then", "--after", "train", "train.py", "1", "0")
     assert "it waits: waits for train" in after
@@ -149,14 +160,22 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     assert agents
     os.kill(before, signal.SIGKILL)
     lab.wait_for(lambda: lab.service("node1") != before)
+    assert "train is running: only a job that was stopped" in lab.run("resume", "train", code=1)
+    lab.run("stop", "train", "--wait")
+    assert lab.job("train")["state"] == "stopped"
+    assert "train is resumed" in lab.run("resume", "train")
+    lab.wait_for(lambda: lab.job("train")["state"] == "running")
     for node in ("node1", "node2"):
         lab.wait_for(lambda node=node: lab.directory(node).work("train").is_dir())
         (lab.directory(node).work("train") / "hurry").touch()
     followed = lab.run("logs", "-f", "train")
     assert "[rank0]: epoch 59 had 200" in followed
+    assert followed.count("[rank0]: epoch 0 had") == 1  # it went on where it was stopped
     assert "rank1" not in lab.run("logs", "--rank", "0", "train")
     assert lab.job("train")["state"] == "done"
     assert lab.job("train")["owner"] == "eve"
+    told = [lab.directory(node).work("train") / "told" for node in ("node1", "node2")]
+    lab.wait_for(lambda: [path.read_text() for path in told if path.exists()] == ["done\n"])
     options = StoreOptions.from_environment(lab.directory("node1").store_environment())
     with connect(f"https://127.0.0.1:{lab.etcd_port}", api="v3", options=options) as store:
         values = [item.value for item in store.range("/adaptdl/v1/lab/").items]
@@ -167,6 +186,39 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
         ("node1", "up", ""),
         ("node2", "up", ""),
     ]
+
+    # another person sees the cluster, and etcd knows a person who was revoked no more
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", "alice"], check=True)
+    assert "alice may use" in lab.run("cluster", "grant", "alice", "alice.pub", "--archive", "alice.tar")
+    hers = {"XDG_CONFIG_HOME": str(lab.work / "hers")}
+    with tarfile.open("alice.tar") as tar:
+        tar.extractall(lab.work / "hers" / "adaptdl", filter="data")
+    shutil.copy("alice", lab.work / "hers" / "adaptdl" / "lab" / "identity")
+    assert "train" in lab.run("ls", "--all", env=hers)
+    assert "job train belongs to eve" in lab.run("logs", "train", env=hers, code=1)
+    # bob was let in by a version that gave every person the password of the nodes
+    context, endpoint = contexts.choose("lab"), f"https://127.0.0.1:{lab.etcd_port}"
+    shutil.copy(context.directory / "password", "his-password")
+    his = {**context.store_environment(), "ADAPTDL_ETCD_PASSWORD_FILE": str(lab.work / "his-password")}
+    lab.run("cluster", "grant", "bob", "alice.pub")
+    (context.directory / "password-is-of-nodes").unlink()
+    assert "the password of etcd that bob had counts no more" in lab.up()
+    assert "counts no more" not in lab.up()
+    with (
+        pytest.raises(StoreAuthError, match="etcd refused the login"),
+        connect(endpoint, api="v3", options=StoreOptions.from_environment(his)) as store,
+    ):
+        store.range("/adaptdl/v1/lab/")
+    for node in ("node1", "node2"):
+        with connect(endpoint, api="v3", options=lab.directory(node).store_options()) as store:
+            assert store.range("/adaptdl/v1/lab/").items
+    assert "train" in lab.run("ls", "--all", env=hers)
+
+    assert "alice may not use" in lab.run("cluster", "revoke", "alice")
+    with pytest.raises(StoreAuthError, match="etcd refused the login"):
+        lab.run("cluster", "status", env=hers)
+    assert "train" in lab.run("ls", "--all")
+
     assert "nothing of it is left" in lab.run("cluster", "down", "--purge")
     assert lab.processes() == []
     assert not lab.directory("node1").path.exists()

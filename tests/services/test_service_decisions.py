@@ -17,7 +17,7 @@ from adaptdl_elastic.agent.service.decisions import (
 )
 from adaptdl_elastic.rendezvous.schema.records import JobState as State
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
-from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
+from adaptdl_elastic.rendezvous.services.admission import OVERTAKING_SECONDS, JobState, Request, admit
 
 IDLE, BUSY = JobState(), JobState(agents=2, state=State.RUNNING)
 
@@ -53,6 +53,34 @@ def test_a_small_job_begins_beside_a_large_one_that_waits() -> None:
         "large": "needs 3 slots, jobs before it need 2 of 3",
         "small": "",
     }
+
+
+def test_a_job_that_waits_for_slots_is_not_overtaken_without_end() -> None:
+    running, large = request("running", 2, run=BUSY), request("large", 3, created=1)
+    soon = request("soon", 1, created=1 + OVERTAKING_SECONDS)
+    late = request("late", 1, created=2 + OVERTAKING_SECONDS)
+    larger_than_all = request("larger", 4, created=0)
+    assert reasons(running, large, late, slots=3)["late"] == "needs 1 slot, jobs before it need 5 of 3"
+    assert reasons(running, large, soon, slots=3)["soon"] == ""
+    assert reasons(running, larger_than_all, late, slots=3)["late"] == ""
+    urgent = request("urgent", 1, created=2 + OVERTAKING_SECONDS, priority=1)
+    assert reasons(running, large, urgent, slots=3)["urgent"] == ""
+
+
+def test_a_large_job_begins_although_small_ones_are_submitted_all_the_time() -> None:
+    minute, lasts, ends = 60.0, 7, dict[str, int]()
+    waiting = [request("large", 8, created=1)]
+    for now in range(120):
+        waiting.append(request(f"small-{now}", created=now * minute))
+        waiting = [one for one in waiting if ends.get(one.submission.job, now + 1) > now]
+        verdicts = admit(waiting, 8)
+        for number, one in enumerate(waiting):
+            job = one.submission.job
+            if verdicts[job].admitted and job not in ends:
+                waiting[number], ends[job] = replace(one, run=BUSY), now + lasts
+        if "large" in ends:
+            break
+    assert ends.get("large") is not None
 
 
 def test_a_higher_priority_goes_first_and_displaces_nothing_that_runs() -> None:
@@ -103,6 +131,7 @@ def test_an_agent_is_started_once_and_stopped_when_its_job_is_cancelled() -> Non
     assert decide([cancelled], 1, {"job": told}, 1.0 + STOP_SECONDS) == {}
     assert decide([cancelled], 1, {"job": told}, 1.1 + STOP_SECONDS) == {"job": Step.KILL}
     assert decide([], 1, {"job": running}, 1.0) == {"job": Step.TERMINATE}
+    assert decide([], 1, {"job": running}, 1.0, {"job"}) == {}
 
 
 def test_an_agent_of_a_job_that_ends_is_left_to_end_by_itself() -> None:

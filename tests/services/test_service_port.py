@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import io
+import json
 import shutil
 import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from adaptdl_elastic.agent.service.access import VALID_SECONDS, DeniedError, identify
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import KEPT, copy
-from adaptdl_elastic.agent.service.http_server import Served, ServicePort, read_lines
+from adaptdl_elastic.agent.service.http_server import Served, ServicePort, line_before_end, read_lines
 from adaptdl_elastic.agent.service.lifecycle import unit_text
+from adaptdl_elastic.autoscaler.commands import job_requests
 from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of
+from adaptdl_elastic.autoscaler.commands.job_requests import RequestError
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.autoscaler.web.actions import Actions
+from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import encode
-from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed, Submission
+from adaptdl_elastic.rendezvous.schema.submissions import (
+    Cancellation,
+    Resumption,
+    ServiceRecord,
+    Signed,
+    Submission,
+)
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.admission import JobState, Request
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_client import (
     ServiceClient,
@@ -37,7 +53,12 @@ from adaptdl_elastic.rendezvous.services.service_client import (
 )
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
 from adaptdl_elastic.rendezvous.services.signatures import Person, SignatureError, UncheckedError
-from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, sign_record, verify_record
+from adaptdl_elastic.rendezvous.services.submitted import (
+    SubmissionReader,
+    Submitted,
+    sign_record,
+    verify_record,
+)
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 pytestmark = [
@@ -205,6 +226,102 @@ def test_a_server_that_is_not_of_the_cluster_is_not_asked(world: World, tmp_path
         world.client("alice").get_json(gone, "/v1/status")
 
 
+def test_a_signed_request_is_good_for_a_quarter_of_an_hour(world: World) -> None:
+    request = (ID, "n1", "GET", "/v1/status", signatures.digest(b""))
+    headers = Signer(ID, "alice", world.keys["alice"]).headers(*request[1:])
+    moment = int(headers["X-Adaptdl-Time"])
+    for now in (moment, moment + VALID_SECONDS, moment - VALID_SECONDS):
+        assert identify(None, headers, world.people(), request, now).person == "alice"
+    for later in (moment + VALID_SECONDS + 1, moment - VALID_SECONDS - 1):
+        with pytest.raises(DeniedError, match=r"set the clocks of that node and of your machine \(NTP\)"):
+            identify(None, headers, world.people(), request, later)
+        changed = {**headers, "X-Adaptdl-Time": str(int(later))}
+        with pytest.raises(DeniedError, match="not one of alice's key"):
+            identify(None, changed, world.people(), request, later)
+
+
+def test_silent_connections_keep_nobody_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaptdl_elastic.agent.service.connections.MOST_UNKNOWN", 4)
+    threads = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", world.record.port)))
+            for _ in range(100)
+        ]
+        assert world.client("alice").get_json(world.record, "/v1/status") == {"node": "n1"}
+        for one in silent[:-4]:
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        assert threading.active_count() < threads + 40
+
+
+def test_people_and_nodes_have_places_of_their_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaptdl_elastic.agent.service.connections.MOST_KNOWN", 1)
+    first = world.client("alice")
+    first.get_json(world.record, "/v1/status")  # and the connection stays
+    refused(
+        lambda: world.client("admin").get_json(world.record, "/v1/status"), 503, "serves too many connections"
+    )
+    assert first.get_json(world.record, "/v1/status") == {"node": "n1"}
+    first.close()
+
+
+def test_requests_that_would_wait_for_ever_are_refused(world: World) -> None:
+    alice = world.client("alice")
+    for query in ({"wait": "nan"}, {"after": 10**30}, {"after": -1}):
+        refused(
+            lambda query=query: alice.get_json(world.record, "/v1/logs/hers", **query),
+            400,
+            "no number of seconds|negative or too large",
+        )
+
+
+def test_the_certificate_that_all_people_have_is_not_a_servers(world: World) -> None:
+    directory = world.context.directory
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(directory / "client.pem", directory / "client-key.pem")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def shake_hands() -> None:
+            accepted, _ = listening.accept()
+            with contextlib.suppress(OSError), context.wrap_socket(accepted, server_side=True):
+                pass
+
+        thread = threading.Thread(target=shake_hands)
+        thread.start()
+        impostor = replace(world.record, host="localhost", port=listening.getsockname()[1])
+        with pytest.raises(ServiceError, match=r"unsuitable certificate purpose|unsupported certificate"):
+            world.client("alice").get_json(impostor, "/v1/status")
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "a/b", "../x", "-x", "a\nb", "a b", "é", "", "\u001b]0;x", "a" * 129]
+)
+def test_a_name_that_is_no_name_stops_no_service_and_no_command(world: World, name: str) -> None:
+    keys, store = Keys("lab"), MemoryStore()
+    good = Submission("good", "alice", "script", ("train.py",), "0" * 64)
+
+    def put(key: str, kind: str, text: str) -> None:
+        signature = signatures.sign(world.keys["alice"], signatures.record_text(ID, kind, text))
+        store.put(key, encode(Signed(text, "alice", signature)))
+
+    put(keys.submission("good"), "Submission", encode(good))
+    renamed = json.dumps({**json.loads(encode(good)), "job": name})
+    put(f"{keys.submissions}{name}", "Submission", renamed)
+    put(f"{keys.submissions}after", "Submission", json.dumps({**json.loads(encode(good)), "after": [name]}))
+    cancelled = json.dumps({**json.loads(encode(Cancellation("good", "alice"))), "job": name})
+    put(f"{keys.cancellations}{name}", "Cancellation", cancelled)
+    service = json.loads(encode(world.record))
+    store.put(f"{keys.services}x", json.dumps({**service, "node": name}))
+    store.put(f"{keys.services}y", json.dumps(service))  # stands under another name than its own
+    store.put(f"{keys.services}n1", json.dumps({**service, "slots": -8}))
+    for people in (world.people(), None):
+        found = SubmissionReader(store, keys, ID).read(people)
+        assert [one.submission for one in found.requests] == [good]
+        assert dict(found.services) == {}
+
+
 def test_a_submission_counts_only_with_the_signature_of_its_owner(world: World) -> None:
     people = world.people()
     hers = Submission("job", "alice", "script", ("train.py",), "0" * 64)
@@ -255,6 +372,52 @@ def test_only_the_owner_or_an_administrator_cancels(world: World) -> None:
     assert reader.read(people).requests == ()
 
 
+def test_a_stopped_run_is_resumed_by_its_owner_or_an_administrator_and_once(world: World) -> None:
+    keys, store, people = Keys("lab"), MemoryStore(), dict(world.people())
+    people["bob"] = Person(
+        "bob", signatures.public_key(world.keys["stranger"].with_suffix(".pub").read_text())
+    )
+    world.keys["bob"] = world.keys["stranger"]
+
+    def put(key: str, record: Submission | Resumption, person: str) -> None:
+        store.put(
+            key, sign_record(ID, record, person, lambda text: signatures.sign(world.keys[person], text))
+        )
+
+    def run(name: str, state: records.JobState) -> None:
+        spec = records.JobSpec(job="job", run=name, command=("t.py",))
+        store.put(keys.job("job", "spec"), encode(spec))
+        store.put(keys.job("job", "status"), encode(records.JobStatus(job="job", run=name, state=state)))
+
+    def resumed() -> bool:
+        found = reader.read(people).requests[0].run
+        assert found.state is (None if found.resumed else records.JobState.STOPPED)
+        return found.resumed
+
+    put(keys.submission("job"), Submission("job", "alice", "script", ("t.py",), "0" * 64), "alice")
+    reader = SubmissionReader(store, keys, ID)
+    run("r1", records.JobState.STOPPED)
+    for person, counts in (("bob", False), ("alice", True), ("admin", True)):
+        put(keys.resumption("job"), Resumption("job", person, "r1"), person)
+        assert resumed() is counts
+    run("r2", records.JobState.STOPPED)
+    assert not resumed()
+    assert job_requests.resume(store, keys, world.context, world.client("admin"), "job").startswith(
+        "job belongs to alice"
+    )
+    assert resumed()
+    page = Actions(store.client, keys, world.context, world.client("admin"))
+    assert page.resume("job") == "job is resumed already"
+    run("r3", records.JobState.FAILED)
+    with pytest.raises(RequestError, match="job is failed: only a job that was stopped is resumed"):
+        job_requests.resume(store, keys, world.context, world.client("admin"), "job")
+    store.delete_prefix(keys.job("job"))
+    forgotten = records.JobStatus(job="job", run="r4", state=records.JobState.STOPPED)
+    store.put(keys.outcome("job", "status"), encode(forgotten))
+    with pytest.raises(RequestError, match="its records are deleted: submit it again with another --name"):
+        job_requests.resume(store, keys, world.context, world.client("admin"), "job")
+
+
 def test_a_signature_that_cannot_be_checked_now_is_checked_again(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +447,7 @@ def test_another_person_gets_what_is_needed_and_no_authority(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contexts.save(replace(world.context, endpoint="https://h:1", nodes=("n1",)))
-    files = Credentials(contexts.choose("lab")).person_files("alice")
+    files = Credentials(contexts.choose("lab")).person_files("alice", "person:alice", "hers")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "hers"))
     for name, data in files.items():
         path = contexts.config_directory() / name
@@ -292,9 +455,12 @@ def test_another_person_gets_what_is_needed_and_no_authority(
         path.write_bytes(data)
     hers = contexts.choose(None)
     assert (hers.person, hers.endpoint, hers.cluster_id) == ("alice", "https://h:1", ID)
+    environment = hers.store_environment()
+    assert environment["ADAPTDL_ETCD_USER"] == "person:alice"
+    assert Path(environment["ADAPTDL_ETCD_PASSWORD_FILE"]).read_text() == "hers\n"
     shutil.copy(world.keys["alice"], hers.identity)
     assert client_of(hers).get_json(world.record, "/v1/status") == {"node": "n1"}
-    with pytest.raises(ProvisionError, match="brought up by another user, who alone adds nodes"):
+    with pytest.raises(ProvisionError, match="brought up by another user, who alone changes its nodes"):
         Credentials(hers).prepare()
 
 
@@ -317,3 +483,62 @@ def test_output_is_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.Monke
     assert [read_lines(path, at) for at in (0, 6, 14, 17)] == [b"ab\ncd\n", b"efghijkl", b"mn\n", b""]
     with pytest.raises(ValueError, match="negative"):
         read_lines(path, -1)
+
+
+def test_output_begins_with_a_whole_line_near_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert line_before_end(path, 5) == 0
+    path.write_bytes(b"ab\ncd\nefgh\n")
+    assert [line_before_end(path, size) for size in (100, 11, 8, 7, 5, 4, 1)] == [0, 0, 3, 6, 6, 11, 11]
+
+
+def test_the_page_shows_what_nodes_have_of_the_output(world: World) -> None:
+    log = world.directory.log("hers")
+    log.parent.mkdir(parents=True)
+    log.write_text("begins\n[rank0]: zero\n[rank1]: one\n")
+    gone = ServiceRecord("gone", "127.0.0.1", 1, 1)
+    submission = Submission("hers", "alice", "script", ("train.py",), "0" * 64)
+    request = Request(submission, None, JobState())
+    submitted = Submitted({"n1": world.record, "gone": gone}, (request,), {})
+    actions = Actions(MemoryStore, Keys("lab"), world.context, world.client("alice"))
+    shown = actions.output("hers", submitted, {}, ())
+    assert shown["lines"] == ["[n1]: begins", "[rank0]: zero", "[rank1]: one"]
+    assert "gone" in shown["problems"][0]
+    assert shown["offsets"] == {"n1": log.stat().st_size}
+    with log.open("a") as file:
+        file.write("[rank0]: more\n[rank1]: more\n")
+    assert actions.output("hers", submitted, shown["offsets"], (1,))["lines"] == ["[rank1]: more"]
+    with pytest.raises(RequestError, match="no job 'x' was submitted"):
+        actions.output("x", submitted, {}, ())
+
+
+def test_a_cancellation_from_the_page_is_signed_as_by_the_command(world: World) -> None:
+    store, keys = MemoryStore(), Keys("lab")
+    submission = Submission("hers", "alice", "script", ("train.py",), "0" * 64)
+    sign = functools.partial(signatures.sign, world.keys["alice"])
+    store.put(keys.submission("hers"), sign_record(ID, submission, "alice", sign))
+    said = Actions(store.client, keys, world.context, world.client("admin")).cancel("hers")
+    assert said == "hers belongs to alice: it ends if admin is an administrator"
+    found = store.get(keys.cancellation("hers"))
+    assert found is not None
+    record = verify_record(ID, world.people(), Cancellation, found.value, keys.cancellation("hers"))
+    assert record.person == "admin"
+    with pytest.raises(RequestError, match="no job 'x' was submitted"):
+        Actions(store.client, keys, world.context, world.client("admin")).cancel("x")
+
+
+def test_who_may_not_cancel_a_job_is_told_so_and_leaves_no_record(world: World) -> None:
+    store, keys = MemoryStore(), Keys("lab")
+    for job, owner in (("other", "admin"), ("new", "admin")):
+        record = Submission(job, owner, "script", ("train.py",), "0" * 64)
+        sign = functools.partial(signatures.sign, world.keys[owner])
+        store.put(keys.submission(job), sign_record(ID, record, owner, sign))
+    gone = ServiceRecord("gone", "127.0.0.1", 1, 1)
+    for service in (gone, world.record):
+        store.put(keys.service(service.node), encode(service))
+    hers, alice = replace(world.context, person="alice"), world.client("alice")
+    with pytest.raises(RequestError, match="n1 refuses: job other belongs to admin"):
+        job_requests.cancel(store, keys, hers, alice, "other")
+    assert store.get(keys.cancellation("other")) is None
+    # no node has seen this one yet
+    assert "if alice is an administrator" in job_requests.cancel(store, keys, hers, alice, "new")

@@ -17,6 +17,7 @@ from faultsim.run import run
 from faultsim.world import World
 from planted_defects import PLANTED, Planted, edited
 
+from adaptdl_elastic.protocol.messages import ReplicaMessage, Switched
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, Rescale
 
 HERE = Path(__file__).parent
@@ -86,6 +87,34 @@ def test_an_event_log_names_a_replica_that_died_before_the_others_were_forked() 
     assert world.kernel.defects == []
     begun = [sorted(map(int, e["pids"])) for e in world.agents[0].events if e["event"] == "started"]
     assert begun == [[0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_an_event_log_names_a_survivor_that_dies_after_the_leaver_has_switched(seed: int) -> None:
+    world, killed = World(seed), list[str]()
+    send = Replica.send
+
+    def kill_the_survivor(replica: Replica, message: ReplicaMessage) -> None:
+        send(replica, message)
+        here = [other for other in replica.machine.processes if isinstance(other, Replica) and other.alive]
+        leaves = isinstance(message, Switched) and replica.generation < message.generation
+        if leaves and len(here) == 2 and not killed:
+            (other,) = {*here} - {replica}
+            killed.append(other.name)
+            world.truth.job("a").deaths += 1
+            world.truth.excuse()
+            world.kernel.kill(other, -9)
+
+    with world.running(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replica, "send", kill_the_survivor)
+        spec = JobSpec("a", "", max_nodes=2, max_replicas=4, rescale=Rescale.INPLACE, checkpoint_path="/a")
+        world.jobs["a"] = Job(spec, Script(steps=400))
+        for index in range(2):
+            world.kernel.after(float(index), world.start_agent, world.machine(f"n{index}", 2), "a")
+        world.kernel.run(400.0)
+    assert killed
+    assert world.kernel.defects == []
+    assert world.history_violations() == []
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import hmac
 import json
 import os
 import pickle
+import re
 import socket
 import struct
 import threading
@@ -25,6 +26,7 @@ dist: Any = torch.distributed
 
 _PAUSE = 0.001  # seconds between two rounds of mischief
 _CHOSEN = "key"  # of the stranger's own
+_GENERATION = re.compile(r"/?adaptdl/(\d{1,3})/")
 _SILENT = 20  # connections that it leaves open at once
 
 
@@ -104,11 +106,21 @@ class Attacker:
         self._flood("step/0", self.payload)
 
     def _flood(self, name: str, value: bytes) -> None:
-        """Write one key of each generation, as fast as can be: before anybody else, and at once after."""
+        """Write one key of each generation, as fast as can be: before anybody else, and at once after.
+
+        A store of a later generation does not say its number before replicas use it, and the stores of
+        earlier ones may be closed: every store gets the key of every generation so far, and of the next.
+        """
         stores = [self._client(port) for port in self._ports()]
         for _ in range(100):
-            for generation, store in enumerate(stores):
-                store.set(f"adaptdl/{generation}/{name.format(generation)}", value)
+            for generation in range(self._generations()):
+                for store in stores:
+                    store.set(f"adaptdl/{generation}/{name.format(generation)}", value)
+
+    def _generations(self) -> int:
+        """Return the number of the newest generation that was seen, plus two, and at least four."""
+        found = (_GENERATION.match(key) for key in tuple(self.read))
+        return max([2, *(int(match[1]) for match in found if match)]) + 2
 
     def write_all(self) -> None:
         """Write the payload over every value."""

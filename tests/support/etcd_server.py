@@ -203,8 +203,9 @@ class EtcdServer:
         self._reap()
 
     def pause(self) -> None:
-        """SIGSTOP: it hangs, its connections stay open."""
+        """SIGSTOP: it hangs, its connections stay open. Return once all of its threads have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         """SIGCONT."""

@@ -165,9 +165,10 @@ class FakeAgent:
 
     def wait_for_event(self, name: str) -> dict[str, Any]:
         """Until a replica has sent an event of that name; the message."""
+        deadline = time.monotonic() + PATIENCE  # of all messages together: some come every two seconds
         while True:
             try:
-                message = self.messages.get(timeout=PATIENCE)[1]
+                message = self.messages.get(timeout=max(deadline - time.monotonic(), 0.01))[1]
             except queue.Empty:
                 raise AssertionError(f"no event {name}:\n{self.outputs()}") from None
             if message["type"] == "event" and message["event"] == name:
@@ -182,10 +183,10 @@ class FakeAgent:
 
     def wait_for_all(self, counts: dict[str, int]) -> Counter[str]:
         """Until so many messages of each kind have come, in any order; how many of every kind came."""
-        heard: Counter[str] = Counter()
+        deadline, heard = time.monotonic() + PATIENCE, Counter[str]()
         while any(heard[kind] < count for kind, count in counts.items()):
             try:
-                heard[self.messages.get(timeout=PATIENCE)[1]["type"]] += 1
+                heard[self.messages.get(timeout=max(deadline - time.monotonic(), 0.01))[1]["type"]] += 1
             except queue.Empty:
                 raise AssertionError(f"only {dict(heard)} of {counts}:\n{self.outputs()}") from None
         return heard

@@ -70,3 +70,13 @@ def state(accumulator: Any) -> Any:
 def say_samples(adp: Any, count: int) -> None:
     """Let out-of-memory handling take the current batch for one of a data loader's."""
     adp._memory.batch = lambda: Samples(local=count, trains=True)
+
+
+def lead(consensus: Any, kind: str, body: Any) -> None:
+    """Let rank 0's control thread handle an event."""
+    consensus.leader.on_event(kind, 0, body)
+
+
+def running_commands(consensus: Any) -> Any:
+    """Return the commands of the round that is open on rank 0."""
+    return consensus.leader.running

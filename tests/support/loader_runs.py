@@ -27,7 +27,7 @@ def restarts(folder: Path, **settings: Any) -> None:
 
 def changes(folder: Path, **settings: Any) -> None:
     """1, 2, 3 replicas in place, then one dies, and one leaves."""
-    loop = json.dumps({"size": 900, "batch": 6, "pace": 0.03, **settings})
+    loop = json.dumps({"size": 900, "batch": 6, "pace": 0.1, **settings})
     with FakeAgent(SCRIPT, folder, LOOP=loop, OUT=str(folder)) as job:
         job.start(1)
         job.wait_for("step")

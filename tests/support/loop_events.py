@@ -34,13 +34,13 @@ class Totals(dict[str, Any]):
 totals = Totals()
 
 
-def here(epoch: int, number: int) -> None:
-    """Called by the body of each data loop."""
+def here(epoch: int, number: int, unit: int) -> None:
+    """Called by the body of each data loop, whose position is counted in `unit` samples."""
     if not adl.batch_counts():
         return
     loader = adl.current_dataloader()
     assert loader is not None
-    place = [epoch, number, loader.current_index]
+    place = [epoch, number, loader.current_index * unit]
     session, deadline = _session.current(), time.monotonic() + LIMIT
     if place in EVENTS:
         sign("at", place=place)

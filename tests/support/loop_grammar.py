@@ -2,8 +2,9 @@
 
 `Spec.drawn(seed)` chooses what a script has: one or two data loops in each epoch, `enumerate`, `break`, an
 accumulator, an evaluation loop, a collective in the body, a scheduler, an evaluation loop inside a training
-loop, a second loader that is read beside the first; `Spec.source` writes it. Every script
-uses names of its loops' bodies behind the loops: `loss`, `outputs`, and `i` of `enumerate`. Data come in
+loop, a second loader that is read beside the first, steps without a loader, in epochs or without;
+`Spec.source` writes it. Every script with epochs uses names of its loops' bodies behind the loops: `loss`,
+`outputs`, and `i` of `enumerate`. Data come in
 order, so that plain torch hands out the same batches, and everything is in float64.
 """
 
@@ -13,6 +14,9 @@ import random
 from dataclasses import dataclass, replace
 
 BATCH = 12  # 1, 2, 3 or 4 replicas divide it: each step has the same samples on any number of them
+CHAOS = (
+    1000  # seeds from here on are those of `make chaos`: only they have loops outside of epochs that go on
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Loop:
     beside: (
         str | None
     )  # how a second loader is read in it: "zip", or "endless" by next(); None: there is none
+    steps: bool  # it counts steps, and has no loader
     beside_size: int  # samples of the second loader's data set; with "zip" as many as `size` or more
 
 
@@ -42,13 +47,14 @@ class Spec:
     collective: bool  # in the bodies
     before: bool  # a loop that evaluates before the first epoch
     after: bool  # one behind the last epoch
+    epochless: bool  # its one loop is outside of epochs
 
     @classmethod
     def drawn(cls, seed: int) -> Spec:
         """The script of that seed."""
         choose = random.Random(seed)
         kinds = choose.choice([["train"], ["train", "evaluate"], ["train", "train"], ["evaluate", "train"]])
-        return cls(
+        spec = cls(
             seed=seed,
             epochs=choose.randint(1, 3),
             loops=tuple(_loop(choose, kind) for kind in kinds),
@@ -56,7 +62,14 @@ class Spec:
             collective=choose.random() < 0.3,
             before=choose.random() < 0.3,
             after=choose.random() < 0.4,
+            epochless=False,
         )
+        choose = random.Random(f"steps of {seed}")
+        loops = tuple(replace(loop, steps=choose.random() < 0.25) for loop in spec.loops)
+        if len(loops) == 1 and seed >= CHAOS and choose.random() < 0.4:
+            only = replace(loops[0], steps=True, counted=False, left_at=None)
+            return replace(spec, loops=(only,), epochs=1, scheduler=False, epochless=True)
+        return replace(spec, loops=loops)
 
     def without_collective(self) -> Spec:
         """The same without a collective in the bodies: a death in one of those is a failure."""
@@ -85,9 +98,9 @@ class Spec:
             lines.append(f"beside{number} = Loader(range({loop.beside_size}), batch_size={BATCH})")
             lines.append(f"inside{number} = Loader(range(20), batch_size={BATCH})")
         lines += _OUTSIDE if self.before else []
-        lines.append(f"for epoch in epochs_until({self.epochs}):")
+        lines.append("epoch = 0" if self.epochless else f"for epoch in epochs_until({self.epochs}):")
         for number, loop in enumerate(self.loops):
-            lines += ["    " + line for line in self._lines(number, loop)]
+            lines += [("" if self.epochless else "    ") + line for line in self._lines(number, loop)]
         lines += ["    scheduler.step()"] if self.scheduler else []
         lines += _OUTSIDE if self.after else []
         return "\n".join([*lines, "result()", ""])
@@ -97,11 +110,16 @@ class Spec:
         lines = ["net.train()" if train else "net.eval()"]
         lines += ["sums = Accumulator()"] if loop.counted else []
         loader, variables = f"loader{number}", "index"
+        if loop.steps:
+            loader, variables = f"steps({loop.size // BATCH})", "step"
         if loop.beside == "zip":
-            loader, variables = f"zip({loader}, beside{number})", "(index, beside)"
+            loader, variables = f"zip({loader}, beside{number})", f"({variables}, beside)"
         if loop.numbered:
             loader, variables = f"enumerate({loader})", f"i, {variables}"
-        body = [f"here(epoch, {number})"]
+        unit = BATCH if loop.steps else 1
+        body = [f"here(epoch, {number}, {unit})"]
+        if loop.steps:
+            body += [f"index = torch.arange({BATCH} * step, {BATCH} * (step + 1))[rank() :: world_size()]"]
         if loop.beside == "endless":
             lines += [f"more = endless(beside{number})"]
             body += ["beside = next(more)"]
@@ -118,7 +136,7 @@ class Spec:
             body += ['sums["beside"] += float((beside * index).sum())'] if loop.beside else []
         body += [*_inside(number, loop.counted), *(["net.train()"] if train else [])] if loop.inside else []
         if loop.left_at is not None:
-            body += [f"if handed_out() + {BATCH} >= {loop.left_at}:", "    break"]
+            body += [f"if handed_out() * {unit} + {BATCH} >= {loop.left_at}:", "    break"]
         lines += [f"for {variables} in {loader}:", *("    " + line for line in body)]
         used = ["loss.item()", "outputs.shape", *(["i"] if loop.numbered else [])]
         used += ["mean.item()"] if self.collective else []
@@ -156,6 +174,7 @@ def _loop(choose: random.Random, kind: str) -> Loop:
         left_at=choose.randint(1, batches) * BATCH if choose.random() < 0.3 else None,
         inside=choose.random() < 0.25,
         beside=beside,
+        steps=False,
         beside_size=choose.randint(batches if beside == "zip" else 1, 4) * BATCH,
     )
 
@@ -167,7 +186,7 @@ from collections import Counter
 from torch.utils.data import DataLoader as Loader
 import torch.distributed as dist
 seen = Counter()
-def here(epoch, number):
+def here(epoch, number, unit):
     seen.clear()
 def handed_out():
     return handed
@@ -189,6 +208,16 @@ class Loader(Loader):
         finally:
             if outermost is self:
                 Loader.outermost = None
+def steps(count):
+    global handed
+    Loader.outermost = "steps"
+    try:
+        for number in range(count):
+            handed = number
+            yield number
+    finally:
+        Loader.outermost = None
+rank, world_size = lambda: 0, lambda: 1
 def wrapped(module, optimizer, scheduler):
     return module
 dist = type("dist", (), {"all_reduce": lambda tensor: None})
@@ -202,7 +231,7 @@ import adaptdl_elastic.torch as adl
 from adaptdl_elastic.torch import Accumulator, AdaptiveDataLoader as Loader
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 from loop_events import OUT, here, totals
-epochs_until = adl.remaining_epochs_until
+epochs_until, steps, rank, world_size = adl.remaining_epochs_until, adl.steps, adl.rank, adl.world_size
 def handed_out():
     return adl.current_dataloader().current_index
 def wrapped(module, optimizer, scheduler):

@@ -9,10 +9,12 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import insides
+import signs
 import small_memory
 import torch
 from torch.utils.data import Dataset, get_worker_info
@@ -34,6 +36,7 @@ S = {
     "search": False,  # look for the largest batch that fits
     "nan": None,  # the batch of an epoch whose loss is nan
     "leave": None,  # the batch of an epoch after which the body leaves the loop
+    "forgets": None,  # the generation in whose second step torch never agrees on the order of buckets
     **json.loads(os.environ.get("LOOP", "{}")),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -126,7 +129,25 @@ def tear(tag, count, how="SIGKILL"):
     Reducer.combine, Reducer.spread = combined, spread_to_one
 
 
+def forget(generation):
+    """Let DDP's only collective in a forward pass never end, as it may with gloo when a replica dies."""
+    rebuild, steps = torch._C._distributed_c10d.Reducer._rebuild_buckets, set()
+
+    def never(self):
+        session = _session.current()
+        if session.generation == generation:
+            steps.add(session.step)
+            if len(steps) == 2:
+                signs.sign("forgotten")
+                threading.Event().wait()
+        return rebuild(self)
+
+    torch._C._distributed_c10d.Reducer._rebuild_buckets = never
+
+
 def main():
+    if S["forgets"] is not None:
+        forget(S["forgets"])
     for rank, torn in enumerate((S["torn"], S["torn then"])):
         if torn and adl.rank() == rank and "ADAPTDL_JOIN" not in os.environ:
             tear(*torn)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from adaptdl_elastic._session import current as current_session
 from adaptdl_elastic.torch._elastic.recovery import Recovery
 from adaptdl_elastic.torch._gradient.comm_hook import Norms
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass, difference, variance
@@ -174,3 +175,23 @@ def test_a_difference_undoes_one_factor_and_no_more() -> None:
     assert told is not None
     np.testing.assert_allclose(told.numpy(), [2.0, 3.0], rtol=1e-5)
     assert difference(part(), [(first, mean[first] / 2), (second, mean[second])], mean_sqr, norms) is None
+
+
+@pytest.mark.parametrize(
+    ("returns_its_loss", "name"),
+    [(True, "half of the batch again"), (False, "two halves of the batch by signs")],
+)
+def test_a_report_says_how_the_noise_was_measured_and_how_well(returns_its_loss: bool, name: str) -> None:
+    model = Model() if returns_its_loss else nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    adp = AdaptiveDataParallel(model, optimizer)
+    cases.measure_always(adp)
+    for _ in range(12):
+        x, y = batch(16)
+        optimizer.zero_grad()
+        loss = adp(x, y) if returns_its_loss else (adp(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+    hints = current_session().metrics.hints()
+    assert hints.estimator == name
+    assert hints.grad_error == pytest.approx(adp.gns.sqr_error())

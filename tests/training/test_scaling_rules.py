@@ -16,7 +16,14 @@ from adaptdl_elastic.torch import scaling_rules
 from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
-from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+from adaptdl_elastic.torch.scaling_rules import (
+    AdamScale,
+    AdamSqrtScale,
+    AdaScale,
+    LEGWScale,
+    LinearScale,
+    SqrtScale,
+)
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -103,6 +110,71 @@ def test_a_step_is_torchs_at_the_scaled_learning_rate(rule: Any) -> None:
     assert [group["lr"] for group in adp.optimizer.param_groups] == [0.1, 0.5], "put back"
 
 
+@pytest.mark.parametrize(
+    ("kind", "decay", "scaled_decay"),
+    [(torch.optim.AdamW, 0.01, 0.02), (torch.optim.Adam, 0.01, 0.01)],
+)
+def test_adams_square_root_rule_is_malladis(kind: Any, decay: float, scaled_decay: float) -> None:
+    """lr' = √S lr, 1 − β' = S (1 − β), ε' = ε/√S (definition 5.3); AdamW's lr' · decay' = S · lr · decay."""
+    model = cases.linear()
+    adp = AdaptiveDataParallel(
+        model,
+        kind(model.parameters(), lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=decay),
+        scaling_rule=AdamSqrtScale(),
+    )
+    oracle = cases.linear()
+    theirs = kind(oracle.parameters(), lr=0.2, betas=(0.6, 0.96), eps=5e-4, weight_decay=scaled_decay)
+    x, y = cases.samples(16)
+    with FakeLoader([[16]], 4, 16):
+        for _ in range(4):
+            for net, optimizer in ((adp, adp.optimizer), (oracle, theirs)):
+                optimizer.zero_grad()
+                ((net(x) - y) ** 2).mean().backward()
+                optimizer.step()
+    assert adp.scale == 4.0
+    torch.testing.assert_close(cases.flat(adp.module), cases.flat(oracle), rtol=1e-6, atol=0.0)
+    [group] = adp.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.9, 0.99), 1e-3), "put back"
+    assert group["weight_decay"] == decay
+
+
+def test_adams_square_root_rule_beyond_its_range_and_its_optimizers() -> None:
+    rule = AdamSqrtScale(weight_decay=False)
+    group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    changed = rule.scale_options(16.0, group)
+    assert changed["betas"] == (0.0, pytest.approx(0.984))
+    assert "weight_decay" not in changed
+    assert rule.scale_options(1.0, group) == {}
+    with pytest.raises(ValueError, match="betas and eps, which SGD does not have"):
+        model_with(AdamSqrtScale())
+
+
+def test_adams_square_root_rule_keeps_the_path_over_samples() -> None:
+    """The loss after the same samples is that of the small batch; with the rate alone it is not.
+
+    A quadratic in 512 dimensions whose gradient has ten times as much noise as signal; ε is as large as the
+    noise, so that it matters.
+    """
+
+    def mean_loss(scale: int, options: dict[str, Any]) -> float:
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.nn.Parameter(torch.full((512,), 1.0))
+        optimizer = torch.optim.Adam([weights], lr=0.01, betas=(0.9, 0.99), eps=10.0)
+        optimizer.param_groups[0].update(options, lr=0.01 * math.sqrt(scale))
+        losses = []
+        for _ in range(3200 // scale):
+            noise = torch.randn(512, generator=generator) * 10.0 / math.sqrt(scale)
+            weights.grad = weights.detach() + noise
+            optimizer.step()
+            losses.append(float((weights.detach() ** 2).mean()))
+        return sum(losses) / len(losses)
+
+    group = {"betas": (0.9, 0.99), "eps": 10.0}
+    small = mean_loss(1, {})
+    assert mean_loss(8, AdamSqrtScale().scale_options(8.0, group)) == pytest.approx(small, rel=0.1)
+    assert mean_loss(8, {}) > 1.3 * small
+
+
 @pytest.mark.parametrize("rule", [AdaScale(), AdamScale(), LinearScale(), SqrtScale()])
 def test_scale_one_changes_nothing(rule: Any) -> None:
     adp = model_with(rule)
@@ -134,11 +206,62 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "rule"),
-    [(torch.optim.SGD, AdaScale), (torch.optim.Adam, AdamScale), (torch.optim.AdamW, AdamScale)],
+    [
+        (torch.optim.SGD, AdaScale),
+        (torch.optim.Adam, AdamScale),
+        (torch.optim.AdamW, AdamScale),
+        (type("SGDScheduleFree", (torch.optim.Adagrad,), {}), AdaScale),
+        (type("RAdamScheduleFree", (torch.optim.Adagrad,), {}), AdamScale),
+    ],
 )
 def test_defaults(kind: Any, rule: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert type(model_with(None, kind).scaling_rule) is rule
     assert not caplog.text
+
+
+class AdamWScheduleFree(torch.optim.Optimizer):
+    """Keep what the package's one keeps: second moments by parameter, the count of steps by group."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "k": 0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta = group["betas"][1]
+            for p in group["params"]:
+                square = self.state[p].setdefault("exp_avg_sq", torch.zeros_like(p))
+                square.mul_(beta).addcmul_(p.grad, p.grad, value=1 - beta)
+            group["k"] += 1
+
+
+def test_the_noise_scale_of_an_optimizer_that_counts_steps_by_group() -> None:
+    adp = model_with(None, AdamWScheduleFree)
+    x, y = cases.samples(12)
+    with FakeLoader([[12]], 4, 12):
+        for _ in range(15):
+            adp.optimizer.zero_grad()
+            ((adp(x) - y) ** 2).mean().backward()
+            adp.optimizer.step()
+    assert adp.gns.known
+    # the same gradient in every step, since nothing moves: P is its absolute value
+    weight, (group, *_) = adp.module.weight, adp.optimizer.param_groups
+    divisor = adp.gns.preconditioner(weight, group)(slice(None))
+    torch.testing.assert_close(divisor, weight.grad.abs().flatten())
+
+
+def test_adamsqrtscale_refuses_schedule_free_optimizers() -> None:
+    with pytest.raises(ValueError, match=r"AdamWScheduleFree.*AdamScale or SqrtScale"):
+        model_with(AdamSqrtScale(), AdamWScheduleFree)
+
+
+def test_muon_gets_the_root_of_the_plain_gradients_gain() -> None:
+    model = torch.nn.Linear(3, 2, bias=False)
+    adp = AdaptiveDataParallel(model, torch.optim.Muon(model.parameters(), lr=0.1))
+    sqr, var = np.array([1.0]), np.array([8.0])
+    adp.gns.record(Measurement(sqr + var, var, 1.0), 0)
+    assert type(adp.scaling_rule) is AdaScale
+    assert not isinstance(adp.gns, AdamGradientNoiseScale)
+    np.testing.assert_allclose(adp.scaling_rule.scale_lr(4.0), (9.0 / 3.0) ** 0.5)
 
 
 def test_the_choice_for_an_optimizer_that_none_is_derived_for_is_named(

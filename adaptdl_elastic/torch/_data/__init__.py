@@ -1,4 +1,4 @@
-"""Which samples go to which replica, and when.
+"""Decide which samples go to which replica, and when.
 
 | module | question that it answers |
 |---|---|
@@ -13,4 +13,8 @@
 | `batch_comparison` | Do the replicas train on different batches and read the same stream? |
 | `accumulator_state` | Which sums of an Accumulator are kept in checkpoints? |
 | `checks` | Which arguments may a script pass to data and epoch loops? |
+| `inner_loop` | How does a data loop run inside another data loop? |
+| `loop_length` | How much of a data loop is done, and how many batches are left? (pure) |
+| `step_loop` | How does a loop over step numbers, without a loader, run? |
+| `unequal_shares` | Which shares of a batch do replicas of unequal speed take? |
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,19 +14,31 @@ from typing_extensions import override
 
 from adaptdl_elastic import _session, checkpoint, collective
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._data.batch_comparison import digest
 from adaptdl_elastic.torch._runtime.position import script_position
+
+log = logging.getLogger(__name__)
 
 Totals = dict[Any, Any]
 """Sums of one accumulator, by their keys."""
-Additions = dict[int | None, dict[str, int]]
-"""Epoch (None: outside of epochs) → name of an addition → how many times it was made."""
+Series = tuple[int, str]
+"""Number of additions of one name by one replica, and a digest of all their values in order."""
+Made = tuple[int, tuple[int, ...], tuple[str, ...] | None, tuple[Series, ...]]
+"""How often additions of one name were made, on how many replicas, their values (None: not compared), and
+the series of each replica."""
+Additions = dict[int | None, dict[str, Made]]
+"""Epoch (None: outside of epochs) → name → its additions."""
 Reached = tuple[int, int | None, int]
-"""How far a run came: epoch loops begun, current epoch, data loops begun in that epoch."""
+"""How far a run came: loops begun outside of epochs, current epoch, data loops begun in that epoch."""
 Sums = dict[str, tuple[dict[Any, Any], dict[Any, Any], int]]
 """Accumulator's name → (sums over all replicas, this replica's sums since then, number of syncs)."""
 OwnSums = dict[str, dict[Any, Any]]
 """Accumulator's name → sums since the last sync, of one replica or merged from several replicas."""
 
+_FORM = 3  # version of the state in checkpoints
+_NONE: Made = (0, (), None, ())
+_VALUES = 8  # most different values of one name that are kept to be compared
+_LONGEST = 24  # characters of a value that is compared
 _NDARRAY = "__ndarray__"  # dict key that marks a numpy array stored as a tensor: files hold tensors only
 
 
@@ -33,13 +47,17 @@ class Addition(NamedTuple):
 
     epoch: int | None
     loop: int
-    """Data loops of the epoch begun before this addition; outside of epochs, epoch loops begun before it."""
+    """Data loops of the epoch begun before it; outside of epochs, `ScriptPosition.loops_outside`."""
     block: int
     """synchronized() blocks of the epoch entered before this addition."""
     name: str
     """Name of the addition, the same in every run of the script."""
     number: int
     """Number of additions of this name that this process has made, including this one."""
+    before: str
+    """Digest of the values of the additions of this name before this one; empty if this is the first."""
+    values: str
+    """Digest of the same values and this one."""
 
 
 class AccumulatorState(checkpoint.TensorState):
@@ -64,7 +82,11 @@ class AccumulatorState(checkpoint.TensorState):
         self._own: list[tuple[Addition, Totals]] = []  # additions of a newcomer that the others did not make
         self._loops = 0  # number of the last finished data loop outside of epochs that added here
         self._loop = 0  # number of the running one, if it has added here; else 0
-        self._in_loop: Totals = {}  # what it has added: not in checkpoints, because it runs again
+        self._in_loop: Totals = {}  # sums of the running loop; not saved, because the loop runs again
+        # (epoch, loop, block) in which additions were made again with other values than before a restart
+        self._measured_again: set[tuple[int | None, int, int]] = set()
+        self._told = False  # a warning was given that an addition has another value than before a restart
+        self._told_more = False  # a warning was given that there are more additions than before a restart
 
     def add_in_loop(self, key: Any, change: Any) -> None:
         """Add `change` in a data loop, unless the continued run has finished this loop outside of epochs."""
@@ -96,9 +118,13 @@ class AccumulatorState(checkpoint.TensorState):
         """Add `change` outside of data loops, unless the continued run has made this addition already."""
         self._settle()
         if self._was_made(addition):
+            self._compare(addition, change)
             return
+        value = _comparable(next(iter(change.values())))
+        series = (addition.number, addition.values)
+        new: Made = (addition.number, (replicas(),), None if value is None else (value,), (series,))
         made = self.additions.setdefault(addition.epoch, {})
-        made[addition.name] = max(addition.number, made.get(addition.name, 0))
+        made[addition.name] = _both(new, _without(made.get(addition.name), addition))
         self.updates = merge(self.updates, change)
         if _session.current().joining:
             self._own.append((addition, change))
@@ -106,20 +132,54 @@ class AccumulatorState(checkpoint.TensorState):
     def _was_made(self, addition: Addition) -> bool:
         """Return whether the run that is being continued has made this addition.
 
-        A run that had reached a later loop or block has made all additions of a name before it. Their
-        number is not compared: it may depend on the number of replicas, for example if the script divides
-        samples among the replicas by itself.
+        A run that had reached a later loop or block has made all additions of a name before it. Further
+        additions are new ones only if the script repeats the earlier ones with the same values, on the same
+        number of replicas. Otherwise it may have divided the same work in another way, for example
+        among other replicas, or into batches of another size.
         """
-        epoch, loop, block, name, number = addition
-        times = self._loaded.get(epoch, {}).get(name, 0)
+        epoch, loop, block, name, number, _, values = addition
+        times, on_replicas, _, series = self._loaded.get(epoch, {}).get(name, _NONE)
+        place, same = (epoch, loop, block), on_replicas == (replicas(),)
         if number <= times:
+            if number == times and same and (number, values) not in series:
+                self._measured_again.add(place)
             return True
-        epoch_loops, reached_epoch, reached_loop = self._reached
+        if not times or (same and place not in self._measured_again):
+            return False
+        loops_outside, reached_epoch, reached_loop = self._reached
         if epoch is None:
-            past = loop < epoch_loops
+            past = loop < loops_outside
         else:
             past = reached_epoch is not None and (epoch, loop) < (reached_epoch, reached_loop)
-        return times > 0 and (past or block < len(self.history.get(epoch, ())))
+        made = past or block < len(self.history.get(epoch, ()))
+        if made and same and not self._told_more:
+            self._told_more = True
+            log.warning(
+                "the script adds other values, and more often, than before the restart: the additions that "
+                "were made then remain in the sum, and none is added. If these are others, give each a key "
+                "of its own, or add in the data loop"
+            )
+        return made
+
+    def _compare(self, addition: Addition, change: Totals) -> None:
+        """Warn once if the addition was made with another value before the restart.
+
+        The same addition may have another value, for example a number of correct answers that was counted
+        with earlier weights. Only a script that takes another way after a restart gives a wrong sum.
+        """
+        made = self._loaded.get(addition.epoch, {}).get(addition.name, _NONE)
+        key, found = next(iter(change.items()))
+        value, same = _comparable(found), made[1] == (replicas(),)
+        if self._told or not same or value is None or made[2] is None or value in made[2]:
+            return
+        self._told = True
+        log.warning(
+            "the addition of %s to %r was made before the restart with another value (%s), which remains in "
+            "the sum: if these are two additions, give each a key of its own, or add in the data loop",
+            value,
+            key,
+            ", ".join(made[2]),
+        )
 
     def forget_epochs_before(self, epoch: int) -> None:
         """Drop the history and the additions of epochs before `epoch`, whose code does not run again."""
@@ -173,9 +233,10 @@ class AccumulatorState(checkpoint.TensorState):
             "updates": _encode(self.updates),
             "history": {epoch: [_encode(sums) for sums in shown] for epoch, shown in self.history.items()},
             "additions": {epoch: dict(made) for epoch, made in self.additions.items()},
-            "reached": (position.epoch_loops, _session.current().epoch, position.entered),
+            "reached": (position.loops_outside, _session.current().epoch, position.entered),
             "syncs": self.syncs,
             "loops": self._loops,
+            "form": _FORM,
         }
 
     @override
@@ -183,7 +244,7 @@ class AccumulatorState(checkpoint.TensorState):
         saved = copy.deepcopy(state_dict)
         self.results, self.updates = _decode(saved["results"]), _decode(saved["updates"])
         self.history = {epoch: [_decode(s) for s in shown] for epoch, shown in saved["history"].items()}
-        if "reached" not in saved:
+        if saved.get("form") != _FORM:
             raise ValueError("it was saved by an older version, which recognised additions in another way")
         self._loaded, self._reached = saved["additions"], tuple(saved["reached"])
         self.additions = copy.deepcopy(self._loaded)
@@ -195,6 +256,11 @@ class AccumulatorState(checkpoint.TensorState):
                 self.add_outside(addition, change)
 
 
+def replicas() -> int:
+    """Return the present number of replicas."""
+    return _session.current().replicas
+
+
 def add_to(sums: Totals, key: Any, value: Any) -> None:
     """Add `value` to the sum of `key`."""
     sums[key] = sums[key] + value if key in sums else value
@@ -203,13 +269,43 @@ def add_to(sums: Totals, key: Any, value: Any) -> None:
 def _merge_with_additions(
     a: tuple[Totals, Additions], b: tuple[Totals, Additions]
 ) -> tuple[Totals, Additions]:
-    """Return the sums of both replicas, and for each addition the larger of the two counts."""
+    """Return the sums of both replicas, and for each name the larger of the two numbers of additions."""
     additions = {epoch: dict(made) for epoch, made in a[1].items()}
     for epoch, made in b[1].items():
         known = additions.setdefault(epoch, {})
-        for name, number in made.items():
-            known[name] = max(number, known.get(name, 0))
+        for name, one in made.items():
+            known[name] = _both(one, known.get(name))
     return merge(a[0], b[0]), additions
+
+
+def _both(a: Made, b: Made | None) -> Made:
+    """Return what two replicas know of the additions of one name. The order and repetitions do not matter."""
+    if b is None:
+        return a
+    values = None if a[2] is None or b[2] is None else tuple(sorted({*a[2], *b[2]}))
+    replicas = tuple(sorted({*a[1], *b[1]}))
+    if values is not None and len(values) > _VALUES:
+        values = None
+    return max(a[0], b[0]), replicas, values, tuple(sorted({*a[3], *b[3]}))
+
+
+def _without(made: Made | None, addition: Addition) -> Made | None:
+    """Return `made` without this replica's series up to `addition`, which a longer one replaces."""
+    if made is None:
+        return None
+    times, on_replicas, values, series = made
+    old = (addition.number - 1, addition.before)
+    return times, on_replicas, values, tuple(one for one in series if one != old)
+
+
+def extended(series: str, value: Any) -> str:
+    """Return the digest of the values that `series` stands for and of `value`, in this order."""
+    return hashlib.blake2b(f"{series} {digest(value)}".encode(), digest_size=12).hexdigest()
+
+
+def _comparable(value: Any) -> str | None:
+    """Return a number or string as text; None for other values and for floats, which may be measurements."""
+    return repr(value) if isinstance(value, int | str) and len(repr(value)) <= _LONGEST else None
 
 
 def merge(a: Totals, b: Totals) -> Totals:

@@ -27,7 +27,7 @@ KIND = "digest"
 COMPARED_INPUTS = 3
 """Forward passes compared per generation; a problem is reported if the inputs of all of them are equal."""
 
-_NUMBERS = 4096  # of each tensor that count, spread over it
+_NUMBERS = 4096  # most numbers of each tensor that enter its digest, spread over the tensor
 _PENDING = 64  # most comparisons that may wait for further digests; the oldest is dropped
 
 Key = tuple[int, str, str]

@@ -75,7 +75,7 @@ def run_inner_loop(helper: AdaptiveDataLoaderHelper, parts: int, batches: Batche
 
 
 def _start(helper: AdaptiveDataLoaderHelper, parts: int) -> InnerPosition:
-    """Return the position of a loop that begins here: its order is another one each time."""
+    """Return the position of a loop that begins here. Each inner loop gets an order of its own."""
     outer, state = registry().current, script_position()
     seed = 0 if outer is None else state.seeds.get(outer.key, 0)
     where = state.finished, state.entered, max(state.inner.window, 0), state.inner.begun
@@ -83,7 +83,7 @@ def _start(helper: AdaptiveDataLoaderHelper, parts: int) -> InnerPosition:
 
 
 def _from_position(loop: InnerLoop, helper: AdaptiveDataLoaderHelper, batches: Batches) -> Iterator[Any]:
-    """Yield batches from the loop's position on, again whenever that or the replicas have changed."""
+    """Yield batches from the loop's position on; begin again there if it or the replicas have changed."""
     session, inner, handed_out, spare = _session.current(), script_position().inner, False, None
     window, before, over = inner.window, _steps(), False
     while not over:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -33,6 +33,7 @@ from adaptdl_elastic._checks import flag, integer, whole
 from adaptdl_elastic._interfaces import Command, ElasticLoader
 from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._data.checks import check_bounds, check_writer
+from adaptdl_elastic.torch._data.loop_length import Progress, part_done, windows_needed
 from adaptdl_elastic.torch._data.partition import Window, share
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._data.unequal_shares import UnequalShares
@@ -83,7 +84,10 @@ class AdaptiveDataLoaderHelper:
         self._chunk = 0  # number of the current batch within the window
         self._window_start = (0, 0)  # index and attempted steps when the window began
         self._trained = False  # a model has been trained with this loader in this process
-        self._handed_out = False  # this process has got a batch of the running data loop
+        self._handed_out = 0  # batches of the running data loop that this process has got
+        self.left_out = 0  # samples at the end of a pass that `drop_last` leaves out
+        # the number of batches from a position to the end of its pass; None: not known
+        self.count_from: Callable[[int], int] | None = None
         self._left: int | None = None  # script-defined loader: batches left when the window began, if known
 
     def repeats(self) -> None:
@@ -164,7 +168,7 @@ class AdaptiveDataLoaderHelper:
     def step_samples(self) -> int | None:
         """Samples of a full step, if they are fewer than its full batches have; else None.
 
-        Without autoscaling the batch of a step stays what it is when memory forces a smaller local batch.
+        Without autoscaling, a step has the same samples when memory forces a smaller local batch.
         """
         if self.adaptive or not (self.training and self._accum):
             return None
@@ -287,7 +291,7 @@ class AdaptiveDataLoaderHelper:
         _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
 
     def fit_memory(self) -> None:
-        """Keep to the limit of the memory, which has become smaller. On all replicas at the same boundary."""
+        """Choose batches that fit into the new, smaller memory limit. On all replicas at one boundary."""
         fitting = split(BatchSize(self._atomic, self._accum), memory_limit().largest)
         self._atomic, self._accum = fitting.atomic_bsz, fitting.accumulation_steps
         self.unequal.share_equally(self._limits.bounds, self._accum + 1)
@@ -399,8 +403,15 @@ class AdaptiveDataLoaderHelper:
         return limited(given, memory_limit().largest) if self.training else given
 
     def _poll(self) -> Command | None:
-        """Return a command to change to a better batch size, if there is one. Runs in the control thread."""
-        better = _session.current().metrics.suggestion()
+        """Return a command to change to a better batch size, if there is one. Runs in the control thread.
+
+        There is none before this loader's loop is entered in this generation. A replica that joined in
+        another loader's loop cannot carry the command out before that, and all settle the size there anyway.
+        """
+        session = _session.current()
+        if self._generation != session.generation:
+            return None
+        better = session.metrics.suggestion()
         if better is None or (better.atomic_bsz, better.accumulation_steps) == (self._atomic, self._accum):
             return None
         return {
@@ -421,7 +432,7 @@ class AdaptiveDataLoaderHelper:
     # -- the data loop -----------------------------------------------------------------------------
 
     @contextmanager
-    def context(self) -> Iterator[None]:
+    def context(self, over: bool = False) -> Iterator[None]:
         """Enclose a whole data loop.
 
         The body of the loop may leave it by `break` or by an exception; this method cannot tell them apart.
@@ -430,6 +441,9 @@ class AdaptiveDataLoaderHelper:
         its last optimizer step.
 
         Outside of an epoch loop, a data loop runs from its start each time the script reaches it.
+
+        Args:
+            over: Whether the loop was an epoch by itself that finished before a restart.
 
         Raises:
             RuntimeError: the script is inside another data loop.
@@ -447,11 +461,14 @@ class AdaptiveDataLoaderHelper:
                     model.refuse_thawed("replicas would train them apart, as under DistributedDataParallel")
             if session.epoch is not None:
                 session.recovery.arm()
-            self._skipped = not state.enter(self.key)
+            if over:
+                state.looping = self._skipped = True
+            else:
+                self._skipped = not state.enter(self.key)
             known = self._registry.training
             if state.trainer == self.key and (known is None or self._replaces(known)):
                 self.train()  # known from the epoch before, or to a newcomer from the other replicas
-            self._loops, self._chunk, self._window, self._handed_out = state, 0, None, False
+            self._loops, self._chunk, self._window, self._handed_out = state, 0, None, 0
             self._window_start, self._left = (state.index, self._attempts()), None
             if not (self._skipped or self.training) and state.index == 0:
                 # Only at the start of the loop. A newcomer that joins later has got rank 0's buffers, and no
@@ -489,17 +506,66 @@ class AdaptiveDataLoaderHelper:
             if drawing:
                 streams.leave_loop()
             if state.looping:
-                state.leave(ended and not self._skipped, left)
+                state.leave(ended and not self._skipped, left, self.drives)
             self._registry.current = None
             self._loops = self._window = None
             self.pause()
 
     def _goes_on_at(self) -> int:
         """Return the index after the last optimizer step. For use in the loop's body."""
-        index, attempts = self._window_start
-        if self._window is not None and self._attempts() > attempts:
-            return index + sum(self._window)
-        return index
+        return self._window_start[0] + (self.window_length if self._stepped() else 0)
+
+    @property
+    def window_length(self) -> int:
+        """By how much the current window advances `current_index`; 0 if that is not known beforehand."""
+        return sum(self._window or ())
+
+    def _stepped(self) -> bool:
+        """Return whether the optimizer has stepped in the current window."""
+        return self._attempts() > self._window_start[1]
+
+    @property
+    def drives(self) -> bool:
+        """Whether this loop counts as the training of its epoch."""
+        return self.training or (self.training_loader_undecided and not _session.current().models)
+
+    def part_done(self) -> float:
+        """Return the part of the running data loop that is done, from 0 to 1; 0 if its length is not known.
+
+        A window counts from its optimizer step on. With autoscaling the statistical progress counts.
+        """
+        if _session.current().dry:
+            return 0.0
+        progress = self._progress() if self.adaptive else None
+        return part_done(self._goes_on_at(), self.end_index - self.left_out, progress)
+
+    def _progress(self) -> Progress:
+        """Return the statistical progress of the running data loop."""
+        return Progress(self._effort()[0] - self._running().start_progress, self._steps_of_pass())
+
+    def expected_batches(self) -> int | None:
+        """Return how many batches of the running data loop this process will have got at its end.
+
+        Returns:
+            Batches so far and those that are left at the current batch size; None if that is not known.
+        """
+        left = self._batches_left()
+        return None if left is None or _session.current().dry else self._handed_out + left
+
+    def _batches_left(self) -> int | None:
+        """Return how many batches follow the current one; None if that is not known."""
+        if self._window is None:
+            return None if self._left is None else max(self._left - 1 - self._chunk, 0)
+        if self.count_from is None or not self.end_index:
+            return None
+        more = len(self._window) - 1 - self._chunk
+        index = self._window_start[0] + self.window_length
+        left = self.count_from(index % self.end_index) if index % self.end_index else 0
+        if not (self.adaptive and self.training):
+            return more + left
+        gain = max((model.gain for model in _session.current().models), default=1.0)
+        needed = windows_needed(self._progress(), gain, self._stepped()) * (self._accum + 1)
+        return more + (max(left, needed) if index < self.end_index else needed)
 
     def ended(self) -> bool:
         """Return whether this data loop is over; False if a death made it necessary to repeat batches.
@@ -526,7 +592,7 @@ class AdaptiveDataLoaderHelper:
     @property
     def handed_out(self) -> bool:
         """Whether this process has got a batch of the running data loop."""
-        return self._handed_out
+        return self._handed_out > 0
 
     @contextmanager
     def dry_batch(self) -> Iterator[None]:
@@ -537,7 +603,7 @@ class AdaptiveDataLoaderHelper:
         `adaptdl_elastic.torch._elastic.dry_batch`.
         """
         window, self._window = self._window, (self.replicas * self._atomic,)
-        self._handed_out = True
+        self._handed_out += 1
         try:
             with _session.current().recovery.dry_batch():
                 yield
@@ -573,7 +639,7 @@ class AdaptiveDataLoaderHelper:
 
     def begin_batch(self) -> None:
         """Prepare to hand out a batch."""
-        self._handed_out = True
+        self._handed_out += 1
         self._registry.speed.clock.enter(Stage.BODY)
         if self._chunk == 0:
             index = self._running().index
@@ -583,10 +649,20 @@ class AdaptiveDataLoaderHelper:
             if self._window is None and self.end_index:
                 full = self.replicas * self._atomic
                 self._left = -(-(self.end_index - index % self.end_index) // full)
-            if self.training or self.training_loader_undecided or self._trained:
+            if self._may_train():
                 _session.current().recovery.begin_window(index)
         if self.training:
             _session.current().metrics.profile_step_start(self._atomic)
+
+    def _may_train(self) -> bool:
+        """Return whether an optimizer step may follow in this loop.
+
+        That may be so although another loader is the training loader: this loader takes its place only in
+        the forward pass.
+        """
+        if self.training or self.training_loader_undecided or self._trained:
+            return True
+        return any(model.module.training for model in _session.current().models)
 
     def end_batch(self, commit: bool = True, even: bool = True, boundary: bool = True) -> None:
         """Finish a batch, after the loop's body has run and `current_index` has been advanced.
@@ -638,9 +714,7 @@ class AdaptiveDataLoaderHelper:
             last: Whether the data loop has no batch left.
         """
         session, state = _session.current(), self._running()
-        # Not while the script accumulates in no_sync: its local gradients are in no checkpoint.
-        if not any(model.accumulates_by_hand for model in session.models):
-            session.recovery.retry_on_peer_loss(lambda: state.boundary(last), self)
+        session.recovery.retry_on_peer_loss(lambda: state.boundary(last), self)
         self._registry.speed.clock.enter(Stage.DATA)
 
     def _report_position(self, session: _session.Session, state: ScriptPosition) -> None:
@@ -691,8 +765,7 @@ class AdaptiveDataLoaderHelper:
         """
         session, state = _session.current(), self._running()
         progress, attempts = self._effort()
-        steps = self.end_index / self.batch_size / self._windows_per_step()
-        done = progress - state.start_progress + 0.5 >= steps
+        done = progress - state.start_progress + 0.5 >= self._steps_of_pass()
         before, tried, index = self._mark
         if progress > before:
             self._mark = progress, attempts, state.index
@@ -705,6 +778,10 @@ class AdaptiveDataLoaderHelper:
             done = True
         safe = session.recovery
         return safe.restart_loop_on_peer_loss(lambda: bool(collective.share(done, "end of epoch")), self)
+
+    def _steps_of_pass(self) -> float:
+        """Return the optimizer steps of one pass at the initial batch size."""
+        return self.end_index / self.batch_size / self._windows_per_step()
 
     def _effort(self) -> tuple[float, int]:
         """Return the progress of the models (0 without autoscaling) and their number of attempted steps."""

@@ -195,7 +195,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.largest: int | None = None  # most samples of a given batch that fit into memory; None: not known
         self.read_by_loader = False  # True while the AdaptiveDataLoader that owns this makes an iterator
         self.first_only = False  # yield only the first batch of the pass, with at least one sample
-        # how many samples of a chunk each replica takes, by (chunk, replicas); None: every R-th sample
+        # (samples of a chunk, replicas) → samples of each replica; None: replica r takes every R-th sample
         self.counts: Callable[[int, int], tuple[int, ...]] | None = None
         self.fill = False  # give a replica without samples of a chunk one sample that does not count
 
@@ -254,12 +254,16 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of batches of a whole pass at the present batch size."""
-        size, given = self.sampler.size, self.sampler.batch_sizes()
+        given = self.sampler.batch_sizes()
+        return self.count_from(0) if given is None else len(given)
+
+    def count_from(self, start: int) -> int:
+        """Return the number of batches from position `start` of a pass to its end."""
+        size, given, replicas = self.sampler.size, self.sampler.batch_sizes(), self.sampler.num_replicas
         if given is not None:
-            return len(given)
-        replicas = self.sampler.num_replicas
+            return sum(map(len, _given_windows(given, start, replicas, self.largest)))
         return partition.count_chunks(
-            0, size, replicas, self.local, self.accumulation, self.drop_last, self.step
+            start, size, replicas, self.local, self.accumulation, self.drop_last, self.step
         )
 
 

@@ -1,8 +1,8 @@
 """Give replicas of unequal speed unequal shares of a loader's batches.
 
-The total batch size stays what it is. Only the number of samples that each replica takes of it changes, so
-that all replicas finish a step together. Which samples are used does not change either: the position in a
-pass counts the samples of all replicas, so every sample is handed out once, whatever the shares are.
+The total batch size does not change. Only the number of samples that each replica takes changes, so that
+all replicas finish a step together. The set of samples that are used does not change either: the position
+in a pass counts the samples of all replicas, so every sample is handed out once, whatever the shares are.
 
 Shares begin equal in every generation. Rank 0 suggests others when the measured speeds call for it
 (`_tuning.shares`), and all replicas change at the same boundary between two steps, as for a batch size.
@@ -22,7 +22,7 @@ _cached = lru_cache(maxsize=64)(allocate)
 
 
 class UnequalShares:
-    """The shares of one loader.
+    """Hold the shares of one loader.
 
     Args:
         speed: Measured speeds of the replicas in training.

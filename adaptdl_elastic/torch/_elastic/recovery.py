@@ -74,7 +74,7 @@ from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_STEP = 0.3  # seconds for a running step to notice a death by itself, before it is interrupted
+_STEP = 0.3  # seconds that a running step has to notice a death by itself, before it is interrupted
 _ATTEMPTS = 10  # recoveries tried in a row, each interrupted by another death, before giving up
 Where = tuple[int, int, bool]
 """(epoch, data loop, whether that loop is over). Orders replicas by how far they are in the script."""
@@ -142,6 +142,8 @@ class Recovery:
             model.absorb_failures()
         self.mark()
         session.send(Resilient(session.generation))
+        if session.consensus.lost is not None:  # before this replica was armed, so that `on_lost` did nothing
+            self.on_lost()
 
     def why_not(self) -> str | None:
         """Return why this replica cannot survive a peer's death in this generation; None if it can."""
@@ -188,8 +190,8 @@ class Recovery:
         Returns:
             Whether it did not fit.
 
-        All replicas know the same (`StepOutOfMemory`), so all go back, without a word between them. If a peer
-        has died as well, `recover` goes back.
+        All replicas get the same `StepOutOfMemory`, so all go back without a message. If a peer has died as
+        well, `recover` goes back instead.
 
         Raises:
             RuntimeError: the step cannot be undone.
@@ -344,9 +346,11 @@ class Recovery:
         """Stop waiting for gradients if a step is still running, and tell the agent of the lost peer."""
         if self._session.consensus.loops_over:
             return  # there are no more steps; any other collective that needs the lost peer fails by itself
+        # Made before the comparison: the training thread may begin the next generation meanwhile.
+        given_up = [model.giving_up("a replica is gone") for model in self._session.models]
         if self._session.generation == generation and not self.waiting:
-            for model in self._session.models:
-                model.give_up("a replica is gone")
+            for give_up in given_up:
+                give_up()
             self._session.send(PeerLost(generation, "a replica is gone"))
 
     def on_plan(self, message: RecoveryPlan) -> None:

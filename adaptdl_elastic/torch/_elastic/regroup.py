@@ -105,6 +105,7 @@ def _reducer(
         timeout=patience.total_seconds(),
         on_control=session.on_control,
         on_lost=session.on_lost,
+        on_finished=session.on_finished,
         publish=publish,
         cancelled=cancelled,
     )

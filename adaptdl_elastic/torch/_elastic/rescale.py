@@ -60,8 +60,8 @@ from adaptdl_elastic.torch._process_group.store import FOREVER, PATIENCE, Cancel
 
 log = logging.getLogger(__name__)
 
-_WAITS, _CATCH_UP = (1, 3), timedelta(seconds=2)
-"""After how many misses the running replicas wait for the newcomers, and for how long.
+_CATCH_UP = timedelta(seconds=2)
+"""How long the running replicas wait for the newcomers after 1, 3, 7, 15, … misses.
 
 A miss is an agreed boundary in another data loop than the one at which the newcomers wait.
 """
@@ -75,9 +75,14 @@ class Plan:
         self.generation = message.generation
         self.newcomers: list[int] = list(message.newcomers)
         self.attempt = 0  # number of the preview that the newcomers work with
-        self.missed = 0  # number of misses, see _WAITS
+        self.missed = 0  # number of misses, see _CATCH_UP
         self.called_off = False
         self.tried = threading.Event()  # set when the switch was tried or the plan was withdrawn
+
+    def staying(self) -> list[int]:
+        """Return the ranks of the replicas that stay, in the order of their new ranks."""
+        new = {rank: at for rank, at in enumerate(self.message.ranks) if at is not None}
+        return sorted(new, key=new.__getitem__)
 
     def meeting(self) -> Any:
         """Return the store of this generation."""
@@ -219,6 +224,10 @@ class Rescaler:
         for _, state in sorted(session.states.items()):
             state.sync()
         group = backends.present(session)
+        order = plan.staying()
+        if order != list(range(session.replicas)):
+            for model in session.models:
+                model.hand_over(order)
         if group is not None:
             group.synchronize()
         session.reducer.barrier(tag="switch")
@@ -269,7 +278,7 @@ class Rescaler:
         if command.get("at") not in (None, list(command["position"][:2])):
             # If data loops are short, the agreed boundary is always in another one: wait for the newcomers.
             plan.missed += 1
-            if plan.missed not in _WAITS:
+            if plan.missed & (plan.missed + 1):
                 return False
             command["attempt"] = plan.attempt = plan.attempt + 1
             self._preview(command)

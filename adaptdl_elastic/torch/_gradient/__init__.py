@@ -1,4 +1,4 @@
-"""From gradients to the gradient noise scale, and what a step does to them.
+"""Average gradients, and compute the gradient noise scale from their norms.
 
 | module | question that it answers |
 |---|---|
@@ -11,4 +11,8 @@
 | `grad_scaler` | What does a GradScaler do in the middle of an accumulation window? |
 | `model_state` | What does a checkpoint hold of a model? |
 | `model_snapshot` | What does a step change of a model besides its parameters? |
+| `half_pass` | How is the variance measured by running the model again on half of a batch? |
+| `chunked_forward` | How does a module run on a batch that does not fit into memory? |
+| `out_of_memory` | What happens when a step does not fit into memory? |
+| `memory_search` | What is the largest batch that fits into memory? |
 """

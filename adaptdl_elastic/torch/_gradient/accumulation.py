@@ -45,7 +45,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch that the data loader has returned last, as one replica sees it."""
+    """Describe the batch that the data loader has returned last, on one replica."""
 
     replicas: int = 1
     micro_batches: int = 1  # number of the window's micro-batches, on each replica
@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A hidden sum of gradients, and its state in `Window`."""
+    """Hold a hidden sum of gradients, and the attributes of `Window` that describe it."""
 
     gradients: list[torch.Tensor | None]
     unit: float
@@ -80,18 +80,18 @@ class _Sum:
 
 
 class Window:
-    """The gradients of the present window, for the parameters of one module."""
+    """Keep the gradients of the current window, for the parameters of one module."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._hidden: list[torch.Tensor | None] | None = None
         self._unit = 1.0  # the hidden sum is Σ w·g divided by this, the weight of the last pass that counts
-        self._ended = False  # instead, the hidden sum is what ended windows left, in units of 1
-        self._synced = False  # and it is averaged over the replicas
+        self._ended = False  # the hidden sum is what earlier windows left, and its unit is 1, not `_unit`
+        self._synced = False  # the hidden sum of ended windows is averaged over the replicas
         self.by_hand = False  # the script accumulates in `no_sync`: the sum belongs to this replica alone
         self._accumulated = False
         self._place = -1  # index of the last micro-batch with a pass
-        self._first = -1  # index of the first one
+        self._first = -1  # index of the first micro-batch with a pass
         self._micro_batches = 1  # number of micro-batches of the last pass's window
         self._passed = False  # there was a pass since the last `step` or `zero_grad`
         # index of the last `step` in mid-window; None: there was a pass since
@@ -164,7 +164,7 @@ class Window:
         return put_away
 
     def _join(self, other: _Sum) -> None:
-        """Add a hidden sum to the present one."""
+        """Add the gradients of `other`, a sum that was hidden earlier, to the gradients of this window."""
         if not self._accumulated:
             self._drop()
             self._hidden, self._unit = other.gradients, other.unit
@@ -199,7 +199,7 @@ class Window:
         """Restore the hidden sum in units of `batch.weight`, so that the next gradient is added to it.
 
         Returns:
-            What the hook sums over replicas instead of its argument; None: its argument.
+            Gradients that the hook sums over replicas instead of its argument; None: it sums its argument.
         """
         self._sort(batch)
         if batch.weight == 0.0:
@@ -374,7 +374,7 @@ def on_backward(output: Any, callback: Callable[[], None]) -> Any:
 
 
 class _Watch(torch.autograd.Function):
-    """The identity; in the backward pass it passes the gradients to `callback`."""
+    """Return the outputs unchanged, and pass their gradients to `callback` in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[Gradients], None], *outputs: Any) -> Any:

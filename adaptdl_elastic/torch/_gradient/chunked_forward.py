@@ -20,7 +20,7 @@ _TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
 
 
 class NotChunkableError(ValueError):
-    """The inputs cannot be divided into samples, or the outputs cannot be put together."""
+    """Raised if inputs cannot be divided into samples, or outputs cannot be put together."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Give back what an aborted pass has left. Not to be called where its exception is still handled."""
+    """Free the memory of an aborted pass. Call it after its exception has been handled, not during that."""
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The communication hook: averages gradients, and computes two squared norms of each bucket.
+"""Average gradients in a communication hook, and compute two squared norms of each bucket.
 
 DDP passes each bucket, a flat tensor with the gradients of some parameters. Its norm before the all-reduce is
 this replica's, after it the average's. Nothing is copied, and no parameter needs a hook. On steps that are
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from adaptdl_elastic.torch._gradient.chunked_forward import is_out_of_memory, release_memory
 from adaptdl_elastic.torch._process_group.backends import ARRIVES
 from adaptdl_elastic.torch._runtime.step_clock import StepClock
 
@@ -53,7 +54,7 @@ def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Norms:
-    """Squared norms by parameter group, of gradients or of preconditioned gradients.
+    """Compute squared norms by parameter group, of gradients or of preconditioned gradients.
 
     A preconditioned gradient is divided slice by slice, so that it is never copied as a whole. A parameter
     without a divisor counts as zero and is kept in `lacking`.
@@ -102,7 +103,7 @@ class Norms:
     def bucket(
         self, flat: torch.Tensor, params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the same for a bucket whose views are `grads`; with one group in a single pass."""
+        """Return Σ |gradient|² by group for a bucket with the views `grads`; one group takes one pass."""
         if flat.is_sparse:  # a sparse bucket has one parameter, and DDP gives no view of it
             return self.squares([(params[0], flat)])
         if self._preconditioner is not None:
@@ -143,7 +144,7 @@ class Norms:
 
 @dataclass
 class Recording:
-    """The squared norms of one synchronised backward pass, still on the device.
+    """Hold the squared norms of one synchronised backward pass, still on the device.
 
     Attributes:
         own: of this replica's gradient, by bucket; once reduced, summed over replicas.
@@ -162,7 +163,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class GradientSubstitute:
-    """Gradients, by id of the parameter, that replace those of a last micro-batch that only fills a gap."""
+    """Hold gradients that replace those of a last micro-batch which only fills a gap."""
 
     gradients: dict[int, torch.Tensor]
     factor: float
@@ -170,7 +171,7 @@ class GradientSubstitute:
 
 @dataclass
 class HookState:
-    """The input and output of the hook. It holds no reference to the module, to avoid a cycle."""
+    """Hold the input and output of the hook, without a reference to the module, to avoid a cycle."""
 
     norms: Norms
     group: Any  # process group
@@ -212,7 +213,7 @@ class HookState:
         return self.link is not None and (self.absorb or not self.link.completion_is_unreliable)
 
     def examine(self, buffer: torch.Tensor) -> None:
-        """Look at a number of the last bucket that has arrived, which is the same on all replicas."""
+        """Set `suspect` if the last number of the arrived bucket is nan; the same on all replicas."""
         if self.tells_of_memory and not buffer.is_sparse and bool(buffer.view(-1)[-1].isnan()):
             self.suspect = True
 
@@ -225,7 +226,7 @@ class HookState:
         """Record the first failure of a step."""
         if self.failure is None:
             self.failure = error
-            logger.info("gradient synchronisation failed: %s", error)  # what comes of it is said elsewhere
+            logger.info("gradient synchronisation failed: %s", error)  # recovery logs the result
 
     def give_up(self, error: BaseException) -> None:
         """End the waiting of a backward pass for other replicas. From any thread."""
@@ -242,7 +243,7 @@ class HookState:
 
 
 class _Reduction:
-    """The all-reduce of a bucket, with a future that always ends.
+    """Hold the all-reduce of a bucket, with a future that always ends.
 
     When a connection ends, gloo forgets a tensor that it was receiving: its future then never ends (seen in
     one of ten deaths with three replicas, gloo of torch 2.13). So DDP gets another future.
@@ -274,7 +275,7 @@ def _finished(tensor: torch.Tensor) -> Future:
 
 
 def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
-    """DDP communication hook: buffer ← Σ_r weight_r · buffer_r."""
+    """Sum a bucket over the replicas: buffer ← Σ_r weight_r · buffer_r. DDP calls this hook."""
     buffer = bucket.buffer()
     state.reduced = True
     if bucket.is_last():
@@ -291,9 +292,10 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
     if recording is None and state.world_size == 1:
         return _finished(buffer)
     if recording is not None:
-        recording.own.append(state.norms.bucket(buffer, bucket.parameters(), bucket.gradients()))
+        params, grads = bucket.parameters(), bucket.gradients()
+        recording.own.append(_or_nan(state, buffer, lambda: state.norms.bucket(buffer, params, grads)))
         if state.kept is not None:
-            _compare(state.norms, state.kept, recording, bucket)
+            _compare(state, state.kept, recording, bucket)
     if state.world_size == 1:
         return _finished(buffer)
     if state.spoilt:
@@ -327,10 +329,10 @@ def _arrived(
     recording: Recording | None,
     done: Future,
 ) -> Future:
-    """Wait with the last bucket until all buckets have arrived, or a replica is known to be gone.
+    """Wait at the last bucket until all buckets have arrived, or a replica is known to be gone.
 
-    This is at the end of the backward pass, so that code that reads gradients before the optimizer does
-    (clipping, a GradScaler's search for inf) finds those of the step, or zeros.
+    The wait comes at the end of the backward pass, so that code that reads gradients before the
+    optimizer does (clipping, a GradScaler's search for inf) finds those of the step, or zeros.
     """
     assert state.link is not None
     works = [work for _, work in state.queued]
@@ -360,12 +362,39 @@ def _given_up(state: HookState, bucket: GradBucket) -> Future:
     return _finished(buffer.zero_())
 
 
-def _compare(norms: Norms, kept: dict[int, torch.Tensor], recording: Recording, bucket: GradBucket) -> None:
+def _or_nan(state: HookState, buffer: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return the norms that `compute` returns, or nan if there is no memory for them.
+
+    A step need not be measured, but the other replicas wait for its all-reduces.
+    """
+    found = _if_it_fits(compute)
+    if found is not None:
+        return found
+    return torch.full((len(state.norms),), math.nan, dtype=torch.float64, device=buffer.device)
+
+
+def _if_it_fits(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Return the result of `compute`; None if there is no memory for it."""
+    try:
+        return compute()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        logger.info("no memory is left to measure this step's gradient: %s", str(error).partition("\n")[0])
+    release_memory()
+    return None
+
+
+def _compare(
+    state: HookState, kept: dict[int, torch.Tensor], recording: Recording, bucket: GradBucket
+) -> None:
     """Keep a bucket, or replace the kept one by their difference, so that there are never two copies."""
     buffer = bucket.buffer()
     before = kept.pop(bucket.index(), None)
     if before is None or before.shape != buffer.shape:  # DDP rebuilds its buckets once
-        kept[bucket.index()] = buffer.clone()
+        copy = _if_it_fits(buffer.clone)
+        if copy is not None:
+            kept[bucket.index()] = copy
         return
     change = before.sub_(buffer)
     start = buffer.storage_offset()
@@ -373,7 +402,8 @@ def _compare(norms: Norms, kept: dict[int, torch.Tensor], recording: Recording, 
         change.as_strided(grad.size(), grad.stride(), grad.storage_offset() - start)
         for grad in bucket.gradients()
     ]
-    recording.change.append(norms.bucket(change, bucket.parameters(), views))
+    params = bucket.parameters()
+    recording.change.append(_or_nan(state, buffer, lambda: state.norms.bucket(change, params, views)))
 
 
 def _replace(bucket: GradBucket, instead: GradientSubstitute) -> None:
@@ -388,7 +418,7 @@ def _replace(bucket: GradBucket, instead: GradientSubstitute) -> None:
 
 def _reduce_own(state: HookState, recording: Recording) -> None:
     """Start to sum the small vector of own norms; the step does not wait for it."""
-    recording.reduced = torch.stack(recording.own).sum(0)
+    recording.reduced = _or_nan(state, recording.own[0], lambda: torch.stack(recording.own).sum(0))
     recording.work = state.queue(recording.reduced)
     if state.absorb:
         state.works = [work for work in state.works if not work.is_completed()]
@@ -406,7 +436,7 @@ def _measure(state: HookState, bucket: GradBucket, recording: Recording | None) 
     params, grads = bucket.parameters(), bucket.gradients()
 
     def measure() -> None:
-        row.copy_(state.norms.bucket(buffer, params, grads))
+        row.copy_(_or_nan(state, buffer, lambda: state.norms.bucket(buffer, params, grads)))
 
     return measure
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale: pure arithmetic on squared norms, without tensors and communication.
+"""Estimate the gradient noise scale by pure arithmetic on squared norms.
 
 A training step computes ḡ, the mean gradient of m = S·m₀ samples, where m₀ is the initial batch size and S
 the *scale*. With the true gradient G and the covariance Σ of one sample's gradient::
@@ -52,9 +52,9 @@ Array = NDArray[np.float64]
 SMOOTHING = 0.999
 """The longest window is 1/(1 − SMOOTHING) steps of the initial batch size, as in AdaptDL."""
 
-_LEAST = 8  # least measurements on either side of a change
+_LEAST = 8  # fewest measurements before and after a border at which a change is searched
 _ENOUGH = 64  # measurements that are kept for any batch size
-_FEWEST = 4  # cells from which their spread tells a standard error
+_FEWEST = 4  # fewest cells whose spread gives a standard error
 _LARGEST_GROUP = 8  # measurements that are summed up before they enter the window, at most
 # most cells of a size before two become one of twice the size; borders are 1/12 of the window apart
 _CELLS = 6
@@ -110,7 +110,7 @@ def lr_gain(sqr: Array, var: Array, scale: float) -> Array:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurement of one step. Shapes [groups]."""
+    """Hold the measurement of one step. Arrays have shape [groups]."""
 
     mean_sqr: Array  # |ḡ|²
     variance: Array  # V, the variance of the mean
@@ -130,14 +130,14 @@ class Measurement:
     def finite(self) -> bool:
         """Whether all values are finite.
 
-        Not after an overflow in mixed precision, or a loss of inf or nan.
+        They are not after an overflow in mixed precision, or after a loss of inf or nan.
         """
         return bool(np.isfinite(self.mean_sqr).all() and np.isfinite(self.variance).all())
 
 
 @dataclass
 class _Cell:
-    """Successive measurements, summed up."""
+    """Hold the sums of successive measurements."""
 
     count: int  # number of measurements
     weight: float  # Σ S: a step at scale S is S times as precise as one at the initial batch size
@@ -176,7 +176,7 @@ class _Cell:
 
 @dataclass
 class Moments:
-    """Mean moments over a window of measurements, which lasts as long as nothing changes.
+    """Average the moments over a window of measurements, which grows until the moments change.
 
     A fixed exponential average is either noisy or late: gradients shrink by orders of magnitude in the first
     steps, which would dominate its mean for a thousand steps. So the window is cut where the measurements
@@ -396,7 +396,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which steps are measured: every one at first, then fewer and fewer, down to every `longest`-th.
+    """Choose the steps that are measured: every step at first, at last only every `longest`-th.
 
     The gap is a fixed fraction of the steps taken so far. So the number of measurements keeps growing
     (logarithmically) until the gap is `longest`, and the estimates of the early, fast changing gradients are

@@ -1,4 +1,4 @@
-"""GradScaler and accumulation: calls that a loop makes once per batch do nothing in mid-window.
+"""Let GradScaler calls that a loop makes once per batch do nothing in the middle of a window.
 
 `scaler.unscale_` and `scaler.step` would divide a partial sum by the loss scale, and `scaler.update` without
 a step raises. The calls of the scaler that was given to AdaptiveDataParallel are skipped in the middle of its
@@ -26,7 +26,7 @@ _FOUND = "_adaptdl_elastic"
 
 
 class _Models:
-    """The models whose optimizers a scaler steps, and whether one has stepped since its last update."""
+    """Hold the models whose optimizers a scaler steps, and whether one stepped since its last update."""
 
     def __init__(self) -> None:
         self.by_optimizer: dict[int, ScaledModel] = {}

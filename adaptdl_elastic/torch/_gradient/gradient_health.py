@@ -24,12 +24,12 @@ class GradientHealth:
 
     def __init__(self) -> None:
         self.problem: str | None = None
-        """What is wrong and what to do, or None."""
+        """Description of the problem and its remedy; None: no problem."""
         self._first_bad_step: int | None = None
         self._bad_measurements = 0
         self._skipped_in_a_row = 0
         self.equal: str | None = None
-        """What is wrong where gradients do not vary and what to do, or None."""
+        """Description of the problem that gradients do not vary, and its remedy; None: no problem."""
         self._first_equal_step: int | None = None
         self._equal_measurements = 0
 

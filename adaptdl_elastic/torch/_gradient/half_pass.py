@@ -33,14 +33,14 @@ Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class ForwardPass:
-    """A forward pass that can be made again.
+    """Hold what is needed to run a forward pass again.
 
     Attributes:
         module: The module, without DDP.
-        inputs: Its positional and named arguments.
+        inputs: Positional and named arguments of the pass.
         samples: Number of samples in the batch; None: as the first input's first dimension says.
         dimension: Dimension of the inputs that counts the samples, if known.
-        gradients: Of its outputs that need one, in order, summed over backward passes.
+        gradients: Gradients of the outputs that need one, in their order, summed over backward passes.
     """
 
     module: torch.nn.Module

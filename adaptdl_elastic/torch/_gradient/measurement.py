@@ -21,8 +21,16 @@ from adaptdl_elastic.torch._gradient.comm_hook import HookState, Recording
 from adaptdl_elastic.torch._gradient.estimator import Measurement, balanced_signs
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
+from adaptdl_elastic.torch._process_group.backends import Group
 
 logger = logging.getLogger(__name__)
+
+# names of the estimators in reports; see `estimator`
+REPLICAS = "gradients of replicas"
+MICRO_BATCHES = "first micro-batch"
+SIGNS = "two halves of the batch by signs"
+HALF = "half of the batch again"
+SUCCESSIVE = "successive steps"
 
 _PATIENCE = timedelta(seconds=60)
 
@@ -36,15 +44,16 @@ class _SingleSampleError(Exception):
 
 @dataclass
 class _Pending:
-    """A measurement that is not complete yet."""
+    """Hold a measurement that is not complete yet."""
 
     step: int
     scale: float
+    estimator: str
     finish: Callable[[], torch.Tensor]  # returns [2, groups] on the host: |ḡ|², V
 
 
 class Sampler:
-    """Decides which steps are measured, and by which estimator; see `estimator`."""
+    """Decide which steps are measured, and by which estimator; see `estimator`."""
 
     def __init__(self, gns: GradientNoiseScale, hook: HookState, scaler: Any) -> None:
         self._gns, self._hook, self._scaler = gns, hook, scaler
@@ -55,14 +64,15 @@ class Sampler:
         self._first: torch.Tensor | None = None  # |g₁|² of the window's first micro-batch
         self._mean: torch.Tensor | None = None  # |ḡ|², if the hook has not seen all of ḡ
         self._pending: _Pending | None = None
-        self._generator = torch.Generator()  # not the global one: the run must not depend on sampling
+        self._generator = torch.Generator()  # its own: measuring must not change the script's random numbers
         self._split_works = self._half_works = True
-        self._passes: dict[object, ForwardPass] = {}  # to be made again on half of their samples
+        self._passes: dict[object, ForwardPass] = {}  # forward passes to run again on half of their samples
         self._kept_step, self._kept_size = -1, 0.0  # the step whose gradient the hook has kept
         self._singles = 0  # successive batches that seemed to have one sample
         self._said = False  # a warning was given that the optimizer has no preconditioner
-        self._halves = False  # the current step's passes are to be made again
+        self._halves = False  # the forward passes of this step are to run again on half of their samples
         self.news = False  # something was measured since this was last reset
+        self.estimator = ""  # name of the estimator of the last measurement
 
     def begin(self, batch: Batch, synchronised: bool) -> bool:
         """Begin a forward pass; return whether its gradient is to be split by signs."""
@@ -227,14 +237,15 @@ class Sampler:
         recordings = [r for r in self._recordings if r.own]
         step = self._gns.steps
         if recordings and self._sampled and self._complete():
-            finish = self._moments(recordings)
-            if finish is None and self._hook.kept:
+            found = self._moments(recordings)
+            if found is None and self._hook.kept:
                 self._kept_step, self._kept_size = step, scale  # the next step's gradient is compared with it
             else:
                 costly = bool(self._variances)
                 self._gns.measured(self._gns.costly_schedule if costly else self._gns.cheap_schedule)
-            if finish is not None:
-                self._pending = _Pending(step, scale, self._unscaled(finish, recordings[0]))
+            if found is not None:
+                estimator, moments = found
+                self._pending = _Pending(step, scale, estimator, self._unscaled(moments, recordings[0]))
         self.drop()
 
     def _complete(self) -> bool:
@@ -272,25 +283,30 @@ class Sampler:
                 raise
             logger.info("the statistics of step %d are lost with a replica: %s", pending.step, error)
             return
+        self.estimator = pending.estimator
         self.news |= self._gns.record(Measurement(mean_sqr, variance, pending.scale), pending.step)
 
-    def _moments(self, recordings: list[Recording]) -> Callable[[], torch.Tensor] | None:
-        """Return a function that returns |ḡ|² and V, shape [2, groups], on the device; None: not measured."""
+    def _moments(self, recordings: list[Recording]) -> tuple[str, Callable[[], torch.Tensor]] | None:
+        """Return the estimator's name, and a function that returns |ḡ|² and V; None: not measured.
+
+        The function's result has shape [2, groups] and is on the device.
+        """
         replicas, parts = self._batch.replicas, self._batch.micro_batches
         first, variances = self._first, self._variances
         if replicas > 1:
             known = self._batch.concentration
             concentration = 1.0 / replicas if known is None else known
-            return lambda: of_replicas(recordings, concentration)
+            return REPLICAS, lambda: of_replicas(recordings, concentration, self._hook.link)
         mean = _total(recordings[-1].own) if self._mean is None else self._mean
         if parts > 1 and first is not None:
-            return lambda: torch.stack([mean, (first - mean) / (parts - 1)])
+            return MICRO_BATCHES, lambda: torch.stack([mean, (first - mean) / (parts - 1)])
         if variances:
-            return lambda: torch.stack([mean, _total(list(variances.values()))])
+            name = HALF if self._halves else SIGNS
+            return name, lambda: torch.stack([mean, _total(list(variances.values()))])
         change = recordings[-1].change
         if change and len(change) == len(recordings[-1].own):
             self._hook.kept = None
-            return lambda: torch.stack([mean, _total(change) / 2.0])
+            return SUCCESSIVE, lambda: torch.stack([mean, _total(change) / 2.0])
         return None
 
     def _unscaled(
@@ -318,22 +334,27 @@ def _total(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(rows).sum(0)
 
 
-def of_replicas(recordings: list[Recording], concentration: float) -> torch.Tensor:
-    """Return |ḡ|² of the last backward pass, and V summed over all of them.
+def of_replicas(recordings: list[Recording], concentration: float, link: Group | None = None) -> torch.Tensor:
+    """Return |ḡ|² of the last backward pass, and the sum of V over all backward passes.
 
-    With n_r of N samples on replica r, p_r = n_r/N and ḡ = Σ p_r g_r, the expectations are, for a true
-    gradient G and a variance S per sample, |G|² + S/N of |ḡ|², and q |G|² + S/N of Σ |p_r g_r|², where
-    q = Σ p_r² is the concentration. So V = (Σ |p_r g_r|² - q |ḡ|²) / (1 - q) is an unbiased estimate of S/N,
-    the variance of ḡ. With equal shares q is 1/R.
+    Replica r has n_r of the N samples, so p_r = n_r/N and ḡ = Σ p_r g_r. G is the true gradient, S the
+    variance of one sample's gradient, and q = Σ p_r² the concentration. The expectation of |ḡ|² is
+    |G|² + S/N. The expectation of Σ |p_r g_r|² is q |G|² + S/N. So V = (Σ |p_r g_r|² - q |ḡ|²) / (1 - q) is
+    an unbiased estimate of S/N, the variance of ḡ. With equal shares q is 1/R.
 
-    A second synchronised pass (D(real), then D(fake)) adds its gradient to the present average, which is the
-    same on all replicas and so does not change the difference of the norms.
+    A step may have a second synchronised pass: D(real), then D(fake). It adds its gradient to the present
+    average. That average is the same on all replicas, so the difference of the norms does not change.
     """
     variance: torch.Tensor | float = 0.0
     for recording in recordings:
         # The other replicas sent it long ago, but may have died since. On a GPU the device waits, so there is
         # no limit.
-        recording.work.wait(*(() if recording.own[0].is_cuda else (_PATIENCE,)))
+        if recording.own[0].is_cuda:
+            recording.work.wait()
+        elif link is not None:
+            link.wait([recording.work], _PATIENCE)
+        else:
+            recording.work.wait(_PATIENCE)
         mean = _total(recording.average)
         assert recording.reduced is not None  # of buffers that were multiplied by p_r already
         variance = variance + (recording.reduced - concentration * mean) / (1.0 - concentration)

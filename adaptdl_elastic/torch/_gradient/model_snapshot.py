@@ -8,7 +8,7 @@ import torch
 
 
 class _Model(Protocol):
-    """The parts of a model that are used here."""
+    """Define the attributes of a model that this module uses."""
 
     irreparable: str | None
     """Why a failed step cannot be put back, or None."""
@@ -33,7 +33,7 @@ class _Model(Protocol):
 
 
 class DataParallelSnapshot:
-    """What a step may change of one model besides its parameters, as of the beginning of the window."""
+    """Copy what a step may change of one model besides its parameters, when a window begins."""
 
     def __init__(self, model: _Model, last: object) -> None:
         self._model = model
@@ -70,7 +70,7 @@ class DataParallelSnapshot:
         return None
 
     def put_back(self) -> None:
-        """Put everything back. May be called again."""
+        """Restore all copied values. May be called more than once."""
         model = self._model
         with torch.no_grad():
             for buffer, before in zip(model.module.buffers(), self._buffers, strict=True):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one AdaptiveDataParallel, and the batch sizes of its statistics."""
+"""Save one AdaptiveDataParallel in checkpoints, with the batch sizes of its statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from adaptdl_elastic import checkpoint
 
 
 class BatchSizes:
-    """The initial batch sizes of the loaders that a model was trained with, in this run and before."""
+    """Record the initial batch sizes of the loaders that a model was trained with, in all runs."""
 
     def __init__(self) -> None:
         self.last: int | None = None  # of the last loader used; None before the first batch

@@ -1,4 +1,4 @@
-"""The gradient noise scale of a model: its running estimates, and the resulting gain."""
+"""Keep running estimates of a model's gradient noise scale, and compute the gain from them."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class GradientNoiseScale:
 
     @property
     def preconditioner(self) -> Preconditioner | None:
-        """The divisor of gradients before their norms are computed; None: none."""
+        """Function that returns the divisors of gradients before their norms are taken; None: no divisors."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,10 +269,10 @@ class GradientNoiseScale:
 
 
 class AdamGradientNoiseScale(GradientNoiseScale):
-    """The noise scale for Adam: that of the gradient after preconditioning.
+    """Keep the noise scale for Adam: that of the gradient after preconditioning.
 
     Adam moves along g / P with P = √(v̂) + ε, so the moments are those of g / P: |P⁻¹G|² and tr(P⁻¹ΣP⁻¹)/m₀.
-    P is the one before the step, which does not depend on the step's own gradient, so the estimates stay
+    P is taken before the step. So it does not depend on the step's own gradient, and the estimates stay
     unbiased given the past. The first ten steps are not measured, nor a step in which a parameter with a
     gradient has no P yet. After t steps v̂ is distributed like χ²_t/t, and 1/v̂, to which both moments are
     proportional, has the mean t/(t − 2): infinite at first, and single measurements of 10⁵ times the later
@@ -283,14 +283,17 @@ class AdamGradientNoiseScale(GradientNoiseScale):
     scale in its metric: Pollux (OSDI 2021), section 3.1, and its implementation.
     """
 
-    #: A norm of preconditioned gradients costs as much as a step of the optimizer.
+    #: Rarer than in the base class: a norm of preconditioned gradients costs as much as an optimizer step.
     cheap_schedule = Schedule(longest=8)
     #: Steps before the first measurement: P² is then within a fifth of its later value, on average.
     settles_after = 10
 
     @property
     def preconditioner(self) -> Preconditioner | None:
-        """Returns P for a parameter and its group, slice by slice of the flattened parameter."""
+        """Return the function that computes P for a parameter and its group.
+
+        It computes P for one slice of the flattened parameter at a time.
+        """
         return self._divisor
 
     def _divisor(self, parameter: torch.Tensor, group: dict[str, Any]) -> Divisor | None:
@@ -299,8 +302,11 @@ class AdamGradientNoiseScale(GradientNoiseScale):
         if square is None:
             return None
         correction: Any = 1.0
-        if "betas" in group:
-            step = state["step"]  # a tensor on the device if the optimizer is capturable
+        # Package schedulefree counts the steps in `k` of the group, apex in `step` of the group. Without a
+        # count P is too small at first, by one factor for all parameters.
+        step = state.get("step", group.get("k", group.get("step")))
+        if "betas" in group and step is not None:
+            # a tensor on the device if the optimizer is capturable
             on_device = isinstance(step, torch.Tensor) and step.is_cuda
             correction = 1.0 - float(group["betas"][1]) ** (step if on_device else float(step))
         flat = square.reshape(-1)

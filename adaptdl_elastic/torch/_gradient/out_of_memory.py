@@ -53,7 +53,7 @@ _STATES = 2  # optimizer states of a parameter (Adam) for which the search leave
 
 
 class OneSampleError(torch.OutOfMemoryError):
-    """Not even one sample fits into memory. A restart would not help."""
+    """Raised if not even one sample fits into memory. A restart would not help."""
 
     ends_job = True
     """Read by the agent's side: the job fails without restarts."""
@@ -223,7 +223,7 @@ class MemoryGuard:
         self._marks = []
 
     def exhausted(self, waits: bool, samples: int) -> None:
-        """Handle that memory was exhausted in a backward pass, with `samples` on this replica.
+        """Record that a backward pass has exhausted the memory of this replica.
 
         Args:
             waits: Whether DDP waits for gradients of the pass.
@@ -249,7 +249,7 @@ class MemoryGuard:
     def settle(self) -> StepOutOfMemory | None:
         """Ask the other replicas whether nan in the gradients means that memory was exhausted.
 
-        A collective, but only after nan has arrived, which all replicas see.
+        This is a collective only if nan has arrived. All replicas see the same nan, so all call it or none.
 
         Returns:
             The failure of the step, if memory was exhausted.
@@ -271,7 +271,7 @@ class MemoryGuard:
         return _failure(samples) if samples else None
 
     def fail(self, failure: StepOutOfMemory) -> None:
-        """Let the current step fail."""
+        """Record `failure` as that of the current step, and drop its gradients."""
         self.hook.fail(failure)
         self.drop_gradients()
 
@@ -307,7 +307,7 @@ def _why_unfit(ddp: DistributedDataParallel) -> str | None:
 
 
 class BatchTooLargeError(torch.OutOfMemoryError):
-    """A batch does not fit into memory and cannot be divided."""
+    """Raised if a batch does not fit into memory and cannot be divided."""
 
 
 def _tried(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
@@ -345,7 +345,7 @@ def _one_sample(text: str) -> OneSampleError:
 
 
 class _NoGradient(torch.autograd.Function):
-    """A scalar whose gradient with respect to every parameter is zero."""
+    """Return a scalar whose gradient with respect to every parameter is zero."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:

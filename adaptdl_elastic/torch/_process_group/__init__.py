@@ -1,4 +1,4 @@
-"""Torch's default process group of one generation.
+"""Make, abort and leave torch's default process group of one generation.
 
 | module | question that it answers |
 |---|---|

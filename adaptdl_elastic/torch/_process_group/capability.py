@@ -30,7 +30,7 @@ COMMAND = "able"
 
 
 class GroupCapability:
-    """What this process knows about its capability to form new groups. One per session."""
+    """Hold what this process knows about its capability to form new groups. One object per session."""
 
     def __init__(self, session: Session, backend: str, kind: type[Nccl]) -> None:
         self._session, self._backend, self._label = session, backend, kind.label

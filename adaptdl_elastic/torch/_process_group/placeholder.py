@@ -1,4 +1,4 @@
-"""Torch's default group of a newcomer until it joins the others.
+"""Give a newcomer a default process group without peers until it joins the others.
 
 It has the planned rank and size, so that a script finds what it asks for and models can be wrapped. No other
 process is connected. torch's `fake` backend would leave the tensors of a collective unchanged, or fill in
@@ -47,7 +47,7 @@ _BARRIERS = ("barrier", "monitored_barrier")
 
 
 class _WaitingGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group whose collectives end the process, unless this library has called them."""
+    """Define a process group whose collectives end the process, unless this library has called them."""
 
     def __init__(self, rank: int, size: int, fake: Any) -> None:
         super().__init__(rank, size)

@@ -190,7 +190,7 @@ def main() -> None:
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     print(json.dumps({"why": why}), flush=True)
-    os._exit(0 if why is None else 1)  # do not wait for what an abort has left behind
+    os._exit(0 if why is None else 1)  # skip Python's clean-up: threads of an aborted group may never end
 
 
 def _end_with_the_asker() -> None:

@@ -1,4 +1,4 @@
-"""Torch's default process group of a generation: making it, its time-outs, aborting and leaving it."""
+"""Make torch's default process group of a generation, set its time-outs, abort it and leave it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta
     store = session.group_store = signed(store, None if key is None else _secrets.derive(key, fresh))
     if timeout is not None:  # the others were there a moment ago, but may have died
         store = session.group_store = CancellableStore(store, lambda: session.consensus.lost, timeout)
-    store = dist.PrefixStore("torch", store)
+    # a store that outlives a round of torchrun's rendezvous still has the keys of an earlier group
+    store = dist.PrefixStore(f"torch/{fresh}", store)
     make_group(session, backend, timeout, store=store, rank=session.rank, world_size=session.replicas)
 
 

@@ -1,4 +1,4 @@
-"""A torch store in which values written by strangers are recognised.
+"""Recognise values in a torch store that were written without knowledge of the secret.
 
 torch's TCPStore does not authenticate its clients: every process that reaches its port can read and write
 every key. So every value is written with a signature (HMAC-SHA256 with a key that only the replicas of this
@@ -23,11 +23,11 @@ _SIGNATURE_BYTES = 32
 
 
 class ForgedValueError(RuntimeError):
-    """A value in a store was not written by a replica that knows the secret."""
+    """Raised if a value in a store was not written by a replica that knows the secret."""
 
 
 class SignedStore(dist.Store):  # type: ignore[misc]
-    """A store whose values only holders of `key` can write.
+    """Define a store whose values only holders of `key` can write.
 
     torch calls these methods from C++, so keep a reference as long as a group uses the store.
 

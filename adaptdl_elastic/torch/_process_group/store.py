@@ -1,4 +1,4 @@
-"""Torch stores: where a generation meets, and one in which waiting ends when a replica is lost."""
+"""Make the torch store in which a generation meets; waiting in it ends when a replica is lost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PATIENCE = 20.0
 """Seconds that replicas that have begun to switch wait for each other."""
 
 FOREVER = timedelta(days=365)
-"""A time-out for waits that end by a notice, or with the process."""
+"""Time-out of waits without a limit: a notice ends them, or the end of the process."""
 
-LOOK = 0.005  # seconds between two checks of the store, and so what that may add to a change
+LOOK = 0.005  # seconds between two checks of the store; a change may take that much longer
 
 
 def generation_store(host: str, port: int, generation: int) -> Any:
@@ -43,7 +43,7 @@ def open_store(host: str) -> Any:
 
 
 class CancellableStore(dist.Store):  # type: ignore[misc]
-    """A store for a process group that is formed while its members may die.
+    """Define a store for a process group that is formed while its members may die.
 
     A process group waits for the addresses of all others up to its time limit; it does not learn that one of
     them is dead. torch calls these methods from C++, so keep a reference as long as the group lives.

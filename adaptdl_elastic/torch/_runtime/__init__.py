@@ -6,4 +6,7 @@
 | `consensus` | How do all replicas act at the same step? |
 | `statements` | Which statement of the script is being executed? |
 | `heap` | Which objects of a type exist in this process? |
+| `inner_loops` | Where are the data loops that run inside another data loop? |
+| `step_clock` | What is this replica doing now, and how long did each part of a step take? |
+| `hang_watch` | Which replica do all others wait for without end? |
 """

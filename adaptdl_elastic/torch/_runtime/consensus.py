@@ -27,6 +27,10 @@ waits for a message from rank 0, and rank 0 needs only the answers. If a replica
 `PeerLostError`. Before acting, the replicas compare their positions. The positions differ if one replica left
 a loop by `break` earlier than another; the replicas behind then continue until they have caught up.
 
+The end of the script. Behind the last epoch loop the replicas do not wait for each other: one may have ended
+while another one runs a data loop, perhaps alone. From then on nothing is agreed on. The others drop an open
+round and run to their ends. The checkpoint of the last epoch's end remains the newest one.
+
 Signals. Python runs a signal handler between two instructions of the main thread, so not while the main
 thread is blocked in a collective with a peer that has stopped. The second Ctrl-C must work in that case too.
 So it is counted by a thread that reads the wakeup file descriptor, to which the C-level handler writes.
@@ -64,7 +68,7 @@ from adaptdl_elastic.protocol.messages import (
     Stopping,
     WithdrawPlan,
 )
-from adaptdl_elastic.reducer import AGREEMENT, CollectiveMismatchError, PeerLostError
+from adaptdl_elastic.reducer import AGREEMENT, CollectiveMismatchError, PeerFinishedError, PeerLostError
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +113,7 @@ class BoundaryConsensus:
         self._closed = False
         self.saving = False  # the training thread writes a checkpoint
         self.between = False  # the connections of the old generation are closed, the new ones not yet open
-        self._leader = RoundCoordinator(self)
+        self.leader = RoundCoordinator(self)
         self._interrupted_at: float | None = None
         self._reported = float("-inf")
         self._first_step = True
@@ -257,6 +261,8 @@ class BoundaryConsensus:
         kind, number, body = message
         if kind == "prepare":
             with self._condition:
+                if body != self.session.generation:  # rank 0 opened the round just before a replica was lost
+                    return
                 self._round, self._decision = number, None
                 position = self._position
             self._tell(0, ("ready", number, position))
@@ -264,6 +270,11 @@ class BoundaryConsensus:
             with self._condition:
                 if self._round == number:
                     self._decision = (tuple(body[0]), body[1])
+                    self._condition.notify_all()
+        elif kind == "dismiss":
+            with self._condition:
+                if self._round == number and self._decision is None:
+                    self._round = None
                     self._condition.notify_all()
         elif kind == "saved":
             for command in body:
@@ -299,6 +310,18 @@ class BoundaryConsensus:
             self._condition.notify_all()
         self.session.recovery.on_lost()
 
+    def on_finished(self, rank: int) -> None:
+        """Wake the training thread and rank 0's control thread: a replica has ended regularly."""
+        with self._condition:
+            self._condition.notify_all()
+        self._events.put(("finished", rank, None))
+
+    @property
+    def finished(self) -> PeerFinishedError | None:
+        """Error of a replica that has ended regularly while this one has not; None if there is none."""
+        reducer = self.session.reducer
+        return None if reducer is None else reducer.finished
+
     def poll_soon(self) -> None:
         """Wake the control thread after a poll was added: without polls it waits for events only."""
         self._events.put(("tick", 0, None))
@@ -307,6 +330,11 @@ class BoundaryConsensus:
     def round_open(self) -> bool:
         """Whether a round is open: the next boundary waits for rank 0's decision."""
         return self._round is not None
+
+    def generation_of_round(self) -> int | None:
+        """Return the generation in which a round may be opened now; None between two generations."""
+        with self._condition:
+            return None if self.between else self.session.generation
 
     def _tell(self, rank: int, message: Any) -> None:
         if rank == self.session.rank:
@@ -320,7 +348,7 @@ class BoundaryConsensus:
         """Send requests to rank 0; on rank 0, lead the rounds and save periodic checkpoints."""
         while not self._closed:
             try:
-                kind, sender, body = self._events.get(timeout=self._leader.wait())
+                kind, sender, body = self._events.get(timeout=self.leader.wait())
             except queue.Empty:
                 kind, sender, body = "tick", 0, None
             try:
@@ -331,7 +359,7 @@ class BoundaryConsensus:
                 elif self.session.rank == 0:
                     if kind == "want" and isinstance(body, tuple):  # came from another replica
                         body = body[1]
-                    self._leader.on_event(kind, sender, body)
+                    self.leader.on_event(kind, sender, body)
             except Exception:
                 log.exception("control thread")
 
@@ -349,16 +377,32 @@ class BoundaryConsensus:
         Raises:
             SystemExit: the replicas have agreed to stop (exit code 143).
             PeerLostError: a replica that would have to agree is gone.
+            PeerFinishedError: a replica has ended although this one is in an epoch.
         """
+        try:
+            self._pass(position, last)
+        except PeerFinishedError:
+            if self.session.epoch is not None:
+                raise
+            with self._condition:  # behind the epochs: run to the end without the others
+                self._round, self._decision, self._position = None, None, position
+
+    def _pass(self, position: Position, last: bool) -> None:
+        """Do the work of `boundary`."""
         condition = self._condition
         with condition:
             if self._round is None:
                 self._position = position
                 return
-            while self._decision is None:
+            while self._decision is None and self.round_open:
                 if self.lost is not None:
                     raise PeerLostError(self.lost)
+                if (finished := self.finished) is not None:
+                    raise finished
                 condition.wait()
+            if self._decision is None:  # the round was dismissed
+                self._position = position
+                return
             after, commands = self._decision
             if position <= after or (last and any(command.get("newcomers") for command in commands)):
                 self._position = position
@@ -507,7 +551,7 @@ class RoundCoordinator:
         self._control = control
         self._number = 0
         self._wanted: list[Command] = []
-        self._running: list[Command] | None = None  # commands of the open round
+        self.running: list[Command] | None = None  # commands of the open round
         self._ready: dict[int, Position] = {}
         self._executed: set[int] = set()
         self._next_save: float | None = None
@@ -535,23 +579,33 @@ class RoundCoordinator:
         elif kind == "renew":
             self._control.between = False  # here, so that no earlier request opens a round before `renew`
             if body:  # the commands of the open round were not carried out
-                both = (*(self._running or ()), *self._wanted)
+                both = (*(self.running or ()), *self._wanted)
                 self._wanted = [c for c in both if c["kind"] in _KEPT]
-            self._running = None
+            self.running = None
             self._number += 1  # late messages of the old round are ignored
         elif kind == "ready" and body[0] == self._number:
             self._ready[sender] = tuple(body[1])
             self._decide()
+        elif kind == "finished" and self._control.finished is not None:  # not in an earlier generation
+            self._dismiss()
         elif kind == "executed" and body[0] == self._number:
             self._executed.add(sender)
             if len(self._executed) == self._control.session.replicas:
-                self._running = None
+                self.running = None
         self._tick()
-        if self._running is None and self._wanted and not self._control.between:
+        control = self._control
+        if self.running is None and self._wanted and not control.between and control.finished is None:
             self._open()
 
+    def _dismiss(self) -> None:
+        """Drop the open round, because a replica has ended regularly and may not have answered."""
+        if self.running is not None and len(self._ready) < self._control.session.replicas:
+            for rank in range(self._control.session.replicas):
+                self._control._tell(rank, ("dismiss", self._number, None))
+            self.running = None
+
     def _want(self, command: Command) -> None:
-        same = [c for c in (*self._wanted, *(self._running or ())) if _covers(c, command)]
+        same = [c for c in (*self._wanted, *(self.running or ())) if _covers(c, command)]
         if not same:
             self._wanted.append(command)
 
@@ -568,18 +622,21 @@ class RoundCoordinator:
                     self._want(command)
 
     def _open(self) -> None:
+        generation = self._control.generation_of_round()
+        if generation is None:
+            return
         self._number += 1
-        self._running, self._wanted = self._wanted, []
+        self.running, self._wanted = self._wanted, []
         self._ready, self._executed = {}, set()
         for rank in range(self._control.session.replicas):
-            self._control._tell(rank, ("prepare", self._number, None))
+            self._control._tell(rank, ("prepare", self._number, generation))
 
     def _decide(self) -> None:
         if len(self._ready) < self._control.session.replicas:
             return
         after = max(self._ready.values())
         for rank in range(self._control.session.replicas):
-            self._control._tell(rank, ("decide", self._number, (after, self._running)))
+            self._control._tell(rank, ("decide", self._number, (after, self.running)))
 
 
 def _covers(known: Command, new: Command) -> bool:

@@ -50,7 +50,7 @@ Place = tuple[int, ...]
 
 
 class Answer(NamedTuple):
-    """Where a replica is."""
+    """Hold a replica's answer: where it is, and whether it waits for others."""
 
     place: Place
     still: float  # seconds since it has last moved on
@@ -81,7 +81,7 @@ def hanging(answers: Mapping[int, Answer], replicas: int, patience: float) -> li
 
 
 class HangWatch:
-    """Answer rank 0's questions; on rank 0, ask them. One per session."""
+    """Answer rank 0's questions; on rank 0, ask them. One object per session."""
 
     def __init__(self, session: Session, clock: StepClock, now: Callable[[], float] = time.monotonic) -> None:
         self._session, self._clock, self._now = session, clock, now
@@ -136,7 +136,7 @@ class HangWatch:
     # -- rank 0 ------------------------------------------------------------------------------------
 
     def poll(self) -> Command | None:
-        """Ask the replicas where they are if this one has not moved on. Runs in the control thread."""
+        """Ask all replicas where they are if rank 0 makes no progress. Runs in the control thread."""
         session, now = self._session, self._now()
         reducer = session.reducer
         still = now - self._clock.changed

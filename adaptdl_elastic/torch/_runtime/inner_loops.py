@@ -43,11 +43,11 @@ class InnerLoops:
         self.begun = 0  # loops begun since the start of the outermost loop's window
         self.window = -1  # index at which the window of the outermost loop began; -1: none yet
         self._running: dict[str, InnerLoop] = {}  # loader's key → its running loop
-        self._saved: dict[str, InnerPosition] = {}  # loader's key → where its next loop goes on
+        self._saved: dict[str, InnerPosition] = {}  # loader's key → position at which its next loop begins
         self._starts: dict[int, dict[str, InnerPosition]] = {}  # index of a window → positions at its start
 
     def enter(self, key: str, fresh: InnerPosition) -> InnerLoop:
-        """Begin a loop, or go on with the one that was open.
+        """Begin a loop, or continue the loop that was open.
 
         Args:
             key: Key of the loader.
@@ -83,7 +83,7 @@ class InnerLoops:
             loop.open = True
 
     def _go_back(self, index: int) -> None:
-        """Put all loops back to where they were when the window at `index` began."""
+        """Return all loops to their positions when the window at `index` began."""
         if index not in self._starts and any(self._starts.values()):
             raise RuntimeError(
                 f"where the loops inside of this one were at sample {index} is not known any more: the job "
@@ -103,7 +103,7 @@ class InnerLoops:
         return {key: list(at) for key, at in (self._positions() if found is None else found).items()}
 
     def load(self, state: dict[str, list[int]]) -> None:
-        """Go on where `state` was saved."""
+        """Continue at the positions in `state`."""
         self.outermost_begins()
         self._saved = {key: tuple(at) for key, at in state.items()}
 

@@ -52,6 +52,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.until: int | None = None  # argument of remaining_epochs_until
         self.body: CodeType | None = None  # code that contains the epoch loop
         self.epoch_loops = 0  # epoch loops that this process has reached
+        self.trained = 0  # number of the first data loop of the current epoch that trained; 0: none has ended
         self.entered = 0  # data loops of the current epoch that this process has reached
         self.looping = False  # inside a data loop
         self.inner = InnerLoops()  # data loops inside the running one
@@ -73,6 +74,16 @@ class ScriptPosition(checkpoint.TensorState):
         """Number of the running data loop outside of epochs, counted from 1 in this process; 0: none runs."""
         return self._outside if self.outside else 0
 
+    @property
+    def loops_outside(self) -> int:
+        """Epoch loops, and data loops outside of epochs, that this process has reached."""
+        return self.epoch_loops + self._outside
+
+    @property
+    def training_over(self) -> bool:
+        """Whether a data loop of the current epoch that trains has ended."""
+        return 0 < self.trained <= self.finished_loops
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position for checkpoints and newcomers."""
         finished_loops, index = self._behind()
@@ -90,6 +101,7 @@ class ScriptPosition(checkpoint.TensorState):
             "samples": samples,
             "step": self.step,
             "trainer": self.trainer,
+            "trained": self.trained,
             "announced": list(self.announced),
             "inner": inner.state(index),
         }
@@ -110,6 +122,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.samples = state_dict["samples"]
         self.step = state_dict["step"]
         self.trainer = state_dict["trainer"]
+        self.trained = state_dict.get("trained", 0)
         epoch, loop = state_dict["announced"]
         self.announced = (epoch, loop)
         self.inner.load(state_dict.get("inner", {}))
@@ -169,7 +182,7 @@ class ScriptPosition(checkpoint.TensorState):
         seconds = time.monotonic() - self.epoch_began
         session.emit("epoch", epoch=epoch, seconds=seconds, samples=self.samples)
         self.finished += 1
-        self.finished_loops = self.index = self.samples = 0
+        self.finished_loops = self.index = self.samples = self.trained = 0
         self.left = None
         self.seeds = {key: seed for key, seed in self.seeds.items() if key.isdigit()}  # not made in an epoch
         self.end_indices = {key: end for key, end in self.end_indices.items() if key.isdigit()}
@@ -249,12 +262,13 @@ class ScriptPosition(checkpoint.TensorState):
         safe.between_loops()
         safe.retry_on_peer_loss(lambda: self.boundary(last))
 
-    def leave(self, ended: bool, left: int | None = None) -> None:
+    def leave(self, ended: bool, left: int | None = None, trained: bool = False) -> None:
         """Leave a data loop.
 
         Args:
             ended: Whether the loop is finished; False if it was skipped, or stopped by an error or a stop.
             left: If the loop's body left it, the index at which it would continue.
+            trained: Whether models are trained in the loop.
         """
         self.looping = False
         if self._kept is not None:
@@ -264,14 +278,21 @@ class ScriptPosition(checkpoint.TensorState):
             self.left = None if left is None else (self.entered, left)
             self.finished_loops = self.entered
             self.index = 0
+            if trained and not self.training_over:
+                self.trained = self.entered
 
     def boundary(self, last: bool = False) -> None:
         """Pass the boundary at the current position: after a step, or before a data loop or an epoch.
+
+        What is due at a boundary waits for the next optimizer step while the script adds up gradients of
+        several steps of the loader: they are not part of a checkpoint, and newcomers do not get them.
 
         Args:
             last: Whether no replica can join here: the running data loop has no batch left, or the epoch has
                 just begun.
         """
+        if any(model.accumulates_by_hand for model in self._session.models):
+            return
         if self.outside:  # a newcomer cannot join in a data loop outside of epochs
             place, last = (self._begun, BEHIND_ALL + self._outside), True
         else:

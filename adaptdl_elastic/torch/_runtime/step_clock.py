@@ -25,7 +25,7 @@ _PENDING_EVENTS = 32
 
 
 class Stage(IntEnum):
-    """What a replica is doing, in the order of a step."""
+    """List the stages of a step, in their order."""
 
     BOUNDARY = 0  # between two steps, where replicas agree; the position is that of the coming step
     DATA = 1  # it waits for the loader's next batch

@@ -1,9 +1,13 @@
-"""Step times, and the batch size that follows from them.
+"""Measure step times, and choose the batch size by them.
 
 | module | question that it answers |
 |---|---|
 | `step_times` | How are step times averaged? |
 | `reporter` | What is measured and fitted, and what is reported to the agent? |
 | `batch_size` | Which batch size is best now? |
+| `replica_speed` | How fast is each replica, compared with the others? |
+| `lag` | Which replica lags? (pure) |
+| `shares` | How many samples of a batch does each replica take? (pure) |
+| `memory_limit` | What is the largest local batch that fits into the memory of every replica? |
 | `training_warnings` | What is wrong with the training, and what can the user do? |
 """

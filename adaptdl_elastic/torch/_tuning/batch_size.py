@@ -35,7 +35,7 @@ def local_batch(batch_size: int, replicas: int) -> int:
 
 @dataclass(frozen=True)
 class BatchSize:
-    """A batch size: samples per pass of one replica, and passes without synchronisation before each step."""
+    """Hold a batch size: samples per pass of one replica, and passes without a step before each step."""
 
     atomic_bsz: int
     accumulation_steps: int
@@ -44,7 +44,7 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class Limits:
-    """The arguments that the training loader was given."""
+    """Hold the limits of the batch size that the script gave the training loader."""
 
     init: int
     maximum: int | None  # None: the batch size does not change
@@ -98,7 +98,7 @@ Times = Mapping[Key, tuple[float, float]]
 
 
 class _Corrected(GoodputFunction):
-    """A model that is corrected where measurements deviate from it by more than `MISFIT`.
+    """Correct a model where measurements deviate from it by more than `MISFIT`.
 
     Between two measured atomic batch sizes the correction is interpolated; beyond them the nearest one
     applies. Correcting only the measured sizes would make every untried size look better, or worse, than its

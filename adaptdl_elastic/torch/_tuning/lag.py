@@ -34,7 +34,7 @@ PARTS = {"data": "loading data", "compute": "computing", "communication": "sendi
 
 
 class Report(NamedTuple):
-    """What a replica reports about its last steps."""
+    """Hold a replica's report about its last steps."""
 
     host: str
     parts: StepParts  # medians per step
@@ -43,14 +43,14 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Lag:
-    """A replica that the others wait for."""
+    """Describe a replica that the others wait for."""
 
     rank: int
     host: str
     part: str  # the part of a step that takes longest beside the others': a key of `PARTS`
     ratio: float  # its busy time per step over that of the others
     seconds: float  # its busy time per step
-    usual: float  # that of the others
+    usual: float  # busy time of the other replicas
 
     @property
     def message(self) -> str:

@@ -1,4 +1,4 @@
-"""What a job measures while it trains, and the batch size that follows.
+"""Measure a job while it trains, report to the agent, and choose the batch size.
 
 Every replica measures how long steps take at each (nodes, replicas, atomic batch size), and receives the
 gradient statistics. On rank 0 a thread fits the goodput model, looks for a better batch size, and reports to
@@ -25,7 +25,7 @@ import numpy as np
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.protocol import environment
-from adaptdl_elastic.protocol.hints import MOST, JobHints, ProfileEntry, Straggler, encode
+from adaptdl_elastic.protocol.hints import MOST, JobHints, ProfileEntry, Straggler, TypeProfile, encode
 from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits
 from adaptdl_elastic.torch._tuning.step_times import ENOUGH, WINDOW, Key, StepTimes, robust_mean
@@ -54,8 +54,16 @@ class _Position:
     samples_total: float | None = None
 
 
+@dataclass(frozen=True)
+class _OnType:
+    """Hold the measurements on nodes of a type that the job has left."""
+
+    times: list[Any]  # as from `StepTimes.dump`
+    profile: TypeProfile
+
+
 class _State(checkpoint.State):
-    """The measurements as a state in the checkpoint."""
+    """Keep the measurements in the checkpoint."""
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__("adaptdl-metrics")
@@ -69,7 +77,7 @@ class _State(checkpoint.State):
 
 
 class Metrics:
-    """The measurements and the model of a job. One per session; all methods are cheap and thread-safe.
+    """Keep a job's measurements and model. One object per session; all methods are cheap and thread-safe.
 
     Args:
         session: the session; None: the current one.
@@ -88,9 +96,12 @@ class Metrics:
         self._clock = clock
         self._background = background
         self._interval = _report_interval()
-        self._times = StepTimes()
+        self._node_type = os.environ.get(environment.NODE_TYPE, "")
+        self._times = StepTimes()  # on nodes of this type
+        self._elsewhere: dict[str, _OnType] = {}  # node type → measurements on it
         self._grads: dict[str, tuple[float, float]] = {}
         self._errors: dict[str, float] = {}  # standard errors of |G|²
+        self._estimators: dict[str, str] = {}  # how each model's statistics are measured
         self._gains: dict[str, tuple[float, float]] = {}
         self._progress = 0.0
         self._warnings = TrainingWarnings(self._session)
@@ -113,7 +124,7 @@ class Metrics:
         self._window_time, self._window_samples = 0.0, 0
         # results of the background thread
         self._measured: dict[Key, tuple[float, float]] = {}
-        self._fitted: dict[Key, tuple[float, float]] = {}  # what `_perf_params` were fitted to
+        self._fitted: dict[Key, tuple[float, float]] = {}  # times to which `_perf_params` were fitted
         self._perf_params: PerfParams | None = None
         self._suggestion: BatchSize | None = None
         self._thread: threading.Thread | None = None
@@ -170,7 +181,9 @@ class Metrics:
 
     # Receiving values
 
-    def update_grad_params(self, key: str, sqr: float, var: float, sqr_error: float = 0.0) -> None:
+    def update_grad_params(
+        self, key: str, sqr: float, var: float, sqr_error: float = 0.0, estimator: str = ""
+    ) -> None:
         """Set |G|² and tr Σ of the model `key`, both at the initial batch size. Several models are summed.
 
         Args:
@@ -179,7 +192,9 @@ class Metrics:
             var: tr Σ.
             sqr_error: standard error of `sqr`, inf: unknown. The batch size grows only where it pays in
                 spite of it.
+            estimator: how they are measured.
         """
+        self._estimators[key] = estimator
         if math.isfinite(sqr) and math.isfinite(var):
             self._grads[key] = (max(float(sqr), 0.0), max(float(var), 0.0))
             self._errors[key] = float(sqr_error)
@@ -322,12 +337,17 @@ class Metrics:
         session, limits, perf, grads = self._session, self._limits, self._perf_params, self.grad_params()
         if limits is None or perf is None or grads is None:
             return None
-        here = session.nodes, session.replicas
-        raw = sum(sqr for sqr, _ in list(self._grads.values()))
-        error = math.hypot(*list(self._errors.values())) * (grads.sqr / raw if raw else 1.0)  # in its units
+        here, error = (session.nodes, session.replicas), self._grad_error(grads)
         return Chooser(
             *here, limits, perf, grads, self._measured, self._current, self._steps, self._reached, error
         )
+
+    def _grad_error(self, grads: GradParams) -> float:
+        """Return the standard error of |G|² in the units of `grads`; inf: unknown."""
+        if self._grads.keys() != self._errors.keys():  # after a restart, which keeps no errors
+            return math.inf
+        raw = sum(sqr for sqr, _ in list(self._grads.values()))
+        return math.hypot(*list(self._errors.values())) * (grads.sqr / raw if raw else 1.0)
 
     def entries(self) -> tuple[ProfileEntry, ...]:
         """Return every configuration that was measured often enough."""
@@ -346,6 +366,7 @@ class Metrics:
             predicted = float(model(session.nodes, session.replicas, now.atomic_bsz, now.accumulation_steps))
         goodput = None if throughput is None or efficiency is None else throughput * efficiency
         done, total = position.samples_done, position.samples_total
+        error = math.inf if grads is None else self._grad_error(grads)
         return JobHints(
             job=session.job,
             generation=session.generation,
@@ -361,8 +382,12 @@ class Metrics:
             memory_limit=None if session.memory is None else session.memory.largest,
             max_profiled_replicas=self._max_profiled,
             grad_params=None if grads is None else (grads.sqr, grads.var),
+            grad_error=error if error <= MOST else None,
+            estimator=", ".join(sorted(set(self._estimators.values()) - {""})),
             perf_params=self._perf_params,
             profile=self.entries(),
+            node_type=self._node_type,
+            elsewhere=tuple(one.profile for _, one in sorted(self._elsewhere.items())),
             gain=gain,
             lr_factor=lr_factor,
             throughput=throughput,
@@ -471,20 +496,70 @@ class Metrics:
             "gains": self._gains,
             "progress": self._progress,
             "max_profiled": self._max_profiled,
+            "node_type": self._node_type,
+            "theta": self._perf_params,
+            "memory_limit": self._limit_learnt_here(),
+            "elsewhere": {name: _dumped(one) for name, one in self._elsewhere.items()},
             "batch_size": batch_size or self._reached,
         }
+
+    def _limit_learnt_here(self) -> int | None:
+        """Return the memory limit; None if the job has kept it from nodes of another type."""
+        memory = self._session.memory
+        largest = None if memory is None else memory.largest
+        return None if largest in {one.profile.memory_limit for one in self._elsewhere.values()} else largest
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore what `dump` returned; ValueError for another format."""
         if saved.get("v") != FORMAT:
             raise ValueError(f"metrics of format {saved.get('v')}, this version reads {FORMAT}")
-        self._times.load(saved["times"], self._clock())
+        self._restore_types(saved)
         self._grads = {key: (pair[0], pair[1]) for key, pair in saved["grads"].items()}
         self._gains = {key: (pair[0], pair[1]) for key, pair in saved["gains"].items()}
         self._progress = saved["progress"]
-        self._max_profiled = saved["max_profiled"]
         self._reached = saved["batch_size"]
         self._measured = self._fitted = {}
+
+    def _restore_types(self, saved: dict[str, Any]) -> None:
+        """Restore the step times of every type, those of the present type as this session's own."""
+        before = saved.get("node_type", "")  # a checkpoint of an earlier version names none
+        types = {**saved.get("elsewhere", {}), before: saved}
+        mine = types.pop(self._node_type, None)
+        if mine is not None:
+            self._times.load(mine["times"], self._clock())
+            self._max_profiled = mine["max_profiled"]
+        self._elsewhere = {
+            name: _on_type(name, one)
+            for name, one in types.items()
+            if one["times"] or one.get("memory_limit") is not None
+        }
+
+
+def _on_type(node_type: str, saved: dict[str, Any]) -> _OnType:
+    """Return what `Metrics.dump` or `_dumped` saved of a type."""
+    times = StepTimes()
+    times.load(saved["times"], 0.0)
+    theta = saved.get("theta")
+    perf_params = None if theta is None else (*theta[:6], theta[6])
+    profile = TypeProfile(
+        node_type,
+        times.entries(),
+        perf_params,
+        saved["max_profiled"],
+        memory_limit=saved.get("memory_limit"),  # a checkpoint of an earlier version has none
+    )
+    return _OnType(saved["times"], profile)
+
+
+def _dumped(one: _OnType) -> dict[str, Any]:
+    """Return what was measured on a type as JSON, for `_on_type`."""
+    profile = one.profile
+    return {
+        "times": one.times,
+        "theta": profile.perf_params,
+        "max_profiled": profile.max_profiled_replicas,
+        "memory_limit": profile.memory_limit,
+    }
 
 
 def _report_interval() -> float:

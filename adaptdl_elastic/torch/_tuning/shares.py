@@ -48,9 +48,9 @@ def allocate(samples: int, shares: Sequence[int], least: int = 1, most: int | No
     while (left := samples - sum(found)) != 0:
         step = 1 if left > 0 else -1
         open_ = [r for r in range(replicas) if low <= found[r] + step <= high]
-        if step > 0:  # the one that would be done first
+        if step > 0:  # the replica that would finish first
             rank = min(open_, key=lambda r: ((found[r] + 1) / shares[r], r))
-        else:  # the one that would be done last
+        else:  # the replica that would finish last
             rank = max(open_, key=lambda r: (found[r] / shares[r], -r))
         found[rank] += step
     return tuple(found)

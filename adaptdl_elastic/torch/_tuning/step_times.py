@@ -39,13 +39,13 @@ ENOUGH = 3
 """Least number of measurements of a configuration that is used."""
 
 SURE = 0.15
-"""Relative standard error of the mean from which a configuration is used, or after `LONG`."""
+"""A configuration is used if the relative standard error of its mean is at most this, or after `LONG`."""
 
 LONG = 5.0
 """Seconds of measurements after which a configuration is used in any case."""
 
 STALL = 0.25
-"""Seconds: a step that takes less than that longer than usual counts.
+"""Seconds by which a step may exceed the median time and still count in any case.
 
 A process that shares its processor is stopped now and then, for the same share of any time. Leaving such
 steps out, which are rare among short steps and common among long ones, would favour small batches.
@@ -60,7 +60,7 @@ _RESTART = 60.0  # seconds of drift that a restart, perhaps on another machine, 
 
 
 class Key(NamedTuple):
-    """A configuration at which steps are measured."""
+    """Identify a configuration at which steps are measured."""
 
     nodes: int
     replicas: int
@@ -129,7 +129,7 @@ def _joined(one: Mean, other: Mean) -> Mean:
 
 @dataclass
 class _Open:
-    """The span under way."""
+    """Hold the measurements of the current span, which has not ended yet."""
 
     key: Key
     began: float
@@ -145,9 +145,9 @@ class _Open:
 
 
 class StepTimes:
-    """The measurements of a job.
+    """Keep the measurements of a job.
 
-    `add` is cheap and for the training thread; other methods are for any thread.
+    `add` is cheap and is called only by the training thread. Any thread may call the other methods.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def data_problem(samples: int, batch_size: int, initial: int, equal_parts: int) 
 
 
 class TrainingWarnings:
-    """The present problems. `report` is thread-safe, and cheap if nothing has changed."""
+    """Keep the current problems. `report` is thread-safe, and cheap if nothing has changed."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -78,6 +78,6 @@ class TrainingWarnings:
 
     @property
     def messages(self) -> tuple[str, ...]:
-        """The problems, oldest first."""
+        """Current problems, oldest first."""
         with self._lock:
             return tuple(self._problems.values())

@@ -46,7 +46,7 @@ class _Loader(adl.AdaptiveDataLoader[Any]):
 
 
 class Accelerator(accelerate.Accelerator):
-    """Accelerate's Accelerator for a job whose number of replicas changes.
+    """Replace Accelerate's Accelerator in a job whose number of replicas changes.
 
     The batch size of the training loader × `gradient_accumulation_steps` is the batch of a step over all
     replicas. A replica passes at most one batch of the loader's size through the model at once.
@@ -155,7 +155,7 @@ class Accelerator(accelerate.Accelerator):
         self.sync_gradients = adl.is_optim_step()
         yield
 
-    # -- what rank 0 does for all ------------------------------------------------------------------
+    # -- actions of rank 0 for all replicas --------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0."""

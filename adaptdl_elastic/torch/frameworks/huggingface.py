@@ -37,7 +37,7 @@ _OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero", "log_histor
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """Arguments of an elastic Trainer: those of transformers, for the whole job.
+    """Hold the arguments of an elastic Trainer: those of transformers, for the whole job.
 
     `per_device_train_batch_size` × `gradient_accumulation_steps` is the batch of an optimizer step over all
     replicas. A replica passes at most `per_device_train_batch_size` samples through the model at once.
@@ -187,7 +187,7 @@ class ElasticTrainerMixin:
         trainer.callback_handler.callbacks.insert(0, _Live(self))
 
     def _trainer(self) -> Any:
-        """Return this object, for attributes that transformers' Trainer defines."""
+        """Return this object as `Any`: mypy does not know the attributes of transformers' Trainer."""
         return self
 
     # -- the whole training ------------------------------------------------------------------------

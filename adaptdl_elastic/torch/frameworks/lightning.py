@@ -311,7 +311,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         return batch
 
     def _refresh(self) -> None:
-        """Tell the Trainer what may have changed since the step before: the rank, and the step's number."""
+        """Update what may have changed in the Trainer since the last step: the rank and the step number."""
         rank_zero_only.rank = adl.rank()
         loop = self._trainer.fit_loop
         loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready

@@ -2,8 +2,9 @@
 
 | Question | Module |
 |---|---|
+| Which numbers of replicas, on which types of nodes, are considered? | `sizes` |
 | Which table of values is optimised? | `tables` |
-| Which sizes are best, regardless of places? | `knapsack` |
+| Which sizes are best, regardless of places? | `typed_knapsack`, for one type of node `knapsack` |
 | Which replicas go to which nodes? | `placement` |
 | Which jobs make room when another job finds no place? | `eviction` |
 | How are small clusters solved as one program? | `integer_program` |

@@ -2,15 +2,16 @@
 
 Sizes are chosen by counting slots. Slots in the wrong places are of no use to a job that needs a whole node,
 or nodes without another multi-node job. No later choice of sizes would find that out, and the job would wait
-for as long as the others live. So the jobs in its way are taken off the board, the waiting job is placed, and
-the others are put back where there is room for them. The result counts if its value is larger than before. So
-jobs that can run elsewhere make room at once; a job stops only for one that has waited too long
-(`objective.OVERDUE_VALUE`).
+for as long as the others live. So the jobs in its way are removed from a copy of the placement, the waiting
+job is placed, and the removed jobs are put back where there is room for them. The result counts if its value
+is larger than before. So jobs that can run elsewhere make room at once; a job stops only for one that has
+waited too long (`objective.OVERDUE_VALUE`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -60,19 +61,27 @@ def value(tables: Tables, row: int, found: Allocation | None, board: Board) -> f
         return 0.0
     if tables.kept[row] >= 0 and found == board.current[tables.jobs[row].name]:
         return float(tables.kept_value[row])
-    column = tables.sizes.find(sum(found.values()), len(found) > 1)
+    column = tables.sizes.find(found)
     return float(tables.changed[row, column]) if column is not None else 0.0
+
+
+def want_of(tables: Tables, row: int, column: int) -> Want:
+    """Return the request for the size in this column by the job in this row."""
+    sizes = tables.sizes
+    replicas, several = int(sizes.replicas[column]), bool(sizes.several[column])
+    return Want(tables.jobs[row], replicas, several, sizes.name(column))
 
 
 def _trials(tables: Tables, full: Board, rows: dict[str, int], row: int) -> Iterator[tuple[Board, list[int]]]:
     """Yield boards with the job in its smallest size, and the rows taken off them, most valuable first."""
     worth = {name: value(tables, other, full.placed.get(name), full) for name, other in rows.items()}
-    for several in (False, True):
-        open_to_it = np.flatnonzero(tables.allowed[row] & (tables.sizes.several == several))
+    sizes = tables.sizes
+    for kind, several in product(range(len(sizes.types) + 1), (False, True)):
+        open_to_it = np.flatnonzero(tables.allowed[row] & (sizes.several == several) & (sizes.kinds == kind))
         if not open_to_it.size:
             continue
-        column = int(open_to_it[np.argmin(tables.sizes.replicas[open_to_it])])
-        want = Want(tables.jobs[row], int(tables.sizes.replicas[column]), several)
+        column = int(open_to_it[np.argmin(sizes.replicas[open_to_it])])
+        want = Want(tables.jobs[row], int(sizes.replicas[column]), several, sizes.name(column))
         for names in _in_the_way(full, want, worth):
             trial = full.copy()
             for name in names:
@@ -89,7 +98,11 @@ def _in_the_way(full: Board, want: Want, worth: dict[str, float]) -> Iterator[li
     sets = []
     for node in full.nodes:
         bound = limit(want.job, node.name)
-        if bound is not None and bound.min_slots <= want.replicas <= bound.max_slots:
+        if (
+            full.is_open(want, node.name)
+            and bound is not None
+            and bound.min_slots <= want.replicas <= bound.max_slots
+        ):
             names = _cheapest(full.here[node.name], want.replicas - full.free[node.name], worth)
             if names is not None:
                 sets.append((sum(worth[name] for name in names), full.position(node.name), names))
@@ -128,7 +141,7 @@ def _put_back(tables: Tables, trial: Board, row: int, was: Allocation) -> Alloca
         trial.put(job.name, was)
         return was
     for column in _best_first(tables, row):
-        want = Want(job, int(tables.sizes.replicas[column]), bool(tables.sizes.several[column]))
+        want = want_of(tables, row, column)
         if not place(trial, [want], {}):
             return trial.placed[job.name]
     return None

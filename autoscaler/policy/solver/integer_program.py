@@ -16,6 +16,7 @@ multi-node job per node.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 
 from adaptdl_elastic.autoscaler.policy.policy_types import Allocation
 from adaptdl_elastic.autoscaler.policy.solver.placement import Board, limit
-from adaptdl_elastic.autoscaler.policy.solver.tables import SMALL, Tables
+from adaptdl_elastic.autoscaler.policy.solver.sizes import SMALL
+from adaptdl_elastic.autoscaler.policy.solver.tables import Tables
 
 Array = NDArray[np.float64]
 
@@ -59,7 +61,6 @@ class _Job:
     keep: int | None = None
     one: dict[int, tuple[str, int]] = field(default_factory=dict)  # by variable: (node, replicas)
     on: dict[str, int] = field(default_factory=dict)  # by node: variable
-    uses: dict[str, int] = field(default_factory=dict)
 
 
 def solve_exactly(
@@ -123,18 +124,20 @@ def _add_job(
             holds[node][mine.keep] = replicas
             if len(before) > 1:
                 spans[node][mine.keep] = 1.0
-    many: dict[int, float] = {}
+    kinds = {node.name: tables.sizes.types.index(node.node_type) for node in board.nodes}
+    many: dict[int, dict[int, float]] = {}  # by type, then by variable: replicas
     for column in np.flatnonzero(worths[row] > 0):
         replicas, worth = int(tables.sizes.replicas[column]), float(worths[row, column])
         worth = float(tables.changed[row, column]) if column == kept else worth
-        if worth <= 0:
+        kind = int(tables.sizes.kinds[column])
+        if worth <= 0 or kind == tables.sizes.mixed:
             continue
         if tables.sizes.several[column]:
             variable = program.variable(worth)
-            many[variable] = replicas
+            many.setdefault(kind, {})[variable] = replicas
             choice[variable] = 1.0
             continue
-        for node in holds:
+        for node in (node for node in holds if kinds[node] == kind):
             bound = limit(job, node)
             if bound and bound.min_slots <= replicas <= min(bound.max_slots, board.free[node]):
                 variable = program.variable(worth)
@@ -142,8 +145,9 @@ def _add_job(
                 holds[node][variable] = replicas
                 choice[variable] = 1.0
     program.row(choice, -np.inf, 1)
-    if many:
-        _add_several(program, tables, board, row, mine, many, holds, spans)
+    for kind, sizes in many.items():
+        nodes = [node for node in holds if kinds[node] == kind]
+        _add_several(program, tables, board, row, nodes, mine, sizes, holds, spans)
     return mine
 
 
@@ -152,27 +156,30 @@ def _add_several(
     tables: Tables,
     board: Board,
     row: int,
+    nodes: Sequence[str],
     mine: _Job,
     many: dict[int, float],
     holds: dict[str, dict[int, float]],
     spans: dict[str, dict[int, float]],
 ) -> None:
     job = tables.jobs[row]
-    for node in holds:
+    uses_here, on_here = {}, {}
+    for node in nodes:
         bound = limit(job, node)
         if bound is None or board.free[node] < bound.min_slots:
             continue
         most = min(bound.max_slots, board.free[node])
         uses, on = program.variable(), program.variable(0.0, most)
-        mine.uses[node], mine.on[node] = uses, on
+        mine.on[node] = on
+        uses_here[node], on_here[node] = uses, on
         holds[node][on] = 1.0
         spans[node][uses] = 1.0
         program.row({on: 1.0, uses: -float(most)}, -np.inf, 0)
         program.row({on: 1.0, uses: -float(max(bound.min_slots, 1))}, 0, np.inf)
-    program.row({**dict.fromkeys(mine.on.values(), 1.0), **{v: -r for v, r in many.items()}}, 0, 0)
-    used = dict.fromkeys(mine.uses.values(), 1.0)
+    program.row({**dict.fromkeys(on_here.values(), 1.0), **{v: -r for v, r in many.items()}}, 0, 0)
+    used = dict.fromkeys(uses_here.values(), 1.0)
     program.row({**used, **dict.fromkeys(many, -float(max(job.min_nodes, 2)))}, 0, np.inf)
-    program.row({**used, **dict.fromkeys(many, -float(job.max_nodes or len(holds)))}, -np.inf, 0)
+    program.row({**used, **dict.fromkeys(many, -float(job.max_nodes or len(nodes)))}, -np.inf, 0)
 
 
 def _run(program: _Program, seconds: float) -> Array | None:

@@ -35,7 +35,7 @@ class Table:
 
     def _add(self, options: SizeOptions) -> NDArray[Any]:
         before, best = self.best, self.best.copy()
-        choice = np.zeros(best.size, dtype=np.int16)  # 0: none
+        choice = np.zeros(best.size, dtype=np.int16)  # 0: no option
         for index, (size, value) in enumerate(zip(options.sizes, options.values, strict=True), start=1):
             with_it = before[: before.size - size] + value
             target = best[size:]

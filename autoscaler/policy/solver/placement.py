@@ -36,6 +36,7 @@ class Want:
     job: JobInfo
     replicas: int
     several: bool
+    node_type: str | None = None  # type of its nodes; None: any
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Board:
         # free slots, as an array
         self._room: NDArray[Any] = np.array([node.slots for node in self.nodes], dtype=int)
         self._alike = not any(node.at_risk or node.preemptible for node in self.nodes)
+        self._types: dict[str | None, NDArray[np.bool_]] = {}  # by wanted type: which nodes are of it
 
     def copy(self) -> Board:
         """Return a copy for trials; the jobs on it cannot be moved."""
@@ -75,6 +77,21 @@ class Board:
             self.free[node] -= replicas
             self._room[self._order[node]] -= replicas
             self.here[node][job] = replicas
+
+    def is_open(self, want: Want, node: str) -> bool:
+        """Return whether the node is of the type that is wanted."""
+        return want.node_type is None or self._info[node].node_type == want.node_type
+
+    def _of_type(self, want: Want) -> NDArray[np.bool_]:
+        """Return for each node whether it is of the type that is wanted."""
+        if want.node_type not in self._types:
+            self._types[want.node_type] = np.array([self.is_open(want, node.name) for node in self.nodes])
+        return self._types[want.node_type]
+
+    def type_of(self, allocation: Allocation) -> str | None:
+        """Return the type of an allocation's nodes; None if they are of several types."""
+        types = {self._info[node].node_type for node in allocation}
+        return types.pop() if len(types) == 1 else None
 
     def take(self, job: str) -> dict[str, int]:
         """Remove a job, and return its allocation."""
@@ -94,9 +111,9 @@ class Board:
         return any(other != job and self.spans(other) for other in self.here[node])
 
     def dislike(self, job: JobInfo, node: str) -> tuple[int, ...]:
-        """Return a sort key of nodes.
+        """Return a sort key of nodes: a node with a smaller key is better for the job.
 
-        Those at risk last, then by the job's preference for preemptible nodes.
+        Nodes at risk come last. Equal nodes are sorted by the job's preference for preemptible nodes.
         """
         info = self._info[node]
         if job.avoid_preemptible_nodes:
@@ -105,21 +122,23 @@ class Board:
             kind = int(self.stable_wanted and not info.preemptible)
         return int(info.at_risk), kind
 
-    def quick_single(self, job: JobInfo, replicas: int, before: Allocation) -> str | None:
+    def quick_single(self, want: Want, before: Allocation) -> str | None:
         """Return the job's own node if it has room, else the fullest one that has, if all nodes are alike."""
-        if job.limits is not None or not self._alike:
+        replicas = want.replicas
+        if want.job.limits is not None or not self._alike:
             return None
         for node in before:
-            if self.free.get(node, 0) >= replicas:
+            if self.free.get(node, 0) >= replicas and self.is_open(want, node):
                 return node
-        fits = np.flatnonzero(self._room >= replicas)
+        fits = np.flatnonzero((self._room >= replicas) & self._of_type(want))
         return self.nodes[int(fits[np.argmin(self._room[fits])])].name if fits.size else None
 
-    def quick_several(self, job: JobInfo, replicas: int, before: Allocation) -> dict[str, int] | None:
+    def quick_several(self, want: Want, before: Allocation) -> dict[str, int] | None:
         """Return whole empty nodes with exactly enough slots, the job's own first, if all nodes are alike."""
+        job, replicas = want.job, want.replicas
         if job.limits is not None or not self._alike:
             return None
-        empty = [node.name for node in self.nodes if not self.here[node.name]]
+        empty = [n.name for n in self.nodes if not self.here[n.name] and self.is_open(want, n.name)]
         found: dict[str, int] = {}
         for node in sorted(empty, key=lambda name: name not in before) if before else empty:
             if len(found) == job.max_nodes or replicas <= 0:
@@ -152,7 +171,8 @@ def place(board: Board, wants: Sequence[Want], jobs: Mapping[str, JobInfo]) -> l
         for name in evicted:
             allocation = board.take(name)
             board.moved.add(name)
-            queue.append(Want(jobs[name], sum(allocation.values()), len(allocation) > 1))
+            moved_type = board.type_of(allocation)
+            queue.append(Want(jobs[name], sum(allocation.values()), len(allocation) > 1, moved_type))
         if evicted:
             queue = deque(sorted(queue, key=_size))
         board.put(want.job.name, _ranked(found, board.current.get(want.job.name, {})))
@@ -170,17 +190,19 @@ def _ranked(found: Mapping[str, int], before: Allocation) -> dict[str, int]:
 
 
 def _find(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
-    """Return where the job could go, and the jobs that would have to move for it."""
+    """Return an allocation for the job (None: there is none), and the jobs that have to move for it."""
     if want.several:
         return _find_several(board, want)
     job, before = want.job, board.current.get(want.job.name, {})
-    quick = board.quick_single(job, want.replicas, before)
+    quick = board.quick_single(want, before)
     if quick is not None:
         return {quick: want.replicas}, []
     best: tuple[tuple[float, ...], str, list[str]] | None = None
     for node, free in board.free.items():
         bound = limit(job, node)
         if bound is None or not bound.min_slots <= want.replicas <= bound.max_slots:
+            continue
+        if not board.is_open(want, node):
             continue
         evicted = _make_room(board, node, want.replicas - free, want.replicas)
         if evicted is None:
@@ -213,13 +235,13 @@ def _make_room(board: Board, node: str, missing: int, size: int) -> list[str] | 
 def _find_several(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
     """Place a job on few nodes, empty ones and its own first, each filled before the next."""
     job, before = want.job, board.current.get(want.job.name, {})
-    quick = board.quick_several(job, want.replicas, before)
+    quick = board.quick_several(want, before)
     if quick is not None:
         return quick, []
     rooms = {}
     for node in board.free:
         bound = limit(job, node)
-        if bound is None or board.shared_by_spanning(node, job.name):
+        if bound is None or board.shared_by_spanning(node, job.name) or not board.is_open(want, node):
             continue
         evictable = [n for n in board.here[node] if n in board.movable]
         room = board.free[node] + sum(board.here[node][n] for n in evictable)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptdl_elastic.autoscaler.policy.solver.eviction import make_room, value
+from adaptdl_elastic.autoscaler.policy.solver.eviction import make_room, value, want_of
 from adaptdl_elastic.autoscaler.policy.solver.integer_program import (
     LARGE_PROGRAM,
     SMALL_PROGRAM,
     solve_exactly,
 )
-from adaptdl_elastic.autoscaler.policy.solver.knapsack import SizeOptions, Table
 from adaptdl_elastic.autoscaler.policy.solver.placement import Board, Want, place
 from adaptdl_elastic.autoscaler.policy.solver.tables import Tables
+from adaptdl_elastic.autoscaler.policy.solver.typed_knapsack import Choice
+from adaptdl_elastic.autoscaler.policy.solver.typed_knapsack import choose as choose_columns
 
 Array = NDArray[np.float64]
 
@@ -32,7 +34,7 @@ class Solution:
     targets: list[int | None]  # by row, the column that the job would have if all sizes were explored
 
 
-def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Solution:
+def solve(tables: Tables, board: Board, capacity: NDArray[Any], seconds: float) -> Solution:
     """Give the jobs of `tables` the capacity that the jobs on `board` leave.
 
     Growth is limited to twice the explored size, and measured speedups are not concave: eight replicas on two
@@ -43,17 +45,17 @@ def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Soluti
     Args:
         tables: The values of all sizes for all jobs.
         board: The jobs that stay in any case.
-        capacity: Number of free slots.
+        capacity: Number of free slots of each node type, in the order of `tables.sizes.types`.
         seconds: Time limit of an exact program, which is used if the chosen sizes do not fit.
     """
-    targets = _program(tables, _worths(tables, tables.possible), capacity).choose(capacity)
+    targets = _program(tables, _worths(tables, tables.possible), capacity).columns
     placed, failed = _choose(tables, board, capacity, seconds, targets)
     without = [row for row in sorted(failed) if tables.jobs[row].name not in placed]
     return Solution(make_room(tables, board, placed, without) if without else placed, targets)
 
 
 def _choose(
-    tables: Tables, board: Board, capacity: int, seconds: float, targets: Sequence[int | None]
+    tables: Tables, board: Board, capacity: NDArray[Any], seconds: float, targets: Sequence[int | None]
 ) -> tuple[dict[str, dict[str, int]], set[int]]:
     """Return the placement, and the rows of jobs for which a chosen size found no room."""
     worths = _steps(tables, targets)
@@ -62,7 +64,7 @@ def _choose(
     unplaced: set[int] = set()
     for attempt in range(_ROUNDS):
         trial = board.copy()
-        chosen = _program(tables, worths, capacity).choose(capacity)
+        chosen = _program(tables, worths, capacity).columns
         failed = _place(tables, chosen, targets, trial)
         if not failed and attempt == 0:
             return trial.placed, unplaced
@@ -73,11 +75,12 @@ def _choose(
         if not failed:
             break
         for row, column in failed:
-            plain[row, tables.sizes.replicas >= tables.sizes.replicas[column]] = 0.0
+            same = tables.sizes.kinds == tables.sizes.kinds[column]
+            plain[row, same & (tables.sizes.replicas >= tables.sizes.replicas[column])] = 0.0
         _keep(tables, plain)
         worths = plain
     plain = _worths(tables, tables.allowed)
-    most = float(_program(tables, plain, capacity).best[capacity])
+    most = _program(tables, plain, capacity).bound
     if best[0] < most - 1e-9:
         # large programs are solved only if the value can still improve considerably
         limit = SMALL_PROGRAM if best[0] > (1 - _ENOUGH) * most else LARGE_PROGRAM
@@ -91,8 +94,8 @@ def _choose(
     return best[1], unplaced
 
 
-def _program(tables: Tables, worths: Array, capacity: int) -> Table:
-    return Table([SizeOptions(tables.sizes.replicas, row) for row in worths], capacity)
+def _program(tables: Tables, worths: Array, capacity: NDArray[Any]) -> Choice:
+    return choose_columns(tables.sizes, worths, capacity)
 
 
 def _worths(tables: Tables, allowed: NDArray[np.bool_]) -> Array:
@@ -131,12 +134,20 @@ def _steps(tables: Tables, targets: Sequence[int | None]) -> Array:
             allowed = worths[row] > 0
             if not allowed.any():
                 continue
-            step = int(np.argmax(np.where(allowed & (sizes <= sizes[target or 0]), sizes, -1)))
+            step = _step(tables, allowed, target or 0)
             open_to_it[:] = False
             open_to_it[step] = True
             worths[row, step] += certain
         worths[row, ~open_to_it] = 0.0
     return worths
+
+
+def _step(tables: Tables, allowed: NDArray[np.bool_], target: int) -> int:
+    """Return the largest allowed column up to the target's size, on nodes of its type if there is one."""
+    sizes = tables.sizes
+    smaller = allowed & (sizes.replicas <= sizes.replicas[target])
+    same = smaller & (sizes.kinds == sizes.kinds[target])
+    return int(np.argmax(np.where(same if same.any() else smaller, sizes.replicas, -1)))
 
 
 def _standing(tables: Tables, board: Board) -> tuple[float, dict[str, dict[str, int]]]:
@@ -162,10 +173,11 @@ def _place(
             continue
         if column == tables.kept[row]:
             board.put(job.name, board.current[job.name])
+            if tables.sizes.kinds[column] == tables.sizes.mixed and not tables.possible[row, column]:
+                continue  # it may keep this size, but could not change to it
             board.movable[job.name] = float(tables.kept_value[row] - tables.changed[row, column])
         else:
-            replicas, several = tables.sizes.replicas[column], tables.sizes.several[column]
-            wants.append(Want(job, int(replicas), bool(several)))
+            wants.append(want_of(tables, row, column))
     failed = place(board, wants, {job.name: job for job in tables.jobs})
     if not failed and sum(board.movable[name] for name in board.moved) > _gain(tables, chosen, targets):
         # the next attempt does without the largest size, for which the moves were made

@@ -1,4 +1,4 @@
-"""The tables of a decision: a row per job, a column per number of replicas."""
+"""The tables of a decision: a row per job, a column per number of replicas on nodes of one type."""
 
 from __future__ import annotations
 
@@ -14,30 +14,16 @@ from adaptdl_elastic.autoscaler.policy import objective
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.policy_types import (
     Allocation,
+    GoodputModel,
     JobInfo,
     NodeInfo,
     Objective,
     PolicySettings,
 )
 from adaptdl_elastic.autoscaler.policy.solver.placement import limit, rooms_of
+from adaptdl_elastic.autoscaler.policy.solver.sizes import SMALL, Sizes, build_sizes, is_small, spread
 
 Array = NDArray[np.float64]
-
-SMALL = 32
-"""Number of slots up to which all numbers of replicas are considered, instead of some of them."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The numbers of replicas that are considered: the columns of every table."""
-
-    replicas: NDArray[Any]  # (K,)
-    several: NDArray[np.bool_]  # (K,): whether on several nodes
-
-    def find(self, replicas: int, several: bool) -> int | None:
-        """Return the column of a size; None if the size is not considered."""
-        found = np.flatnonzero((self.replicas == replicas) & (self.several == several))
-        return int(found[0]) if found.size else None
 
 
 @dataclass(frozen=True)
@@ -98,19 +84,32 @@ def build(
 ) -> Tables:
     """Compute the value of every size for every job; `intact` jobs could stay as they are."""
     had = [before[job.name] if job.name in intact else {} for job in jobs]
-    sizes = _sizes(jobs, nodes, had, {rooms[job.name].least for job in jobs if job.model is None})
+    by_type = _rooms_by_type(jobs, nodes, rooms)
+    least_of = {
+        name: {room.least for job, room in zip(jobs, here, strict=True) if job.model is None}
+        for name, here in by_type.items()
+    }
+    alone, room = _alone(jobs, by_type)
+    sizes = build_sizes(jobs, nodes, had, least_of, _across(jobs, nodes, rooms, alone, room))
     shape = len(jobs), len(sizes.replicas)
-    goodput, speedup, one = _curves(jobs, sizes)
-    bounds = [_bounds(job, found, rooms[job.name], settings) for job, found in zip(jobs, had, strict=True)]
-    fits = [_fits(job, sizes, rooms[job.name]) for job in jobs]
-    possible = np.array(fits, dtype=bool).reshape(shape) & (speedup > 0)
-    least, explored, most = np.array(bounds, dtype=int).reshape(-1, 3).T[:, :, np.newaxis]
-    possible &= (sizes.replicas >= least) & (sizes.replicas <= most)
-    allowed = possible & (sizes.replicas <= explored)
+    goodput, speedup, one = _curves(jobs, nodes, sizes)
+    possible, allowed = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    for kind in range(int(sizes.kinds.max(initial=0)) + 1):
+        here = np.flatnonzero(sizes.kinds == kind)
+        theirs = [rooms[job.name] for job in jobs] if kind == sizes.mixed else by_type[sizes.types[kind]]
+        bounds = [_bounds(*known, settings) for known in zip(jobs, had, theirs, strict=True)]
+        fits = [_fits(job, sizes, here, room) for job, room in zip(jobs, theirs, strict=True)]
+        least, explored, most = np.array(bounds, dtype=int).reshape(-1, 3).T[:, :, np.newaxis]
+        counts = sizes.replicas[here]
+        fitting = np.array(fits, dtype=bool).reshape(len(jobs), len(here)) & (speedup[:, here] > 0)
+        if kind == sizes.mixed:  # only what the job cannot have on one type, and where its nodes have room
+            fitting &= counts > alone[:, np.newaxis]
+            fitting &= (sizes.uses[here] <= room[:, np.newaxis, :]).all(axis=2)
+        possible[:, here] = fitting & (counts >= least) & (counts <= most)
+        allowed[:, here] = possible[:, here] & (counts <= explored)
     remaining = objective.remaining_seconds(jobs, one)
     weight = objective.weights(remaining, settings, jobs)[:, np.newaxis]
-    pause = np.array([settings.default_pause if job.pause is None else job.pause for job in jobs])
-    paid = objective.after_pause(speedup, remaining, pause, settings)
+    paid = objective.after_pause(speedup, remaining, _pauses(jobs, had, sizes, settings), settings)
     running = (
         objective.FIRST_REPLICA_VALUE
         * float(weight.max(initial=0.0))
@@ -128,67 +127,144 @@ def build(
     return Tables(jobs, sizes, goodput, speedup, allowed, possible, changed, kept, kept_value)
 
 
+def _rooms_by_type(
+    jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], rooms: Mapping[str, Room]
+) -> dict[str, list[Room]]:
+    """Return the room of each job on the nodes of each type."""
+    types = sorted({node.node_type for node in nodes}) or [""]
+    if len(types) == 1:
+        return {types[0]: [rooms[job.name] for job in jobs]}
+    found = {}
+    for name in types:
+        mine = [node for node in nodes if node.node_type == name]
+        common = room_of(JobInfo(""), mine)
+        found[name] = [
+            common if job.limits is None and job.max_nodes is None else room_of(job, mine) for job in jobs
+        ]
+    return found
+
+
+def _alone(
+    jobs: Sequence[JobInfo], by_type: Mapping[str, Sequence[Room]]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the most replicas that each job can have on one type, and on each one together with others.
+
+    Shapes (jobs,), 0 where it can run on no single type, and (jobs, types).
+    """
+    room = np.array([[here.total for here in by_type[name]] for name in sorted(by_type)], dtype=int)
+    runs = np.array(
+        [
+            [
+                here.nodes >= job.min_nodes and here.least <= min(job.max_replicas, here.total)
+                for job, here in zip(jobs, by_type[name], strict=True)
+            ]
+            for name in sorted(by_type)
+        ],
+        dtype=bool,
+    )
+    return np.where(runs, room, 0).max(axis=0, initial=0), room.T
+
+
+def _across(
+    jobs: Sequence[JobInfo],
+    nodes: Sequence[NodeInfo],
+    rooms: Mapping[str, Room],
+    alone: NDArray[Any],
+    room: NDArray[Any],
+) -> set[tuple[int, ...]]:
+    """Return sizes on several types for jobs whose own nodes of one type are too few for them.
+
+    In a small cluster they are all such sizes, else those that the job needs: its minimum and what was
+    requested.
+    """
+    found: set[tuple[int, ...]] = set()
+    if room.shape[1] < 2:
+        return found
+    small = is_small(nodes)
+    for row, job in enumerate(jobs):
+        own = rooms[job.name]
+        most = min(job.max_replicas, own.total)
+        needed = {own.least, job.min_replicas, job.requested_replicas or 0}
+        counts = range(1, most + 1) if small and job.requested_replicas is None else sorted(needed)
+        beyond = [count for count in counts if alone[row] < count <= most]
+        if beyond:
+            found |= spread(job, nodes, beyond, room[row].tolist())
+    return found
+
+
+def _pauses(
+    jobs: Sequence[JobInfo], had: Sequence[Allocation], sizes: Sizes, settings: PolicySettings
+) -> Array:
+    """Return the seconds that a change to each size costs, shape (jobs, sizes)."""
+    pause = np.array([settings.default_pause if job.pause is None else job.pause for job in jobs])
+    away = [pause[i] if job.move_pause is None else job.move_pause for i, job in enumerate(jobs)]
+    # by job and type, whether the job has replicas there; those may stay
+    there = np.array(
+        [[name in {sizes.type_of.get(node) for node in found} for name in sizes.types] for found in had],
+        dtype=bool,
+    ).reshape(len(jobs), len(sizes.types))
+    stays = (there[:, np.newaxis, :] & (sizes.uses > 0)).any(axis=2)
+    moves = np.any(there, axis=1, keepdims=True) & ~stays
+    return np.where(moves, np.array(away)[:, np.newaxis], pause[:, np.newaxis])
+
+
 def _urgency(job: JobInfo, now: float, settings: PolicySettings) -> float:
     if job.waiting_since is not None and objective.overdue(job, now, settings):
         return objective.OVERDUE_VALUE + (now - job.waiting_since)
     return objective.RUNNING_VALUE if job.requested_replicas is not None else 0.0
 
 
-def _sizes(
-    jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], had: Sequence[Allocation], least: set[int]
-) -> Sizes:
-    """Return all numbers of replicas in a small cluster, else powers of two on one node and whole nodes.
-
-    The present, minimal and requested sizes of the jobs are always included.
-    """
-    slots = sorted((node.slots for node in nodes), reverse=True)
-    total, largest = sum(slots), max(slots, default=0)
-    most = min(total, max((job.max_replicas for job in jobs), default=0))
-    if total <= SMALL:
-        one, many = set(range(1, largest + 1)), set(range(2, most + 1))
-    else:
-        one = {1 << i for i in range(largest.bit_length())} | set(slots)
-        many = {int(x) for x in np.cumsum(slots) if x <= most}
-    special = {job.min_replicas for job in jobs} | {job.requested_replicas or 0 for job in jobs}
-    special |= {min(job.max_replicas, total) for job in jobs} | least
-    one |= {x for x in special if 0 < x <= largest}
-    many |= {x for x in special if 1 < x <= most and x > largest}
-    for job in jobs:
-        if job.min_nodes > 1:
-            many |= set(range(job.min_nodes, min(job.min_nodes * largest, most) + 1))
-    for found in had:
-        (many if len(found) > 1 else one).add(sum(found.values()))
-    singles, several = sorted(one - {0}), sorted(many - {0, 1})
-    return Sizes(
-        np.array(singles + several, dtype=int),
-        np.array([False] * len(singles) + [True] * len(several), dtype=bool),
-    )
-
-
-def _curves(jobs: Sequence[JobInfo], sizes: Sizes) -> tuple[Array, Array, Array]:
+def _curves(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], sizes: Sizes) -> tuple[Array, Array, Array]:
     """Return goodput and speedup of every job at every size, and the goodput of one replica.
 
-    The goodput of one replica is 0 for a job without a profile.
+    On nodes of several types the goodput of one replica is the mean over all slots. It is 0 for a job
+    without a profile.
     """
     shape = len(jobs), len(sizes.replicas)
     goodput, speedup, one = np.zeros(shape), np.zeros(shape), np.zeros(len(jobs))
-    rows = [i for i, job in enumerate(jobs) if job.model is not None]
-    models = [job.model for job in jobs if job.model is not None]
-    if models:
-        where = np.concatenate([[1], np.where(sizes.several, 2, 1)])
-        counts = np.concatenate([[1], sizes.replicas])
-        found = goodputs(models, where, counts).goodput
-        goodput[rows] = found[:, 1:]
-        # where one replica cannot hold the smallest batch, the smallest number that can is the reference
-        rate = np.where(found > 0, found / counts, 0.0)
-        first = np.argmax(rate > 0, axis=1)
-        one[rows] = rate[np.arange(len(models)), first]
-        speedup[rows] = found[:, 1:] / np.maximum(one[rows], 1e-300)[:, np.newaxis]
-    unknown = [i for i, job in enumerate(jobs) if job.model is None]
-    speedup[unknown] = (
-        sizes.replicas
-    )  # without a profile: assume linear speedup; such a job gets its minimum anyway
+    rows = np.array([i for i, job in enumerate(jobs) if job.model is not None], dtype=np.intp)
+    slots = np.array(
+        [sum(n.slots for n in nodes if n.node_type == name) for name in sizes.types], dtype=float
+    )
+    share = slots / slots.sum() if slots.sum() > 0 else np.full(len(slots), 1 / len(slots))
+    if len(rows):
+        mixed = np.flatnonzero(sizes.kinds == sizes.mixed)
+        goodput[np.ix_(rows, mixed)] = np.inf
+        for kind, name in enumerate(sizes.types):
+            models = [model for job in jobs if (model := job.model_on(name)) is not None]
+            columns = np.concatenate([np.flatnonzero(sizes.kinds == kind), mixed])
+            of_one, at = _curves_on(models, sizes, columns)
+            together = sizes.uses[columns, kind] > 0
+            present = goodput[np.ix_(rows, columns)]
+            slowest = np.minimum(np.where(sizes.kinds[columns] == kind, np.inf, present), at)
+            goodput[np.ix_(rows, columns)] = np.where(together, slowest, present)
+            one[rows] += share[kind] * of_one
+        speedup[rows] = goodput[rows] / np.maximum(one[rows], 1e-300)[:, np.newaxis]
+    for i, job in enumerate(jobs):
+        if job.model is None:  # assume linear speedup; such a job gets its minimum anyway
+            speedup[i] = sizes.replicas * _expected_speeds(job, sizes, share)
     return goodput, speedup, one
+
+
+def _curves_on(models: Sequence[GoodputModel], sizes: Sizes, columns: NDArray[Any]) -> tuple[Array, Array]:
+    """Return the goodput of one replica, and that at each of `columns`, on nodes of one type."""
+    where = np.concatenate([[1], np.where(sizes.several[columns], 2, 1)])
+    counts = np.concatenate([[1], sizes.replicas[columns]])
+    found = goodputs(models, where, counts).goodput
+    # where one replica cannot hold the smallest batch, the smallest number that can is the reference
+    rate = np.where(found > 0, found / counts, 0.0)
+    first = np.argmax(rate > 0, axis=1)
+    return rate[np.arange(len(models)), first], found[:, 1:]
+
+
+def _expected_speeds(job: JobInfo, sizes: Sizes, share: Array) -> Array:
+    """Return the expected speed of one replica of a job without a profile at each size, shape (sizes,).
+
+    It is relative to the mean over all slots.
+    """
+    by_type = np.array([job.speeds.get(name, 1.0) for name in sizes.types])
+    slowest = np.where(sizes.uses > 0, by_type, np.inf).min(axis=1, initial=np.inf)
+    return np.asarray(slowest / float((by_type * share).sum()))
 
 
 def _bounds(job: JobInfo, had: Allocation, room: Room, settings: PolicySettings) -> tuple[int, int, int]:
@@ -198,14 +274,14 @@ def _bounds(job: JobInfo, had: Allocation, room: Room, settings: PolicySettings)
         return job.requested_replicas, job.requested_replicas, job.requested_replicas
     if job.model is None:
         least = max(job.min_replicas, room.least)
-        return least, least, least
+        return least, min(least, job.max_replicas), min(least, job.max_replicas)
     tried = max(int(settings.exploration * job.max_profiled_replicas), sum(had.values()), job.min_replicas)
     return job.min_replicas, min(tried, most), most
 
 
-def _fits(job: JobInfo, sizes: Sizes, room: Room) -> NDArray[np.bool_]:
-    """Return which sizes the nodes could hold."""
-    r, several = sizes.replicas, sizes.several
+def _fits(job: JobInfo, sizes: Sizes, columns: NDArray[Any], room: Room) -> NDArray[np.bool_]:
+    """Return which of the columns the nodes of `room` could hold."""
+    r, several = sizes.replicas[columns], sizes.several[columns]
     fits = np.where(several, room.nodes > 1, (r <= room.one) & (r >= room.fewest))
     enough_nodes = np.where(several, r >= max(job.min_nodes, 2) * room.fewest, job.min_nodes <= 1)
     within = several & (job.max_nodes == 1)
@@ -227,5 +303,5 @@ def _kept(job: JobInfo, found: Allocation, sizes: Sizes) -> int:
         bound = limit(job, node)
         if bound is None or not bound.min_slots <= here <= bound.max_slots:
             return -1
-    column = sizes.find(replicas, len(found) > 1)
+    column = sizes.find(found)
     return -1 if column is None else column

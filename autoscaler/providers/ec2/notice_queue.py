@@ -53,7 +53,7 @@ def parse_event(body: str) -> Signal | None:
 
 
 def _end(told: object) -> float | None:
-    """Return when an instance goes that was announced at this time."""
+    """Return when an instance ends whose notice was given at this time; None if the time is unreadable."""
     try:
         return datetime.fromisoformat(str(told).replace("Z", "+00:00")).timestamp() + SPOT_NOTICE_SECONDS
     except (ValueError, OverflowError):

@@ -27,7 +27,7 @@ def another(group: Mapping[str, Any], me: str) -> str:
 
 
 def refuse(group: Mapping[str, Any], me: str, ruling: bool) -> None:
-    """Raise NotOursError if the group belongs to another cluster; `ruling`: it was this one's before."""
+    """Raise NotOursError if the group belongs to another cluster; `ruling`: `me` had it before."""
     owner = another(group, me)
     if not owner:
         return

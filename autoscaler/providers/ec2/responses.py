@@ -31,7 +31,7 @@ class Kind:
 
     @property
     def only_spot(self) -> bool:
-        """Whether every instance is a spot instance, even if EC2 does not report it yet."""
+        """Whether the group launches only spot instances; EC2 may not mark an instance as spot yet."""
         return self.on_demand_base == 0 and self.on_demand_above_base == 0
 
     def next_is_spot(self, on_demand: int, spot: int) -> bool:
@@ -55,8 +55,8 @@ class Prices:
     def of(self, instance_type: str, zone: str, preemptible: bool) -> float:
         """Return the price of one instance.
 
-        For an unknown spot price it is the on-demand price; if that is unknown, too, the highest spot price
-        of the type in another zone.
+        If the spot price is unknown, return the on-demand price. If the on-demand price is also unknown,
+        return the highest spot price of the type in the other zones.
         """
         if preemptible and (instance_type, zone) in self.spot:
             return self.spot[instance_type, zone]
@@ -77,6 +77,11 @@ class Prices:
         """Return the lowest price among the types (and, for spot, zones), and its type."""
         zones = tuple(zones) or ("",)
         return min((self.of(kind, zone, preemptible), kind) for kind in types for zone in zones)
+
+    def dearest(self, types: Iterable[str], zones: Iterable[str], preemptible: bool) -> float:
+        """Return the highest price among the types (and, for spot, zones)."""
+        zones = tuple(zones) or ("",)
+        return max(self.of(kind, zone, preemptible) for kind in types for zone in zones)
 
 
 def check_group(group: Answer) -> None:
@@ -194,6 +199,7 @@ def pool_of(
         maximum=int(group["MaxSize"]),
         slots=min(slots.get(name, 1) for name in kind.types),
         hourly_price=price,
+        highest_price=prices.dearest(kind.types, zones, preemptible),
         preemptible=preemptible,
         instance_type=cheapest,
         zones=zones,

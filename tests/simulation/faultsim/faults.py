@@ -27,9 +27,15 @@ class Faults:
     def __init__(self, world: World) -> None:
         self._world, self._kernel, self._chance = world, world.kernel, world.kernel.random
         self.healed = False
+        self.resting = False  # nothing new goes wrong, and what is broken stays so
+        self.change_share, self.end_share = 0.4, 0.15  # of faults, those that wait for a change, for an end
+        self.away_seconds = 20.0  # most that a drained node stays away
         self.count = 0
+        self.changed_at = 0.0  # when something last went wrong, or was mended
+        self._at_end: list[tuple[list[str], float]] = []  # faults that wait for the end of a script
         self._at_change: list[tuple[list[str], float]] = []  # faults that wait for the next plan
         world.etcd.listeners.append(self._store_changed)
+        world.on_script_end.append(self._script_ends)
 
     def begin(self, kinds: list[str], mean_seconds: float, until: float) -> None:
         """Have faults of these kinds come at random, so many seconds apart on average."""
@@ -38,8 +44,11 @@ class Faults:
             self._kernel.at(when, self._strike, kinds, mean_seconds, until)
 
     def _strike(self, kinds: list[str], mean_seconds: float, until: float) -> None:
-        if self._chance.random() < 0.5:
+        moment = self._chance.random()
+        if moment < self.change_share:
             self._at_change.append((kinds, until))
+        elif moment < self.change_share + self.end_share:
+            self._at_end.append((kinds, until))
         else:
             self._do(self._chance.choice(kinds))
         if self._chance.random() < 0.25:  # one seldom comes alone
@@ -50,22 +59,36 @@ class Faults:
         """Have the faults that wait for it strike while a change is under way."""
         if self._at_change and change.value is not None and change.key.endswith("/plan"):
             waiting, self._at_change = self._at_change, []
-            for kinds, until in waiting:
-                delay = self._chance.choice([0.01, 0.3, 3.0]) * self._chance.random()
-                self._kernel.after(delay, self._again, kinds, until)
+            self._strike_soon(waiting)
+
+    def _script_ends(self) -> None:
+        """Have the faults that wait for it strike while replicas come to the end of their script."""
+        waiting, self._at_end = self._at_end, []
+        self._strike_soon(waiting)
+
+    def _strike_soon(self, waiting: list[tuple[list[str], float]]) -> None:
+        for kinds, until in waiting:
+            delay = self._chance.choice([0.01, 0.3, 3.0]) * self._chance.random()
+            self._kernel.after(delay, self._again, kinds, until)
 
     def _again(self, kinds: list[str], until: float) -> None:
         if self._kernel.now < until:
             self._do(self._chance.choice(kinds))
 
     def _do(self, kind: str) -> None:
-        if KINDS[kind](self):
+        if not self.resting and KINDS[kind](self):
             self.count += 1
+            self.changed_at = self._kernel.now
             if kind not in _HARMLESS:
                 self._world.truth.excuse()
 
     def _later(self, seconds: float, call: Callable[[], object]) -> None:
-        self._kernel.after(seconds, lambda: None if self.healed else call())
+        def go() -> None:
+            if not (self.healed or self.resting):
+                self.changed_at = self._kernel.now
+                call()
+
+        self._kernel.after(seconds, go)
 
     def _over_in(self, seconds: float, call: Callable[[], object]) -> None:
         """End a fault that lasts: what it has led to by then may cost work, too."""
@@ -131,7 +154,8 @@ class Faults:
         assert victim.forks is not None
         running = victim.forks.running
         self._note(f"kills the fork server of {victim.name}, and {len(running)} replicas")
-        self._world.truth.job(victim.job.spec.job).deaths += len(running)
+        # one that has been asked for and does not run yet is lost, too
+        self._world.truth.job(victim.job.spec.job).deaths += max(1, len(running))
         victim.forks.die()
         return True
 
@@ -219,12 +243,23 @@ class Faults:
         self._over_in(seconds, partial(self._go_on, victim))
         return True
 
+    def stop_coordinators(self) -> bool:
+        """All coordinators stand still for a while, and see together what has happened meanwhile."""
+        found = [one for one in self._coordinators() if not one.stopped]
+        seconds = self._chance.choice([0.3, 1.0, 4.0, 12.0]) * self._chance.random()
+        self._note(f"stops {len(found)} coordinators for {seconds:.2f} s")
+        for one in found:
+            one.stop()
+            self._over_in(seconds, partial(self._go_on, one))
+        return bool(found)
+
     def hang_replica(self) -> bool:
         """A replica hangs for good: all of it, or only its script, whose other threads go on to answer.
 
         Only one that has reported a step: before that a replica may take its time.
         """
         found = [one for one in self._replicas() if one.takes_steps and not one.stopped]
+        found = [one for one in found if self._world.jobs[one.job].hang_timeout]
         if not found:
             return False
         victim = self._chance.choice(found)
@@ -373,7 +408,7 @@ class Faults:
         victim = self._chance.choice(found)
         self._note(f"drains {victim.name}")
         victim.notice(SIGTERM)
-        delay = 20.0 * self._chance.random()
+        delay = self.away_seconds * self._chance.random()
         victim.at_end.append(
             lambda: self._later(delay, lambda: self.start_agent(victim.machine, victim.job.spec.job))
         )
@@ -428,6 +463,21 @@ class Faults:
         self._world.start_agent(victim.machine, victim.job.spec.job)
         return True
 
+    def supplant(self) -> bool:
+        """An agent stands still until its lease has run out, and a watchdog starts another one beside it."""
+        found = [agent for agent in self._agents() if not agent.stopped]
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        begins = 5.0 + 4.0 * self._chance.random()
+        seconds = begins + 10.0 * self._chance.random()
+        self._note(f"stops {victim.name} for {seconds:.2f} s; another one comes after {begins:.2f} s")
+        victim.stop()
+        self._over_in(seconds, partial(self._go_on, victim))
+        again = partial(self._world.start_agent, victim.machine, victim.job.spec.job)
+        self._later(begins, again)
+        return True
+
     def ask_to_drain(self) -> bool:
         """The autoscaler asks for a node to be left, and takes the request back later."""
         found = self._machines()
@@ -462,6 +512,7 @@ class Faults:
     def heal(self) -> None:
         """No faults any more: everything that was broken works again, and everybody is there."""
         self.healed = self._world.calm = True
+        self.resting = False
         self._note("heals")
         self._world.truth.excuse()
         self._world.truth.lasting = 0
@@ -482,6 +533,23 @@ class Faults:
         self._kernel.after(21.0, self._everybody)
         self._kernel.after(60.0, self._everybody)
 
+    def rest(self) -> None:
+        """Let nothing new go wrong and mend nothing but the store, and processes that nobody watches.
+
+        The policy leaves jobs as they are, so that no change of size helps a job that stands still.
+        """
+        self.resting, self.changed_at = True, self._kernel.now
+        self._world.calm = True
+        self._note("rests: what is broken stays so")
+        self._at_change.clear()
+        self._at_end.clear()
+        self._world.kill_before.clear()
+        self._bring_back(True)
+        unwatched = [one for one in self._replicas() if not self._world.jobs[one.job].hang_timeout]
+        for process in [*unwatched, *self._coordinators()]:
+            if process.stopped:
+                self._go_on(process)
+
     def _everybody(self) -> None:
         for machine in self._world.machines.values():
             for job in sorted(self._world.jobs):
@@ -497,6 +565,7 @@ KINDS: dict[str, Callable[[Faults], bool]] = {
     "crash_machine": Faults.crash_machine,
     "die_at_write": Faults.die_at_write,
     "stop_process": Faults.stop_process,
+    "stop_coordinators": Faults.stop_coordinators,
     "hang_replica": Faults.hang_replica,
     "stop_machine": Faults.stop_machine,
     "jump_clock": Faults.jump_clock,
@@ -511,6 +580,7 @@ KINDS: dict[str, Callable[[Faults], bool]] = {
     "stop_job": Faults.stop_job,
     "start_again": Faults.start_again,
     "start_twice": Faults.start_twice,
+    "supplant": Faults.supplant,
     "ask_to_drain": Faults.ask_to_drain,
     "scale": Faults.scale,
 }

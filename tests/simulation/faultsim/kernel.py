@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import greenlet
 
 JITTER_SECONDS = 0.0004  # until a task that can go on does, at most
+MOST_ROUNDS = 500  # of a loop that polls, at one moment
 RARE_DELAY = 0.004  # probability that a task waits for the processor for longer
 RARE_DELAY_SECONDS = 0.08
 SHORTEST_SECONDS = 1e-6  # of a wait: times are sums, and a rounded one must not stand still
@@ -85,6 +86,7 @@ class Task:
         self.token = 0  # of the wait under way: what wakes an earlier one is ignored
         self.woken = False
         self.done = False
+        self.rounds, self.polled_at = 0, -1.0  # how often it has polled at that time
         self.waiters: list[Task] = []  # who waits for its end
         self.greenlet = greenlet.greenlet(self._run, parent=process.kernel.hub)
 
@@ -186,6 +188,15 @@ class Kernel:
     def sleep(self, seconds: float) -> None:
         """Let simulated time pass for the current task."""
         self.wait(seconds)
+
+    def comes_round(self) -> None:
+        """Count that a loop polls without waiting; too often at one moment is a defect."""
+        task = self.running()
+        task.rounds = task.rounds + 1 if self.now == task.polled_at else 0
+        task.polled_at = self.now
+        if task.rounds > MOST_ROUNDS:
+            self.defect(f"{task.name} spins: it waits for a time that has passed")
+            self.exit(-9)
 
     def wake(self, task: Task) -> None:
         """Let a task that waits go on."""

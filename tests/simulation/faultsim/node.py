@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 CHANNEL_SECONDS = 0.0005  # from one end of a channel to the other, on average
 FORK_SECONDS = 0.02  # until a replica is there, on average
 DEATH_SECONDS = 0.05  # until the kernel has killed the replicas of an agent that died, at most
-MOST_ROUNDS = 500  # of a loop at one moment
-SIGKILL = 9
 JOIN_SECONDS = 30.0  # that an agent waits for rank 0's node
 
 
@@ -85,7 +83,6 @@ class Loop:
         self._posted: deque[object] = deque()
         self._sources: dict[Any, Callable[[], object]] = {}
         self._changed = threads.Event()
-        self._spins = Spins(threads.kernel())
         threads.kernel().running().process.loop = self  # type: ignore[attr-defined]
 
     def post(self, event: object) -> None:
@@ -107,7 +104,7 @@ class Loop:
 
     def wait(self, until: float | None) -> list[object]:
         clock = threads.Time.monotonic
-        self._spins.look()
+        threads.kernel().comes_round()
         while not self._posted and not any(source.readable for source in self._sources):
             left = None if until is None else until - clock()
             if left is not None and left <= 0:
@@ -124,22 +121,6 @@ class Loop:
 
     def close(self) -> None:
         self._sources.clear()
-
-
-class Spins:
-    """Finds a loop that goes round and round while no time passes."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel, self._since, self._count = kernel, -1.0, 0
-
-    def look(self) -> None:
-        """The loop has come round once more."""
-        self._count = self._count + 1 if self._kernel.now == self._since else 0
-        self._since = self._kernel.now
-        if self._count > MOST_ROUNDS:
-            process = self._kernel.running().process
-            self._kernel.defect(f"{process.name} spins: it waits for a time that has passed")
-            self._kernel.exit(-SIGKILL)
 
 
 class OneWay:

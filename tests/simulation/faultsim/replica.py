@@ -322,6 +322,8 @@ class Replica(Process):
     def _end(self) -> None:
         """Behind the last epoch: nobody waits for anybody."""
         self.over = True
+        for call in self.world.on_script_end:
+            call()
         if self.mesh is not None:
             self.mesh.leave(self)
         self.report_step(force=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, Rescale
 from faultsim.agents import Job
 from faultsim.faults import KINDS, Faults
 from faultsim.replica import Script
+from faultsim.standing import Standing
 from faultsim.truth import JobTruth
 from faultsim.world import World
 
 PROGRESS_SECONDS = 240.0  # after healing, until every job trains or has ended
 MOST_MACHINES = 12
+REST_SECONDS = 140.0  # in which nothing is mended
 
 
 @dataclass
@@ -30,7 +33,27 @@ class Outcome:
     lines: list[str] = field(default_factory=list)
 
 
-def draw(world: World) -> tuple[list[str], float, float]:
+class Theme(Enum):
+    """What most faults of a run wait for."""
+
+    MIXED = "mixed"
+    END = "end"  # the end of a script, which comes soon and takes long
+    REST = "rest"  # a change; what they have broken stays so
+    LEAVE = "leave"  # a change; nodes leave while others are idle, and stay away
+    INSIST = "insist"  # as MIXED, with jobs that may change in place alone, and cannot
+    AGAIN = "again"  # jobs that fail or are stopped soon, and are started again while old agents are stuck
+
+
+_SHARES = {Theme.END: (0.1, 0.8), Theme.REST: (0.75, 0.05), Theme.LEAVE: (0.6, 0.1)}
+_MIXED_SHARES = (0.4, 0.15)
+_LEAVING = ("ask_to_drain", "hurry", "kill_coordinator", "stop_process", "store_down", "cut_line", "scale")
+_STARTING = ("kill_replica", "fail_replica", "stop_process", "cut_line", "supplant", "kill_agent", "scale")
+_ANY_RESCALE = (Rescale.AUTO, Rescale.AUTO, Rescale.AUTO, Rescale.RESTART, Rescale.INPLACE)
+_RESCALES = {Theme.INSIST: (Rescale.INPLACE,), Theme.LEAVE: (Rescale.AUTO, Rescale.RESTART)}
+_AWAY_SECONDS = 400.0  # most that a drained node stays away in LEAVE
+
+
+def draw(world: World, theme: Theme) -> tuple[list[str], float, float]:
     """Fill a world: machines, jobs, agents; the kinds of faults, their mean distance, and when they end."""
     chance = world.kernel.random
     machines = chance.choice([1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8, MOST_MACHINES])
@@ -38,35 +61,51 @@ def draw(world: World) -> tuple[list[str], float, float]:
     if machines > 6:
         slots = [1] * machines
     names = ["a", "b"] if machines <= 4 and chance.random() < 0.3 else ["a"]
-    weather = chance.uniform(30.0, 120.0)
+    weather = chance.uniform(30.0, 120.0 if theme is Theme.MIXED else 60.0)
     for name in names:
-        world.jobs[name] = _job(world, name, machines, sum(slots), weather)
+        world.jobs[name] = _job(world, name, machines, sum(slots), weather, theme)
     world.settings = CoordinatorSettings(interval=chance.choice([5.0, 15.0, 30.0]), refill_after=60.0)
     for index, count in enumerate(slots):
         machine = world.machine(f"n{index}", count)
         for name in names:
             when = chance.choice([0.5, 0.5, 15.0]) * chance.random()
             world.kernel.after(when, world.start_agent, machine, name)
-    kinds = sorted(KINDS)
-    kinds = chance.sample(kinds, chance.choice([2, 3, 4, 6, 9, len(kinds)]))  # few, so that they meet often
-    return kinds, chance.choice([3.0, 8.0, 20.0]), weather
+    world.calm = chance.random() < 0.3
+    if theme is Theme.LEAVE:
+        world.calm = chance.random() < 0.5
+        kinds = ["drain", "stop_coordinators", *chance.sample(_LEAVING, chance.choice([0, 1, 2]))]
+    elif theme is Theme.AGAIN:
+        kinds = [
+            "stop_job",
+            "start_again",
+            "start_again",
+            *chance.sample(_STARTING, chance.choice([1, 2, 4])),
+        ]
+    else:
+        kinds = sorted(KINDS)
+        kinds = chance.sample(
+            kinds, chance.choice([2, 3, 4, 6, 9, len(kinds)])
+        )  # few, so that they meet often
+    return kinds, chance.choice([3.0, 8.0] if theme is Theme.END else [3.0, 8.0, 20.0]), weather
 
 
-def _job(world: World, name: str, machines: int, slots: int, weather: float) -> Job:
+def _job(world: World, name: str, machines: int, slots: int, weather: float, theme: Theme) -> Job:
     chance = world.kernel.random
     step_seconds = chance.choice([0.2, 0.5, 1.0, 2.0])
+    ends = theme is Theme.END
+    length = chance.uniform(*((0.2, 0.7) if ends else chance.choice([(0.1, 0.5), (0.5, 1.5), (0.5, 1.5)])))
     script = Script(
-        steps=max(10, int(chance.uniform(0.5, 1.5) * weather / step_seconds)),
+        steps=max(10, int(length * weather / step_seconds)),
         step_seconds=step_seconds,
         start_seconds=chance.choice([0.2, 1.0, 4.0]),
-        tail_seconds=chance.choice([0.05, 0.5, 3.0]),
+        tail_seconds=chance.choice([1.0, 3.0, 6.0] if ends else [0.05, 0.5, 3.0]),
         save_seconds=chance.choice([0.05, 0.5, 2.0]),
-        inplace=chance.random() < 0.75,
+        inplace=chance.random() < (0.0 if theme is Theme.INSIST else 0.75),
         resilient=chance.random() < 0.75,
         library=chance.random() < 0.9,
         stop_exit_code=chance.choice([143, 143, 143, 0, 1]),
     )
-    most = chance.randint(1, max(1, slots))
+    most = chance.randint(1, max(1, slots // 2 if theme is Theme.LEAVE else slots))
     least = chance.choice([1, 1, 1, chance.randint(1, max(1, most // 2))])
     spec = JobSpec(
         job=name,
@@ -75,25 +114,37 @@ def _job(world: World, name: str, machines: int, slots: int, weather: float) -> 
         max_nodes=machines,
         min_replicas=least,
         max_replicas=most,
-        max_restarts=chance.choice([1, 3, 10]),
-        rescale=chance.choice([Rescale.AUTO, Rescale.AUTO, Rescale.AUTO, Rescale.RESTART, Rescale.INPLACE]),
+        max_restarts=chance.choice([0, 1] if theme is Theme.AGAIN else [1, 3, 10]),
+        rescale=chance.choice(_RESCALES.get(theme, _ANY_RESCALE)),
         rescale_timeout=20.0,
         checkpoint_timeout=15.0,
         checkpoint_path=f"/checkpoints/{name}",
     )
-    return Job(spec, script, checkpoint_interval=chance.choice([3.0, 10.0, 30.0]))
+    hang_timeout = chance.choice([8.0, 8.0, 0.0])
+    return Job(spec, script, checkpoint_interval=chance.choice([3.0, 10.0, 30.0]), hang_timeout=hang_timeout)
 
 
 def run(seed: int, keep_lines: bool = False) -> Outcome:
     """One run, from its seed."""
     world = World(seed)
     with world.running():
-        kinds, distance, weather = draw(world)
+        theme = world.kernel.random.choice([Theme.MIXED, *Theme])
+        kinds, distance, weather = draw(world, theme)
         kernel, truth = world.kernel, world.truth
-        kernel.note(f"{world.jobs} {sorted(world.machines)} {kinds} every {distance} s for {weather} s")
-        faults = Faults(world)
+        kernel.note(
+            f"{world.jobs} {sorted(world.machines)} {kinds} every {distance} s for {weather} s, {theme.value}"
+        )
+        faults, rests = Faults(world), theme is Theme.REST or kernel.random.random() < 0.2
+        faults.change_share, faults.end_share = _SHARES.get(theme, _MIXED_SHARES)
+        if theme is Theme.LEAVE:
+            faults.away_seconds = _AWAY_SECONDS
+        standing = Standing(world, faults)
         faults.begin(kinds, distance, weather)
         kernel.run(weather, lambda: bool(kernel.defects))
+        if rests and not kernel.defects and not all(map(_over, _jobs(world))):
+            faults.rest()
+            kernel.run(kernel.now + REST_SECONDS, lambda: bool(kernel.defects))
+        standing.closed = True
         if not kernel.defects:
             faults.heal()
             _liveness(world)

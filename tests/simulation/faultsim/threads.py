@@ -55,7 +55,7 @@ class Event:
         while not self._flag:
             left = None if until is None else until - kernel().now
             if left is not None and left <= 0:
-                kernel().running()
+                kernel().comes_round()
                 return False
             task = kernel().running()
             self._waiting.append(task)
@@ -234,6 +234,7 @@ class SimpleQueue(Generic[T]):
         while not self._items:
             left = None if until is None else until - kernel().now
             if not block or (left is not None and left <= 0):
+                kernel().comes_round()
                 raise queue.Empty
             task = kernel().running()
             self._waiting.append(task)

@@ -23,12 +23,14 @@ from adaptdl_elastic.rendezvous.schema.records import (
 from adaptdl_elastic.rendezvous.store.base import Change
 
 if TYPE_CHECKING:
+    from faultsim.agents import AgentProcess
     from faultsim.mesh import Mesh
     from faultsim.replica import Replica
     from faultsim.world import World
 
 
 LATE_SECONDS = 15.0  # after a fault, until all that it makes agents and coordinators do is done
+SPAWN_SECONDS = 0.5  # after the end of a job, until a replica that was asked for before is there, at most
 HEARS_SECONDS = 8.0  # after trouble on a machine, until its agents know what is in the store
 
 
@@ -40,6 +42,7 @@ class Checkpoint:
     step: int
     chain: str
     at: float
+    generation: int
 
 
 class Archive:
@@ -78,6 +81,8 @@ class JobTruth:
     mesh: Mesh | None = None  # of the newest generation that has taken a step
     finished: bool = False  # all replicas of a generation have come to the end of the script
     finished_at: float = 0.0
+    status_at: float = 0.0  # when the status was written
+    resumed: bool = False  # and a plan that was made before that was known has gone on from a checkpoint
     finished_by: tuple[tuple[int, str], ...] = ()  # (generation, node) of those replicas
     plain_ends: dict[int, set[int]] = field(default_factory=dict)  # generation → ranks, without the library
     errors: list[tuple[int, str]] = field(default_factory=list)  # (generation, kind): what scripts raised
@@ -142,7 +147,9 @@ class Truth:
         if len(here) > machine.slots:
             self._kernel.defect(f"{len(here)} replicas on {machine.name}, which has {machine.slots} slots")
         job = self.job(replica.job)
-        if job.over and job.status is not None and not self._cut_off(replica):
+        # one that was asked for when the end came starts nevertheless, and is killed at once
+        heard = self._kernel.now - job.status_at > SPAWN_SECONDS
+        if job.over and heard and job.status is not None and not self._cut_off(replica):
             self._kernel.defect(f"{replica.name} starts though its job has {job.status.state.value}")
 
     def _counts(self, replica: Replica) -> bool:
@@ -174,8 +181,10 @@ class Truth:
         job.chains[after] = aside
         if aside:
             return
-        if job.finished and self._end_is_known(job, replica.job, mesh.generation):
-            self._kernel.defect(f"{replica.name} takes step {step + 1} of a job that is finished")
+        if job.finished and not job.resumed:
+            if self._end_is_known(job, replica.job, mesh.generation):
+                self._kernel.defect(f"{replica.name} takes step {step + 1} of a job that is finished")
+            job.resumed = True  # what is heard of that end from now on is too late
         job.newest, job.committed_at = step + 1, self._kernel.now
         self._kernel.note(f"job {replica.job}: step {step + 1} on {mesh.size} replicas")
 
@@ -210,32 +219,47 @@ class Truth:
     def _look_for_the_end(self, replica: Replica) -> None:
         """Note that a job is finished when the last replica of a generation is.
 
-        Behind the last epoch a death by a signal is survived, unless rank 0 dies.
+        Behind the last epoch a death by a signal is survived, unless rank 0 dies. So is the loss of a node,
+        also if its replicas live.
         """
         job, mesh = self.job(replica.job), replica.mesh
-        if mesh is None or mesh is not job.mesh or job.finished or len(mesh.members) < mesh.size:
+        known = job.finished and not job.resumed
+        if mesh is None or mesh is not job.mesh or known or len(mesh.members) < mesh.size:
             return
         for rank, member in mesh.members.items():
-            died = not member.alive and member.over and (member.exit_code or 0) < 0
-            if not member.finished and not (died and rank > 0):
+            behind = member.over or member.step >= self._world.jobs[replica.job].script.steps
+            died = not member.alive and behind and (member.exit_code or 0) < 0
+            if not member.finished and not (rank > 0 and (died or not self._counts(member))):
                 return
         nodes = sorted({member.machine.name for member in mesh.members.values()})
         self._is_finished(job, [(mesh.generation, node) for node in nodes])
 
     def _is_finished(self, job: JobTruth, by: list[tuple[int, str]]) -> None:
         job.finished, job.finished_at, job.finished_by = True, self._kernel.now, tuple(by)
+        job.resumed = False
 
     def _end_is_known(self, job: JobTruth, name: str, generation: int) -> bool:
-        """Whether all nodes had said so when `generation` was planned, or no fault kept them from it."""
+        """Whether all nodes had said so when `generation` was planned, or no fault kept them from it.
+
+        What a node says after it was lost is too late: others may have been planned in its place.
+        """
         if not self.lasting and job.fault_at < job.finished_at - HEARS_SECONDS:
             return True
-        missing = {self._world.keys.generation(name, g, "ended", node) for g, node in job.finished_by}
-        plan, number = self._world.keys.job(name, "plan"), f'"generation":{generation},'
+        keys = self._world.keys
+        missing = {keys.generation(name, g, "ended", node): node for g, node in job.finished_by}
+        plan = keys.job(name, "plan")
+        its_plan = f'"generation":{min((g for g, _ in job.finished_by), default=-1)},'
+        planned, lost = False, set[str]()
         for change in self._world.etcd.history:
-            if change.key == plan and number in (change.value or ""):
+            value = change.value or ""
+            if change.key == plan and f'"generation":{generation},' in value:
                 break
-            if change.key in missing and '"outcome":"done"' in (change.value or ""):
-                missing.discard(change.key)
+            planned |= change.key == plan and its_plan in value  # a new leader writes it again
+            if planned and change.key.startswith(keys.nodes) and change.value is None:
+                lost.add(change.key.removeprefix(keys.nodes))
+            done = change.key in missing and '"outcome":"done"' in value
+            if done and f"{missing.pop(change.key)}/{name}" in lost:
+                return False
         return not missing
 
     def failed(self, replica: Replica, kind: str) -> None:
@@ -262,7 +286,7 @@ class Truth:
         """A checkpoint is written; its id."""
         job = self.job(replica.job)
         number = f"{len(job.checkpoints) + 1:08d}"
-        job.checkpoints.append(Checkpoint(number, step, chain, self._kernel.now))
+        job.checkpoints.append(Checkpoint(number, step, chain, self._kernel.now, replica.generation))
         return number
 
     def load(self, replica: Replica, recorded: str) -> tuple[int, str] | None:
@@ -273,8 +297,16 @@ class Truth:
             return None
         if not checkpoints:
             return 0, ""
-        found = checkpoints[-1]
-        if job.chains.get(found.chain) and any(not job.chains.get(one.chain) for one in checkpoints):
+        # as `checkpoint.manager`: what an older generation saved late comes behind the recorded one
+        newest = next((one for one in checkpoints if one.number == recorded), None)
+        late = [
+            one
+            for one in checkpoints
+            if newest and one.number > recorded and one.generation < newest.generation
+        ]
+        found = max((one for one in checkpoints if one not in late), key=lambda one: one.number)
+        later = [one for one in checkpoints if one.generation > found.generation]
+        if job.chains.get(found.chain) and any(not job.chains.get(one.chain) for one in later):
             self._kernel.defect(
                 f"{replica.name} goes on from step {found.step} of a generation that was given up"
             )
@@ -315,7 +347,7 @@ class Truth:
             self._kernel.defect(f"a record that cannot be read: {error}")
 
     def _status(self, job: JobTruth, name: str, status: JobStatus) -> None:
-        before, job.status = job.status, status
+        before, job.status, job.status_at = job.status, status, self._kernel.now
         same = before is not None and before.run == status.run
         if before is not None and same and before.state.ended and status.state is not before.state:
             self._kernel.defect(f"job {name} was {before.state.value} and is {status.state.value}")
@@ -336,7 +368,7 @@ class Truth:
         if job.run and run != job.run:
             if job.over and job.status is not None and job.status.state is JobState.DONE:
                 self._kernel.defect(f"job {name} is done, and run {run} begins")
-            job.deaths, job.errors, job.finished = 0, [], False
+            job.deaths, job.errors, job.finished, job.resumed = 0, [], False, False
         job.run = run
 
     def _fails_again(self, job: JobTruth, name: str, status: JobStatus) -> bool:
@@ -355,7 +387,8 @@ class Truth:
 
     def _stopped(self, job: JobTruth, name: str, status: JobStatus) -> None:
         agents = [one for one in self._world.agents if one.alive and one.job.spec.job == name]
-        if name not in self._world.stops and not all(one.departing for one in agents):
+        # one that stands still cannot take over, and may not have read yet that it is to leave
+        if name not in self._world.stops and not all(one.departing or one.stopped for one in agents):
             self._kernel.defect(f"job {name} is stopped, and nobody asked: {status.reason}")
         saved = max((one.step for one in job.checkpoints if not job.chains.get(one.chain)), default=0)
         if saved < job.newest and not self._excused(job) and self._world.jobs[name].script.library:
@@ -368,6 +401,8 @@ class Truth:
             self._kernel.defect(f"job {name} has used {plan.restarts} of {most} restarts")
         if before is None or before.generation == plan.generation or before.run != plan.run:
             return
+        counts = plan.cause is Cause.FAILURE and plan.failed != before.failed
+        self._counted(job, name, before.restarts, plan.restarts - counts)
         if plan.cause is Cause.FAILURE and self._world.network.troubled:
             job.deaths += 1  # a split can fail generations for as long as it lasts, and its aftermath
         resumes = before.cause is plan.cause and not before.placements and before.restarts == plan.restarts
@@ -375,3 +410,22 @@ class Truth:
             self._kernel.defect(
                 f"a failure of job {name} makes {plan.restarts} restarts of {before.restarts}"
             )
+
+    def _counted(self, job: JobTruth, name: str, restarts: int, later: int) -> None:
+        """A restart is counted for replicas that failed; one that proves to be a node's loss is given back.
+
+        Args:
+            job: what is known of the job.
+            name: its name.
+            restarts: those that a plan has counted.
+            later: those of them that the next plan still counts.
+        """
+        if any(self._vanishes(agent) for agent in self._world.agents if agent.job.spec.job == name):
+            return  # it is given back when that node's lease has run out
+        if later >= restarts > job.deaths + self._world.network.troubled:
+            self._kernel.defect(f"job {name} has used {restarts} restarts after {job.deaths} failures")
+
+    def _vanishes(self, agent: AgentProcess) -> bool:
+        """Whether an agent is dead, and its registration is still there."""
+        found = self._world.etcd.get(self._world.keys.node(agent.machine.name, agent.job.spec.job))
+        return not agent.alive and found is not None and f'"agent":"{agent.identity}"' in found.value

@@ -43,6 +43,7 @@ class World:
         self.requests: dict[str, JobRequest] = {}
         self.stops: set[str] = set()  # jobs that a person has asked to stop
         self.plain_exit_code = 143
+        self.on_script_end: list[Callable[[], None]] = []  # called when a replica is behind its last epoch
         self.calm = False  # the policy leaves jobs as they are
         self.settings = settings or CoordinatorSettings(interval=20.0)
         self.truth = Truth(self)

@@ -1,4 +1,4 @@
-"""How torch's backends differ when a group loses a peer, ends, and completes its work.
+"""Hide how torch's backends differ when a group loses a peer, ends, and completes its work.
 
 * *A peer dies.* gloo: a collective soon raises (its sockets are closed), or never ends. NCCL: no error may
   come for minutes.
@@ -25,13 +25,26 @@ from adaptdl_elastic.torch._process_group.backends.base import (
     Group,
     broadcast,
     keep,
+    keep_object,
     patiently,
     present,
 )
 from adaptdl_elastic.torch._process_group.backends.gloo import Gloo
 from adaptdl_elastic.torch._process_group.backends.nccl import Nccl
 
-__all__ = ["ARRIVES", "KINDS", "Gloo", "Group", "Nccl", "broadcast", "keep", "kind", "patiently", "present"]
+__all__ = [
+    "ARRIVES",
+    "KINDS",
+    "Gloo",
+    "Group",
+    "Nccl",
+    "broadcast",
+    "keep",
+    "keep_object",
+    "kind",
+    "patiently",
+    "present",
+]
 
 KINDS: dict[str, type[Group]] = {"gloo": Gloo, "nccl": Nccl}
 """Classes by torch's names of the backends."""

@@ -1,4 +1,4 @@
-"""What this library knows about torch's default process group, for any backend."""
+"""Define how this library uses torch's default process group, for any backend."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 ARRIVES = timedelta(minutes=10)
 """Longest time of a gradient's all-reduce: torch's time limit of NCCL's collectives."""
 
-# seconds between two checks for a death; seconds for a transfer to end by itself after one
-_LOOK, _GRACE = 0.05, 0.2
+_LOOK = 0.05  # seconds between two checks for a death
+
+GRACE = 0.2
+"""Seconds that a transfer has to end by itself after the death of a replica."""
 
 
 class Group:
@@ -70,7 +72,7 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """The device of tensors that are sent and received."""
+        """Device of tensors that are sent and received."""
         return torch.device("cpu")
 
     def forming(self) -> None:
@@ -101,7 +103,7 @@ class Group:
         return False
 
     def unblock(self) -> None:
-        """Let a transfer end that waits for a replica that is gone."""
+        """Interrupt a transfer that waits for a lost replica."""
 
     def abort_and_drain(self) -> None:
         """Abort, and return when no operation of the group writes into memory any more."""
@@ -151,7 +153,12 @@ def present(session: Session) -> Group | None:
 def keep() -> None:
     """Never free the present default group: its destructor would wait, maybe without end."""
     if dist.is_initialized():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+        keep_object(dist.group.WORLD)
+
+
+def keep_object(one: Any) -> None:
+    """Never free an object, neither here nor in a forked process, in which a thread's references end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 def patiently(
@@ -204,7 +211,7 @@ def _watch(session: Session, group: Group | None, thread: threading.Thread, limi
         if why is not None and thread.is_alive():
             if group is not None:
                 group.unblock()
-            thread.join(_GRACE)
+            thread.join(GRACE)
             if thread.is_alive():
                 session.transfer_stuck = True
                 raise PeerLostError(why)

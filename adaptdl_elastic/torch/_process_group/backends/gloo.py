@@ -1,10 +1,12 @@
-"""Groups of gloo."""
+"""Use process groups of gloo."""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,20 @@ import torch.distributed
 from typing_extensions import override
 
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.torch._process_group.backends.base import Group
+from adaptdl_elastic.reducer import PeerLostError
+from adaptdl_elastic.torch._process_group.backends.base import GRACE, Group
 
 dist: Any = torch.distributed  # its stub does not export all of it
 
 # time limit of each of the five attempts of gloo to connect to a peer, which may be dead
 _CONNECT = timedelta(seconds=3)
 
+# checks for the end of a collective without a pause; then seconds between two checks
+_SPIN, _PAUSE = 50, 0.0002
+
 
 class Gloo(Group):
-    """A group of gloo. It keeps its sockets, because gloo has no abort.
+    """Use a group of gloo, and keep its sockets, because gloo has no abort.
 
     Shutting the sockets down is the only way to end a collective whose peer is a replica that itself waits in
     vain.
@@ -57,6 +63,29 @@ class Gloo(Group):
     @override
     def restore_timeouts(self) -> None:
         _set_timeout(dist.default_pg_timeout)
+
+    @override
+    def wait(self, works: Sequence[Any], limit: timedelta) -> None:
+        """Wait until the results of all `works` are complete.
+
+        When a connection ends, gloo may forget a tensor that it was receiving: its work never ends.
+
+        Raises:
+            RuntimeError: one failed or took too long, or a replica is lost.
+        """
+        began, lost_at, looks = time.monotonic(), math.inf, 0
+        for work in works:
+            while not work.is_completed():
+                now, looks = time.monotonic(), looks + 1
+                if self.session is not None and self.session.consensus.lost is not None:
+                    lost_at = min(lost_at, now)
+                    if now - lost_at > GRACE:
+                        self.session.transfer_stuck = True
+                        raise PeerLostError(self.session.consensus.lost or "a replica is gone")
+                if now - began > limit.total_seconds():
+                    raise RuntimeError(f"a collective of gloo took more than {limit}")
+                time.sleep(0.0 if looks < _SPIN else _PAUSE)
+            work.wait()  # it has ended: this raises its error
 
     @override
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""Groups of NCCL."""
+"""Use process groups of NCCL."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SPIN, _PAUSE = 50, 0.00005
 
 
 class Nccl(Group):
-    """A group of NCCL, possibly with gloo for tensors of the host ("cuda:nccl,cpu:gloo").
+    """Use a group of NCCL, possibly with gloo for tensors of the host ("cuda:nccl,cpu:gloo").
 
     Whether a collective is complete is asked of the GPU, and counts only if the group had not been aborted by
     then, since an abort ends it, too. So only this library may abort, and torch's watchdog is configured not

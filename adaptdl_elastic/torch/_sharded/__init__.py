@@ -1,0 +1,9 @@
+"""Train models whose parameters torch's `fully_shard` (FSDP2) divides among the replicas.
+
+| module | question that it answers |
+|---|---|
+| `layout` | Which rows of a tensor does each replica hold, and which rows move in a change? (pure) |
+| `fully_shard` | How is torch's private interface of FSDP2 used? (only here) |
+| `reshard` | How do the rows move between replicas, and how is the model sharded again? |
+| `model_state` | What does a checkpoint hold of the model, and what does a newcomer receive? |
+"""

@@ -1,0 +1,193 @@
+"""Use torch's private interface of FSDP2. No other module does.
+
+torch cannot change the device mesh of a model that `fully_shard` was applied to. `install` does so for one
+parameter: torch's own `_init_sharded_param` computes the new layout from a tensor without memory (`meta`),
+and `torch.utils.swap_tensors` keeps the parameter object that the script and the optimizer hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+TESTED = ("2.13",)
+"""Releases of torch whose private interface was tested."""
+
+Parameter = Any
+"""torch's `FSDPParam`: the handle of a sharded parameter."""
+
+
+def why_not(model: torch.nn.Module) -> str | None:
+    """Return why the number of replicas of this model cannot be changed; None if it can."""
+    release = ".".join(torch.__version__.split(".")[:2])
+    if release not in TESTED:
+        return f"it needs torch {' or '.join(TESTED)}, and this is torch {torch.__version__}"
+    if not isinstance(model, FSDPModule):
+        return "fully_shard was not applied to the model itself: call fully_shard(model) last"
+    handles = [handle for group in groups(model) for handle in group.fsdp_params]
+    held = {id(handle.sharded_param) for handle in handles}
+    loose = [name for name, param in model.named_parameters() if id(param) not in held]
+    if loose:
+        return f"parameter {loose[0]!r} is not sharded: leave out ignored_params"
+    for group in groups(model):
+        for info in (group.mesh_info, group.post_forward_mesh_info):
+            if info is not None and (
+                info.mesh.ndim != 1 or info.mesh.size() != torch.distributed.get_world_size()
+            ):
+                return (
+                    f"one shard per replica is supported, and this mesh is {tuple(info.mesh.shape)}: give "
+                    f"fully_shard no mesh, and True or False as reshard_after_forward"
+                )
+    for handle in handles:
+        if handle.is_dtensor:
+            return "its parameters were DTensors before fully_shard, as in tensor parallelism"
+        if handle.fsdp_placement != Shard(0):
+            return "parameters must be sharded in their first dimension: leave out shard_placement_fn"
+        if handle.offload_to_cpu:
+            return "offloading to the CPU is not supported: leave out offload_policy"
+    return None
+
+
+def groups(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield torch's groups of parameters that are gathered together, in the order of the modules."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield from module._get_fsdp_state()._fsdp_param_groups
+
+
+def synchronises(groups: Iterable[Any]) -> bool:
+    """Return whether every backward pass adds up the gradients of these `groups` over the replicas."""
+    return all(group.reduce_grads for group in groups)
+
+
+def parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the sharded parameters, which are the same objects whether they are gathered at present or not.
+
+    While a module's parameters are gathered, as after a forward pass without a backward pass,
+    `model.parameters()` yields other objects.
+    """
+    for group in groups(model):
+        for handle in group.fsdp_params:
+            yield handle.sharded_param
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this replica's part of a sharded tensor, without a copy."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor.detach()
+
+
+def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a sharded tensor of the layout of `tensor`, with `part` as this replica's part."""
+    assert isinstance(tensor, DTensor)
+    return DTensor.from_local(
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def keep(handle: Parameter, tensor: torch.Tensor, part: torch.Tensor) -> None:
+    """Replace this replica's part of a sharded tensor by one of another size, until `install` is called."""
+    if tensor is handle.sharded_param:
+        handle._sharded_param_data = part.view(-1)
+    tensor._local_tensor = part  # type: ignore[attr-defined]
+
+
+def mesh_info(device: torch.device) -> Any:
+    """Return torch's description of a mesh of all replicas of the current default process group."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+
+
+def lay_out(handle: Parameter, info: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give a parameter the layout of a mesh, and return memory for its new part.
+
+    Returns:
+        The memory that torch gathers, which may end with rows of padding, and a view of it without them.
+    """
+    old, whole = handle.sharded_param, handle._orig_size
+    part, device = local(old), local(old).device
+    blank = torch.nn.Parameter(
+        torch.empty(whole, dtype=part.dtype, device="meta"), requires_grad=old.requires_grad
+    )
+    blank._fsdp_orig_uid = handle._orig_param_uid  # type: ignore[attr-defined]
+    handle._init_sharded_param(blank, device, None, info)
+    handle.sharded_param = old  # until `install`
+    padded = torch.zeros(handle.padded_sharded_param_size, dtype=part.dtype, device=device)
+    return padded, padded.narrow(0, 0, handle.sharded_size[0])
+
+
+def install(handle: Parameter, padded: torch.Tensor, part: torch.Tensor) -> None:
+    """Make `part` the parameter's part, in the layout that `lay_out` has set.
+
+    Args:
+        handle: The parameter.
+        padded: Memory from `lay_out`.
+        part: View of it from `lay_out`, filled by now.
+    """
+    old = handle.sharded_param
+    old.grad = None
+    new = torch.nn.Parameter(handle.to_sharded_dtensor(part), requires_grad=old.requires_grad)
+    torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    handle.sharded_param = old
+    handle._setattr_on_modules(old)
+    handle._sharded_param_data = padded.view(-1)
+    handle.all_gather_outputs = []
+    handle._unsharded_inner_tensors = []
+    if hasattr(handle, "_unsharded_param"):
+        del handle._unsharded_param
+
+
+def sharded(handle: Parameter, part: torch.Tensor) -> torch.Tensor:
+    """Return a sharded tensor of the parameter's present layout, e.g. of an optimizer's state."""
+    tensor: torch.Tensor = handle.to_sharded_dtensor(part)
+    return tensor
+
+
+def use_mesh(group: Any, info: Any) -> None:
+    """Let a group of parameters, all of which were installed, communicate on a mesh."""
+    if group.post_forward_mesh_info is not None:
+        group.post_forward_mesh_info = info
+    group.mesh_info = info
+    for handle in group.fsdp_params:
+        if handle.post_forward_mesh_info is not None:
+            handle.post_forward_mesh_info = info
+
+
+def use_weights(model: torch.nn.Module, weigh: Any, reducing: Callable[[], None]) -> None:
+    """Let gradients be the sum over replicas of each one's gradient times its weight, not the mean.
+
+    Args:
+        model: The sharded model.
+        weigh: Function that multiplies this replica's gradients in place. Not called on a single replica.
+        reducing: Function that is called in every backward pass, before gradients are added up.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    class Weighing(DefaultReduceScatter):
+        def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            # torch allocates memory for the sum on a single replica too, where it does not call `__call__`.
+            reducing()
+            return super().allocate(*args, **kwargs)
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            weigh(input_tensor)
+            return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(Weighing())
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

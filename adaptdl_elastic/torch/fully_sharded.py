@@ -1,0 +1,313 @@
+"""Provide AdaptiveFSDP, which trains a model that torch's `fully_shard` has divided among the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from adaptdl_elastic import checkpoint
+from adaptdl_elastic._interfaces import ModelSnapshot
+from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._gradient.estimator import Array
+from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
+from adaptdl_elastic.torch._gradient.model_state import BatchSizes
+from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
+from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
+from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
+from adaptdl_elastic.torch._sharded import fully_shard, reshard
+from adaptdl_elastic.torch._sharded.model_state import ShardedModelState
+from adaptdl_elastic.torch.scaling_rules import LinearScale
+
+__all__ = ["AdaptiveFSDP"]
+
+
+class AdaptiveFSDP(torch.nn.Module):
+    """Train a model that `fully_shard` (FSDP2) was applied to, while the number of replicas changes in place.
+
+    Apply `fully_shard` as usual, without a mesh, and make the optimizer afterwards. When replicas come or go,
+    the parameters and the optimizer's states are divided again, in memory; references to parameters stay
+    valid. Model, optimizer and scheduler are part of every checkpoint. If the job continues from a
+    checkpoint, they are loaded here. After the death of a replica the job restarts from its newest
+    checkpoint.
+
+    The batch size is fixed: gradient noise is not measured. A script may add up the gradients of several
+    batches before it calls `optimizer.step()`. Changes, checkpoints and stops that are due meanwhile wait for
+    the step. `set_requires_gradient_sync(False)` is refused in a training loop, since the gradients that each
+    replica keeps for itself would be weighed wrongly in the short last batch of an epoch.
+
+    Losses must be means over the samples of the local batch, as torch's are by default.
+
+    Args:
+        model: Model that `fully_shard` was applied to, last to the model itself.
+        optimizer: Any torch.optim.Optimizer of its parameters, one per AdaptiveFSDP.
+        lr_scheduler: Scheduler to save and restore; the script steps it.
+        name: Name of the state in checkpoints, different for each model of a script. A checkpoint of an
+            AdaptiveDataParallel of this name can be continued, and the other way round.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the model is sharded in a way that is not supported, or the optimizer is in use already.
+        RuntimeError: there is no process group.
+        CheckpointError: the saved state does not fit.
+    """
+
+    own_random_streams: bool = True
+    """Whether each replica draws its own random numbers in data loops (dropout, noise)."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any = None,
+        name: str = "adaptdl-dataparallel",
+    ) -> None:
+        check_arguments(model, optimizer, lr_scheduler, None, None, {}, sharded=True)
+        why = fully_shard.why_not(model)
+        if why is not None:
+            raise ValueError(f"this model cannot be an AdaptiveFSDP: {why}")
+        super().__init__()
+        self.module = model
+        self.name = name
+        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+        self._trained = frozenset(id(one) for one in fully_shard.parameters(model) if one.requires_grad)
+        self._groups = [*fully_shard.groups(model)]
+        self._device = next(model.parameters()).device
+        self._weight = 1.0  # of this replica's gradient in the sum over replicas
+        self._passed = False  # there was a backward pass since the last `step` or `zero_grad`
+        self._stepped = False  # there was a step since the last `zero_grad` of the optimizer
+        self.irreparable: str | None = None
+        self.gns = GradientNoiseScale(self, optimizer)
+        self.scaling_rule = LinearScale()  # its factor is 1 at the initial batch size
+        sizes = self._batch_sizes = BatchSizes()
+        parts = {"lr_scheduler": lr_scheduler, "statistics": self.gns}
+        self._state = ShardedModelState(name, model, optimizer, parts, sizes)
+        fully_shard.use_weights(model, self._weigh, self._reducing)
+        self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
+        setattr(optimizer, OWNER, name)
+        checkpoint.load_state(self._state)
+        current_session().models.append(self)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the module's output."""
+        loader = current_dataloader()
+        self._weight = 1.0 / current_session().replicas
+        if torch.is_grad_enabled() and loader is not None and not current_session().dry:
+            if self.training:
+                loader.train()
+            if loader.training or loader.training_loader_undecided:
+                if loader.adaptive or loader.accumulation_steps:
+                    raise RuntimeError(
+                        "AdaptiveFSDP trains at a fixed batch size, without accumulation: leave out "
+                        "autoscale_batch_size, or use AdaptiveDataParallel"
+                    )
+                if not fully_shard.synchronises(self._groups):
+                    raise RuntimeError(
+                        "AdaptiveFSDP weighs the gradients of each batch as they are synchronised: leave out "
+                        "set_requires_gradient_sync(False). Gradients of several batches may be added up "
+                        "without it"
+                    )
+                self._batch_sizes.use(loader.key, loader.batch_size)
+                self._weight *= loader.gradient_weight
+        return self.module(*inputs, **kwargs)
+
+    def _weigh(self, gradients: torch.Tensor) -> None:
+        """Multiply this replica's gradients by its share of the samples of the step."""
+        gradients.mul_(self._weight)
+
+    def _reducing(self) -> None:
+        """Record that a backward pass adds to the gradients.
+
+        Raises:
+            RuntimeError: it would add to gradients that the optimizer has used, which a change drops.
+        """
+        if not self.stepping:
+            return
+        if self._stepped and not self._passed and current_dataloader() is not None:
+            parts = (fully_shard.local(one.grad) for one in self._optimized() if one.grad is not None)
+            if any(part.any() for part in parts):
+                raise RuntimeError(
+                    "a backward pass adds to the gradients of the optimizer's last step, which AdaptiveFSDP "
+                    "would lose if replicas come or go: call optimizer.zero_grad() after each step"
+                )
+        self._passed = True
+
+    def _optimized(self) -> Iterator[torch.Tensor]:
+        return (one for group in self._optimizer.param_groups for one in group["params"])
+
+    # A change of the number of replicas.
+
+    def hand_over(self, order: Sequence[int]) -> None:
+        """Give the parts of this replica to those that stay; see `reshard.hand_over`. A collective.
+
+        Args:
+            order: Old ranks of the replicas that stay, in the order of their new ranks.
+        """
+        session = current_session()
+        group = present(session) or Group("")
+
+        def transfer() -> None:
+            with torch.no_grad():
+                reshard.hand_over(self.module, self._optimizer, group, session.rank, order)
+
+        patiently(session, group, transfer)
+
+    def reinit_process_group(self) -> None:
+        """Divide the model among the replicas of torch's current default process group. A collective."""
+        session = current_session()
+        assert session.reducer is not None
+        group = present(session) or Group("")
+        own = [session.rank] if session.newcomer is None else []
+        holders: list[int] = session.reducer.allreduce(own, lambda a, b: [*a, *b], tag="holders")
+
+        def transfer() -> None:
+            with torch.no_grad():
+                reshard.spread(self.module, self._optimizer, group, session.rank, holders, self._device)
+
+        patiently(session, group, transfer)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Optimizer of the model's parameters."""
+        return self._optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Scheduler given to the constructor, or None."""
+        return self._lr_scheduler
+
+    @property
+    def mp_scaler(self) -> None:
+        """None: a GradScaler is not supported."""
+
+    @property
+    def has_own_process_group(self) -> bool:
+        """False: the model is sharded over torch's default process group."""
+        return False
+
+    @property
+    def thawed(self) -> bool:
+        """Whether a parameter requires gradients only since after construction."""
+        return any(
+            one.requires_grad and id(one) not in self._trained for one in fully_shard.parameters(self.module)
+        )
+
+    def refuse_thawed(self, why: str) -> None:
+        """Raise RuntimeError, with the reason `why`, if the model is `thawed`."""
+        if self.thawed:
+            raise RuntimeError(f"parameters require gradients that did not when AdaptiveFSDP was made: {why}")
+
+    def why_not_resilient(self) -> str | None:
+        """Return why the death of a replica cannot be survived: its part of the model is lost."""
+        return "a dead replica's part of a sharded model is only in the checkpoint"
+
+    # A step. Failures raise: the job restarts from its checkpoint.
+
+    def absorb_failures(self) -> None:
+        """Do nothing: `why_not_resilient` says so."""
+
+    @property
+    def failure(self) -> None:
+        """None: a failure raises."""
+
+    def clear_failure(self) -> None:
+        """Do nothing: a failure raises."""
+
+    def giving_up(self, reason: str) -> Callable[[], None]:
+        """Return a function without effect: torch's collective fails, or the agent ends the process."""
+        return lambda: None
+
+    @property
+    def stuck(self) -> bool:
+        """False: the process ends after a failure."""
+        return False
+
+    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
+        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
+        return DataParallelSnapshot(self, last)
+
+    def sync_buffers(self, limit: timedelta = timedelta(seconds=60)) -> None:
+        """Do nothing: `fully_shard` leaves buffers to each replica. Newcomers get another replica's."""
+
+    def data_loop_begins(self) -> None:
+        """Do nothing: see `sync_buffers`."""
+
+    @property
+    def attempted_steps(self) -> int:
+        """Steps that were taken."""
+        return self.gns.steps
+
+    @property
+    def accumulates_by_hand(self) -> bool:
+        """Whether there are gradients that the optimizer has not used yet, so that no change may come now."""
+        return self._passed and any(one.grad is not None for one in fully_shard.parameters(self.module))
+
+    @property
+    def window_under_way(self) -> bool:
+        """False: the loader does not accumulate."""
+        return False
+
+    def drop_window(self) -> None:
+        """Do nothing: gradients that the script adds up itself stay, as without the library."""
+
+    @property
+    def progress(self) -> float:
+        """Progress so far, in steps."""
+        return self.gns.get_progress()
+
+    @property
+    def scale(self) -> float:
+        """1: the batch size is fixed."""
+        return 1.0
+
+    @property
+    def gain(self) -> float:
+        """1: the batch size is fixed."""
+        return 1.0
+
+    @property
+    def initial_batch_size(self) -> int | None:
+        """Batch size over all replicas that the data loader was made with; None before its first batch."""
+        return self._batch_sizes.last
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the progress, to be sent to other replicas."""
+        return self.gns.state_dict()
+
+    def load_statistics(self, statistics: dict[str, Any]) -> None:
+        """Replace the progress by another replica's."""
+        self.gns.load_state_dict(statistics)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether `optimizer.step()` steps now: not in a batch that does not count."""
+        return not current_session().dry
+
+    def begin_step(self, closure: bool = False) -> bool:
+        """Return whether the optimizer is to step now. Called by the scaling rule."""
+        if not self.stepping:
+            return False
+        registry().speed.clock.stepping()
+        current_session().recovery.before_step(left_out=False)
+        return True
+
+    def end_step(self, factor: float | Array) -> None:
+        """Record that the optimizer has stepped. Called by the scaling rule."""
+        self._passed, self._stepped = False, True
+        self.gns.advance(1.0, 1.0)
+        current_session().metrics.update_progress(self.gns.get_progress())
+
+    def skipped_step(self) -> None:
+        """Do nothing: a GradScaler is not supported."""
+
+    def step_left_out(self) -> None:
+        """Do nothing: the loader does not accumulate."""
+
+    def begin_zero_grad(self) -> bool:
+        """Return True: `zero_grad` drops all gradients."""
+        if self.stepping:
+            self._passed = self._stepped = False
+        return True

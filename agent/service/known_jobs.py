@@ -1,0 +1,133 @@
+"""Remember on a node what was submitted, by whom, and what has ended, across restarts of the service.
+
+Everybody with the store's password can overwrite and delete its records. A node therefore acts on the first
+valid submission of each name only: another person's, or an older one that is written again, does not replace
+it. A job that was cancelled, is done or has failed is not started again when the record of that is deleted,
+or when the administrator who cancelled it is revoked. A job that was stopped is not, either, until a person
+resumes it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from adaptdl_elastic.rendezvous.schema.records import JobState, MalformedRecordError, decode, encode
+from adaptdl_elastic.rendezvous.schema.submissions import Submission
+from adaptdl_elastic.rendezvous.services.admission import Request
+from adaptdl_elastic.rendezvous.services.signatures import People
+from adaptdl_elastic.rendezvous.services.submitted import Submitted
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KnownJob:
+    """What a node remembers of a job.
+
+    Attributes:
+        submission: The first valid submission of this name, as text.
+        cancelled_by: Who has cancelled it; None: nobody.
+        ended: How its last run has ended; None: it has not. "stopped" is not for good.
+    """
+
+    submission: str
+    cancelled_by: str | None = None
+    ended: str | None = None
+
+    def read(self) -> Submission:
+        """Return the submission."""
+        return decode(Submission, self.submission)
+
+    def learn(self, request: Request) -> KnownJob:
+        """Return what is known after a request of this submission was read."""
+        run, ended = request.run, self.ended
+        if ended in (None, JobState.STOPPED.value):
+            if run.state is not None:
+                ended = run.state.value if run.ended else None
+            elif run.resumed:
+                ended = None
+        return replace(self, cancelled_by=self.cancelled_by or request.cancelled_by, ended=ended)
+
+    def complete(self, request: Request) -> Request:
+        """Return the request with what the store does not say any more."""
+        run = request.run
+        if self.ended is not None and not run.ended:
+            run = replace(run, state=JobState(self.ended))
+        return replace(request, cancelled_by=self.cancelled_by or request.cancelled_by, run=run)
+
+
+class KnownJobs:
+    """The jobs that this node has seen, in a file.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._jobs = _read(path)
+
+    def owner(self, job: str) -> str | None:
+        """Return who owns a job; None: no valid submission of it was seen."""
+        known = self._jobs.get(job)
+        return None if known is None else known.read().owner
+
+    def vanished(self, jobs: Iterable[str], found: Submitted, people: People) -> set[str]:
+        """Return those of the jobs that have no submission any more, although their owner is not revoked."""
+        there = {request.submission.job for request in found.requests}
+        return {job for job in jobs if job not in there and (self.owner(job) or "") in {"", *people}}
+
+    def check(self, found: Submitted, people: People) -> Submitted:
+        """Remember what is new, and return what was found as this node acts on it.
+
+        Raises:
+            OSError: it cannot be remembered.
+        """
+        jobs, refused, requests = dict(self._jobs), dict(found.refused), []
+        for request in found.requests:
+            job = request.submission.job
+            known = jobs.get(job) or KnownJob(encode(request.submission))
+            first = known.read()
+            if first != request.submission:  # not their texts: another version writes other fields
+                refused[job] = (
+                    f"a job of this name was submitted by {first.owner} before: choose another --name"
+                )
+                if first.owner not in people:
+                    continue
+                # who has cancelled it was checked against the owner of the record that replaces it
+                request = replace(request, submission=first, cancelled_by=None)
+            jobs[job] = known.learn(request)
+            requests.append(jobs[job].complete(request))
+        if jobs != self._jobs:
+            _write(self._path, jobs)
+            self._jobs = jobs
+        return replace(found, requests=tuple(requests), refused=refused)
+
+
+def _read(path: Path) -> dict[str, KnownJob]:
+    try:
+        jobs = {str(job): KnownJob(**known) for job, known in json.loads(path.read_text()).items()}
+        for known in jobs.values():
+            known.read()
+            JobState(known.ended or JobState.DONE)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError, MalformedRecordError) as error:
+        logger.warning("%s cannot be read, and is begun again: %s", path, error)
+        return {}
+    return jobs
+
+
+def _write(path: Path, jobs: dict[str, KnownJob]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    with temporary.open("w") as file:
+        json.dump({job: asdict(jobs[job]) for job in sorted(jobs)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,141 @@
+"""`adaptdl cloud`: what a user's machine prepares for machines of a cloud, and how it takes them down."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from adaptdl_elastic.autoscaler.cli import CommandError, OptionError
+from adaptdl_elastic.autoscaler.provisioning import lock
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.autoscaler.providers.ec2.stacks import Stack, Stacks
+
+_NODES_SECONDS = 300.0  # that nodes have to save and leave: the template's hook waits 120 s
+_DELETE_SECONDS = 1800.0  # that CloudFormation has to delete a stack
+
+
+@click.group()
+def cloud() -> None:
+    """Prepare machines of a cloud, and take them down (docs/ec2.md)."""
+
+
+@cloud.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--python", default="3.12", show_default=True, help="The machines' version of Python.")
+def pack(file: Path, python: str) -> None:
+    """Write this program and lock files of what it needs to FILE, a .tar.gz.
+
+    Machines install exactly these files: versions and hashes are fixed here. Versions are those of this
+    environment.
+    """
+    if not file.absolute().parent.is_dir():
+        raise CommandError(f"there is no directory {file.absolute().parent}")
+    try:
+        lock.pack(file, python)
+    except ProvisionError as error:
+        raise CommandError(str(error)) from error
+
+
+@cloud.command()
+@click.argument("names", nargs=-1, metavar="[STACK]...")
+@click.option("--all", "every", is_flag=True, help="Every stack of ours in the account and region.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--region", help="AWS region. [default: as boto3 finds it]")
+@click.option("--profile", help="AWS profile. [default: as boto3 finds it]")
+@click.option(
+    "--price", "prices", multiple=True, metavar="TYPE=PRICE", help="On-demand price per hour; repeatable."
+)
+def down(
+    names: tuple[str, ...],
+    every: bool,
+    yes: bool,
+    region: str | None,
+    profile: str | None,
+    prices: tuple[str, ...],
+) -> None:
+    """Delete stacks on EC2 with their machines, after a list of what they cost. Checkpoints stay.
+
+    Jobs that run are saved first, within the two minutes of their nodes' hooks.
+    """
+    from adaptdl_elastic.autoscaler.providers.base import ProviderError
+    from adaptdl_elastic.autoscaler.providers.ec2.prices import parse_price_option
+    from adaptdl_elastic.autoscaler.providers.ec2.stacks import Stacks
+
+    if bool(names) == every:
+        raise OptionError("give names of stacks, or --all")
+    try:
+        table = dict(parse_price_option(text) for text in prices)
+    except ProviderError as error:
+        raise OptionError(str(error)) from error
+    try:
+        stacks = Stacks(region, profile, table)
+        chosen = _choose(stacks.find(), names, stacks.region)
+    except ProviderError as error:
+        raise CommandError(str(error)) from error
+    if not chosen:
+        click.echo(
+            f"no stack of ours in {stacks.region}: nothing to take down there (--region looks elsewhere)"
+        )
+        return
+    _show(chosen, stacks.region)
+    if not yes:
+        click.confirm("Delete these, and end what runs on them? Buckets stay.", abort=True)
+    failed = [trouble for stack in chosen if (trouble := _take_down(stacks, stack))]
+    for trouble in failed:
+        click.echo(f"adaptdl: {trouble}", err=True)
+    sys.exit(1 if failed else 0)
+
+
+def _choose(found: Sequence[Stack], names: Sequence[str], region: str) -> list[Stack]:
+    """Return the named stacks, or all; CommandError if a name is none of ours."""
+    unknown = sorted(set(names) - {stack.name for stack in found})
+    if unknown:
+        ours = ", ".join(stack.name for stack in found) or "none"
+        raise CommandError(f"no stack {unknown[0]!r} of ours in {region}; ours there: {ours}")
+    return [stack for stack in found if not names or stack.name in names]
+
+
+def _show(stacks: Sequence[Stack], region: str) -> None:
+    """Print the stacks with their machines and what an hour of them costs."""
+    width = max(len("STACK"), *(len(stack.name) for stack in stacks))
+    click.echo(f"{'STACK':{width}}  {'STATUS':24}  {'PER HOUR':>9}  MACHINES")
+    for stack in stacks:
+        least = "≥" if stack.unpriced else ""
+        kinds = Counter(f"{one.type}{' spot' if one.spot else ''}" for one in stack.machines)
+        machines = ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items())) or "none"
+        cost = f"{least}{stack.hourly_cost:.2f}"
+        click.echo(f"{stack.name:{width}}  {stack.status:24}  {cost:>9}  {machines}")
+    unpriced = sorted({kind for stack in stacks for kind in stack.unpriced})
+    total = sum(stack.hourly_cost for stack in stacks)
+    without = (
+        f", and what {', '.join(unpriced)} cost, which is not known: --price {unpriced[0]}=PRICE"
+        if unpriced
+        else ""
+    )
+    click.echo(f"in {region}, together {total:.2f} per hour for instances{without}")
+
+
+def _take_down(stacks: Stacks, stack: Stack) -> str:
+    """Take one stack down; return what went wrong, or ""."""
+    from adaptdl_elastic.autoscaler.providers.base import ProviderError
+
+    if stack.protected:
+        return f"stack {stack.name} has termination protection, and is left as it is: switch that off first"
+    try:
+        click.echo(f"{stack.name}: its nodes save and leave")
+        if not stacks.empty(stack, _NODES_SECONDS):
+            click.echo(f"{stack.name}: nodes are still leaving after {_NODES_SECONDS:.0f} s; going on")
+        click.echo(f"{stack.name}: CloudFormation deletes it")
+        stacks.delete(stack, _DELETE_SECONDS)
+    except ProviderError as error:
+        return str(error)
+    kept = "".join(f"; checkpoints are in s3://{bucket}" for bucket in stack.buckets)
+    click.echo(f"{stack.name}: deleted{kept}")
+    return ""

@@ -1,0 +1,187 @@
+"""Write into the store what a person asks of a job, by a command or on the page.
+
+A request is one record in the store, changed by compare-and-swap, which the coordinator carries out. A
+cancellation or resumption is signed; node services carry it out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View, view_of
+from adaptdl_elastic.autoscaler.coordinator.slots import fewest
+from adaptdl_elastic.autoscaler.diagnostics.rows import is_lost, why_lost
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import JobRequest
+from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, Resumption, Submission
+from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.context import ClusterContext
+from adaptdl_elastic.rendezvous.services.service_client import (
+    ServiceClient,
+    ServiceError,
+    ServiceRefusedError,
+)
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted, sign_record
+from adaptdl_elastic.rendezvous.store.base import Store
+
+_ATTEMPTS = 20
+
+
+class RequestError(Exception):
+    """A request cannot be made; the message says why."""
+
+
+def change(
+    store: Store,
+    keys: Keys,
+    name: str,
+    change: Callable[[JobRequest], JobRequest],
+    look: Callable[[View], JobView],
+) -> str:
+    """Change a job's request in the store, and return the run that the request is for.
+
+    If others change the request at the same time, try again.
+
+    Args:
+        store: The store.
+        keys: Keys of the cluster.
+        name: Name of the job.
+        change: Returns the new request for the present one.
+        look: Returns the job in a view; raises an error if nothing can be asked of the job.
+
+    Raises:
+        RequestError: others keep changing it.
+    """
+    for attempt in range(_ATTEMPTS):
+        job = look(view_of(keys, store.range(keys.root), time.monotonic(), time.time()))
+        assert job.spec is not None
+        run = job.spec.record.run
+        old = job.request.record if job.request else JobRequest()
+        if old.run not in ("", run):
+            old = JobRequest(checkpoint=old.checkpoint)  # requests to an earlier run are not valid any more
+        wanted = records.encode(replace(change(old), run=run))
+        revision = job.unreadable.get("request") or (job.request.revision if job.request else 0)
+        if store.compare_and_swap(keys.job(name, "request"), wanted, revision) is not None:
+            return run
+        time.sleep(0.01 * attempt)
+    raise RequestError(f"the request of {name} keeps changing; try again")
+
+
+def check_running(view: View, job: JobView) -> None:
+    """Raise RequestError if a job has ended, or if no agent and no coordinator is there to obey."""
+    status = job.status_now
+    if status is not None and status.state.ended:
+        raise RequestError(f"{job.job} has already ended: {status.state.value} ({status.reason})")
+    if is_lost(view, job):
+        raise RequestError(f"{job.job} cannot be asked for anything: {why_lost(job)}")
+
+
+def check_size(view: View, job: JobView, replicas: int) -> None:
+    """Raise RequestError if a job cannot have so many replicas."""
+    assert job.spec is not None
+    least, most = fewest(view, job), job.spec.record.max_replicas
+    if not least <= replicas <= most:
+        raise RequestError(f"{job.job} was started for {least} to {most} replicas, not {replicas}")
+
+
+def cancel(store: Store, keys: Keys, context: ClusterContext, client: ServiceClient, job: str) -> str:
+    """Write a signed request that a submitted job ends or does not begin; return a message for the person.
+
+    Nodes obey the request if the job's owner or an administrator has signed it.
+
+    Args:
+        store: The store.
+        keys: Keys of the cluster.
+        context: The cluster.
+        client: Asks nodes as the person.
+        job: Name of the job.
+
+    Raises:
+        RequestError: there is no such job, it has ended, or it is another person's.
+        SignatureError: the person's key cannot be used.
+    """
+    found = SubmissionReader(store, keys, context.cluster_id).read(None)
+    request = found.find(job)
+    if request is None:
+        raise RequestError(f"no job {job!r} was submitted to cluster {context.name}; see adaptdl ls --all")
+    if request.run.ended:
+        assert request.run.state is not None
+        raise RequestError(f"{job} has already ended: {request.run.state.value}")
+    _check_allowed(client, found, request.submission, context.person)
+    record = Cancellation(job, context.person, time.time())
+    signed = sign_record(
+        context.cluster_id, record, context.person, lambda text: signatures.sign(context.identity, text)
+    )
+    store.put(keys.cancellation(job), signed)
+    if request.submission.owner == context.person:
+        return f"{job} is cancelled"
+    return f"{job} belongs to {request.submission.owner}: it ends if {context.person} is an administrator"
+
+
+def resume(store: Store, keys: Keys, context: ClusterContext, client: ServiceClient, job: str) -> str:
+    """Write a signed request that a stopped job goes on; return a message for the person.
+
+    Nodes obey the request if the job's owner or an administrator has signed it.
+
+    Args:
+        store: The store.
+        keys: Keys of the cluster.
+        context: The cluster.
+        client: Asks nodes as the person.
+        job: Name of the job.
+
+    Raises:
+        RequestError: there is no such job, it is not stopped, or it is another person's.
+        SignatureError: the person's key cannot be used.
+    """
+    found = SubmissionReader(store, keys, context.cluster_id).read(None)
+    request = found.find(job)
+    if request is None:
+        raise RequestError(
+            f"no job {job!r} was submitted to cluster {context.name}; the command line that started it "
+            "elsewhere resumes it"
+        )
+    run = request.run
+    if request.cancelled_by is not None:
+        raise RequestError(f"{job} was cancelled by {request.cancelled_by} for good: submit it again")
+    if run.resumed:
+        return f"{job} is resumed already"
+    if run.state is not records.JobState.STOPPED:
+        what = "waits" if run.state is None else f"is {run.state.value}"
+        raise RequestError(f"{job} {what}: only a job that was stopped is resumed; see adaptdl ls --all")
+    if run.forgotten:
+        raise RequestError(
+            f"{job} was stopped, and so many jobs have ended since that its records are deleted: "
+            "submit it again with another --name"
+        )
+    _check_allowed(client, found, request.submission, context.person)
+    record = Resumption(job, context.person, run.run, time.time())
+    signed = sign_record(
+        context.cluster_id, record, context.person, lambda text: signatures.sign(context.identity, text)
+    )
+    store.put(keys.resumption(job), signed)
+    if request.submission.owner == context.person:
+        return f"{job} is resumed"
+    return f"{job} belongs to {request.submission.owner}: it goes on if {context.person} is an administrator"
+
+
+def _check_allowed(client: ServiceClient, found: Submitted, submission: Submission, person: str) -> None:
+    """Raise RequestError if a node says that a job of another person is none of this person's business.
+
+    A record that no node obeys would stay in the store, and show the job as cancelled. Nodes know who is an
+    administrator. A node that does not answer, or does not know the job yet, keeps nobody from asking.
+    """
+    if submission.owner == person:
+        return
+    for _, service in sorted(found.services.items()):
+        try:  # output is for those who may decide on the job
+            client.get_json(service, f"/v1/logs/{submission.job}", tail=1)
+        except ServiceRefusedError as error:
+            if error.status == 403:
+                raise RequestError(str(error)) from None
+        except ServiceError:
+            continue
+        return

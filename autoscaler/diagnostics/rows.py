@@ -1,0 +1,161 @@
+"""Rows of plain values made from a view: what commands and pages show of jobs and nodes. Pure."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan
+from adaptdl_elastic.rendezvous.schema.records import JobState, JobStatus
+
+LOST = "lost"
+"""State of a job that was running when its last agent and the last coordinator died."""
+
+
+WAITING_STATES = ("pending", "queued", "starting")
+"""States of jobs that wait for replicas."""
+
+ENDED_STATES = ("done", "stopped", "failed", "cancelled")
+"""States of jobs that are over."""
+
+Row = dict[str, Any]
+
+
+def is_lost(view: View, job: JobView) -> bool:
+    """Return whether a job that has not ended has no agent, and no coordinator is there to report it.
+
+    The store then shows the job as it was when the last of them died.
+    """
+    return not job.over and view.leader is None and not view.agents(job.job)
+
+
+def why_lost(job: JobView) -> str:
+    """Return what is known of a lost job, and what to do."""
+    status, hints, spec = job.status_now, job.hints, job.spec
+    signs = [status.updated if status else 0.0, hints.record.time if hints else 0.0]
+    signs += [job.checkpoint.record.time if job.checkpoint else 0.0, spec.record.created if spec else 0.0]
+    signs += [one.record.time for table in (job.running, job.ended) for one in table.values()]
+    goes_on = "goes on from its last checkpoint" if job.checkpoint else "starts it again"
+    return f"no agent answers (last heard of at {clock(max(signs))}); the same command {goes_on}"
+
+
+def clock(seconds: object) -> str:
+    """Return local time; with its date if that is not today."""
+    try:
+        then = time.localtime(seconds)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, OSError):  # written by another program
+        return "--:--:--"
+    today = time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if then[:3] == today else "%Y-%m-%d %H:%M:%S", then)
+
+
+def job_row(view: View, job: JobView) -> Row:
+    """Return one job as `adaptdl ls --json` shows it."""
+    spec = job.spec.record if job.spec else None
+    status = job.status_now
+    hints = job.hints.record if job.hints else None
+    plan = this_run(job)
+    if hints is not None and plan is not None and hints.generation < plan.first:
+        hints = None  # hints of an earlier run
+    lost = is_lost(view, job)
+    running = status is not None and not status.state.ended and not lost
+    done = status is not None and status.state is JobState.DONE
+    pauses = status.pauses if status else ()
+    return {
+        "job": job.job,
+        "state": _state(status, lost),
+        "generation": plan.generation if plan else None,
+        "replicas": plan.replicas if plan and running else 0,
+        "nodes": plan.nodes if plan and running else 0,
+        "placements": in_plan(plan) if running else {},
+        "batch_size": hints.batch_size if hints else None,
+        "atomic_bsz": hints.atomic_bsz if hints else None,
+        "accumulation_steps": hints.accumulation_steps if hints else None,
+        "gain": hints.gain if hints else None,
+        "lr_factor": hints.lr_factor if hints else None,
+        "goodput": hints.goodput if hints else None,
+        "predicted_goodput": (status.predicted_goodput if status else None)
+        or (hints.predicted_goodput if hints else None),
+        "prediction_error": status.prediction_error if status else None,
+        "throughput": hints.throughput if hints else None,
+        "efficiency": hints.efficiency if hints else None,
+        # the last report may come from the epoch before the end
+        "epoch": (hints.epochs if done and hints.epochs else hints.epoch) if hints else None,
+        "epochs": hints.epochs if hints else None,
+        "progress": 1.0 if done else hints.progress if hints else None,
+        "step": hints.step if hints else None,
+        "cause": plan.cause.value if plan else None,
+        "reason": why_lost(job)
+        if lost
+        else status.reason
+        if status
+        else "the coordinator has not seen it yet",
+        "last_pause": (status.last_pause if status else None) or (pauses[-1] if pauses else None),
+        "restarts_used": status.restarts_used if status else 0,
+        "max_restarts": spec.max_restarts if spec else None,
+        "min_replicas": spec.min_replicas if spec else None,
+        "created": (spec.created or None) if spec else None,
+        "started": status.started if status else None,
+        "ended": status.ended if status else None,
+        "loss": hints.reported.get("loss") if hints else None,
+        "exit_code": status.exit_code if status else None,
+        "memory_limit": hints.memory_limit if hints and running else None,
+        "warnings": list(hints.warnings) if hints and running else [],
+        "checkpoint": job.checkpoint.record.id if job.checkpoint else None,
+        "cost": cost_row(view, job.job),
+    }
+
+
+def _state(status: JobStatus | None, lost: bool) -> str:
+    if status is None or status.state is JobState.PENDING:
+        return JobState.PENDING.value
+    return LOST if lost else status.state.value
+
+
+def cost_row(view: View, job: str) -> Row | None:
+    """Return what a job's nodes have cost and will cost; None if no autoscaler has reported it."""
+    found = view.cost(job)
+    if found is None:
+        return None
+    return {
+        "so_far": found.so_far,
+        "hourly": found.hourly,
+        "forecast": found.forecast,
+        "seconds_left": found.seconds_left,
+        "seconds_old": round(view.bill_age),
+    }
+
+
+def node_rows(view: View, ledger: Ledger) -> list[Row]:
+    """Return one row per node."""
+    rows: dict[str, Row] = {}
+    for job, agents in sorted(view.nodes.items()):
+        for node, seen in agents.items():
+            record = seen.record
+            row = rows.setdefault(
+                node,
+                {
+                    "node": node,
+                    "slots": ledger.capacity[node],
+                    "free": ledger.capacity[node],
+                    "host": record.host,
+                    "jobs": {},
+                    "state": "ok",
+                    "node_type": record.node_type,
+                    "instance": record.instance,
+                    "instance_type": record.instance_type,
+                    "zone": record.zone,
+                    "preemptible": record.preemptible,
+                    "version": record.version,
+                },
+            )
+            held = ledger.held(job).get(node, 0)
+            row["jobs"][job] = held
+            row["free"] -= held
+            if view.draining(record):
+                row["state"] = "draining"  # for at least one of its jobs
+            elif record.at_risk and row["state"] == "ok":
+                row["state"] = "at risk"
+    return [rows[node] for node in sorted(rows)]

@@ -1,0 +1,159 @@
+"""Exchange nodes for cheaper ones, one by one: leave on-demand when spot has capacity again. Pure functions.
+
+A node is exchanged if another pool gives the same slots for less, and if that saves at least twice what the
+change costs: the boot of the new node, and two pauses of the jobs on the old one. Where the limits allow one
+node more, the new node is ordered first and the old one stays until the new one is registered: an order that
+cannot be met costs nothing. At the limits the old node leaves first, unless a job would fall below its
+minimum; such an attempt is repeated less often while the cheap pool has no capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState
+from adaptdl_elastic.autoscaler.scaling.economics import HOUR, Offer, Target, Want, least_nodes
+from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, cost_of_loss
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Action, Memory, Request
+
+# An ordered node is given up if neither it nor the order is seen after so many seconds.
+_UNSEEN_SECONDS = 60.0
+# A saving counts for so many seconds where no job of the node declares its end.
+_HORIZON_SECONDS = 3600.0
+# A change has to save this multiple of its cost.
+_PAYS_TIMES = 2.0
+_REASON = "a cheaper node takes its place"
+
+
+def follow_exchange(market: NodeMarket) -> Memory:
+    """Let the old node leave once the new one is registered; give the exchange up where it does not come."""
+    seen, known = market.seen, dict(market.memory.known)
+    pools = {pool.name: pool for pool in seen.capacity.pools}
+    for instance in seen.capacity.instances:
+        entry = known[instance.id]
+        if not entry.exchange:
+            continue
+        pool = pools.get(entry.exchange)
+        fresh = [] if pool is None else market.staying(pool)
+        fresh = [
+            i for i in fresh if known[i.id].first_seen > entry.exchange_since and not market.is_leaving(i)
+        ]
+        coming = bool(fresh) or (pool is not None and market.pending(pool) > 0)
+        unseen = not coming and seen.now - entry.exchange_since > _UNSEEN_SECONDS
+        gone = entry.leaving or instance.state is InstanceState.LEAVING
+        if not gone and any(i.id in seen.nodes for i in fresh):
+            known[instance.id] = replace(
+                entry, exchange="", leaving=_REASON, leaving_since=seen.now, replace=False
+            )
+        elif gone or pool is None or unseen or (market.shut(pool) and not fresh):
+            known[instance.id] = replace(entry, exchange="")
+    return replace(market.memory, known=known)
+
+
+def begin_exchange(market: NodeMarket, wanted: Sequence[Want], goal: Target) -> tuple[Memory, list[Action]]:
+    """Return the memory and the order with which the next exchange begins, if one pays.
+
+    Args:
+        market: The supply and the offers of this decision.
+        wanted: The size that each job should have.
+        goal: How many nodes there should be. No exchange begins while there are too many.
+    """
+    memory, settings, now = market.memory, market.settings, market.seen.now
+    if goal.nodes < market.have() or not _at_rest(market):
+        return memory, []
+    found = _best(market, wanted)
+    if found is None:
+        return memory, []
+    instance, offer = found
+    pool = market.seen.capacity.pool(offer.pool)
+    there, hourly = market.present()
+    room = there < settings.max_nodes and hourly + offer.limit_price <= settings.max_hourly_cost + 1e-9
+    tried = market.pool(offer.pool).troubles > 0 and not room
+    wait = settings.exchange_retry if tried else settings.exchange_after
+    if now - max(memory.changed, memory.exchanged) < wait or not (room or _can_spare(market, instance)):
+        return memory, []
+    entry = memory.known[instance.id]
+    if room:
+        entry = replace(entry, exchange=offer.pool, exchange_since=now)
+    else:
+        entry = replace(entry, leaving=_REASON, leaving_since=now, replace=False)
+    memory = replace(memory, known={**memory.known, instance.id: entry}, exchanged=now)
+    return memory, [Request(pool.name, pool.desired + 1, _REASON)] if room else []
+
+
+def _at_rest(market: NodeMarket) -> bool:
+    """Return whether nothing comes or leaves, and every instance is or has been a node."""
+    seen = market.seen
+    if seen.now < market.memory.broke_until:
+        return False
+    still = all(
+        i.state is InstanceState.RUNNING
+        and market.memory.known[i.id].registered is not None
+        and not market.memory.known[i.id].leaving
+        and not market.memory.known[i.id].exchange
+        for i in seen.capacity.instances
+    )
+    return still and not any(market.pending(p) or market.early(p) for p in seen.capacity.pools)
+
+
+def _best(market: NodeMarket, wanted: Sequence[Want]) -> tuple[Instance, Offer] | None:
+    """Return the dearest node at work that can be exchanged and the cheapest offer in its place, if any."""
+    seen, known = market.seen, market.memory.known
+    pools = {pool.name: pool for pool in seen.capacity.pools}
+    nodes = [
+        i
+        for i in seen.capacity.instances
+        if i.id in seen.nodes
+        and seen.nodes[i.id].busy
+        and not seen.nodes[i.id].draining
+        and market.supply(pools[i.pool]) > pools[i.pool].minimum
+    ]
+    nodes.sort(key=lambda i: (-i.hourly_price / i.slots, cost_of_loss(i, known[i.id], seen)))
+    offers = sorted(market.offers(), key=lambda o: (o.slot_price, o.preemptible, o.pool))
+    for instance in nodes:
+        for offer in offers:
+            fits = offer.slots == instance.slots and offer.pool != instance.pool
+            if fits and _pays(market, instance, offer, wanted):
+                return instance, offer
+    return None
+
+
+def _can_spare(market: NodeMarket, instance: Instance) -> bool:
+    """Return whether every job keeps its minimum, and --min-nodes holds, while the node is missing."""
+    seen = market.seen
+    least = max(market.settings.min_nodes, least_nodes(seen.jobs) - seen.other_nodes)
+    slots = sum(i.slots for i in seen.capacity.instances) - instance.slots + seen.other_slots
+    return market.have() > least and slots >= sum(job.min_replicas for job in seen.jobs)
+
+
+def _pays(market: NodeMarket, instance: Instance, offer: Offer, wanted: Sequence[Want]) -> bool:
+    """Return whether the exchange saves enough per hour, and enough until the jobs of the node end."""
+    seen, settings = market.seen, market.settings
+    jobs = {name for name, count in seen.nodes[instance.id].replicas.items() if count}
+    if jobs & seen.unsettled:
+        return False
+    now_costs = market.useful_price(instance)
+    saving = now_costs - offer.slot_price * offer.slots
+    if saving < settings.exchange_saving * now_costs:
+        return False
+    left = [want.seconds_left for want in wanted if want.job in jobs]
+    ends = [seconds for seconds in left if seconds is not None]
+    horizon = max(ends) if ends and len(ends) == len(left) else _HORIZON_SECONDS
+    boot = market.pool(offer.pool).boot
+    cost = offer.limit_price * (settings.boot if boot is None else boot)
+    for job in seen.jobs:
+        if job.name in jobs:
+            pause = settings.pause if job.pause is None else job.pause
+            cost += 2 * pause * _hourly_price_of(market, job.name)
+    return saving * horizon / HOUR >= _PAYS_TIMES * cost / HOUR
+
+
+def _hourly_price_of(market: NodeMarket, job: str) -> float:
+    """Return the price per hour of all nodes on which the job runs."""
+    seen = market.seen
+    return sum(
+        i.hourly_price
+        for i in seen.capacity.instances
+        if i.id in seen.nodes and seen.nodes[i.id].replicas.get(job)
+    )

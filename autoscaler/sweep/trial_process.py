@@ -1,0 +1,134 @@
+"""A trial as a job of this machine: an agent in a process of its own, read by its event log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from adaptdl_elastic.autoscaler.providers.local import end_with_parent
+
+_AGENT = "adaptdl_elastic.agent"
+
+
+def slot_options(endpoint: str, slots: int, least: int, most: int | None) -> list[str]:
+    """Return the options of `adaptdl-run` for a job that shares slots of this machine with others.
+
+    The coordinator moves replicas between the jobs by goodput, in place.
+
+    Args:
+        endpoint: Store of all of them, a `LocalServer` of this user.
+        slots: Replicas of all jobs together.
+        least: Replicas without which this one waits.
+        most: The most replicas; None: as many as there are slots.
+    """
+    return [
+        "--nnodes=1",
+        f"--rdzv-endpoint={endpoint}",
+        f"--nproc-per-node=1:{slots}",
+        f"--replicas={least}:{slots if most is None else min(most, slots)}",
+    ]
+
+
+class JobProcess:
+    """A job that `adaptdl-run` runs. It saves its state and ends if the thread that made this object ends.
+
+    Args:
+        job: Name of the job. The same name goes on from the checkpoint of an earlier one.
+        command: The script and its arguments.
+        folder: Folder for its checkpoints (`FOLDER/JOB`), log and event log.
+        options: Further options of `adaptdl-run`: `--standalone` or a store, and its replicas.
+        environment: Variables of the agent and its replicas; None: those of this process.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        command: Sequence[str],
+        folder: Path,
+        options: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.job, self.checkpoints, self.log = job, folder / job, folder / f"{job}.log"
+        self._stopped, self._read = False, 0
+        self._events = folder / f"{job}.events.jsonl"
+        arguments = [f"--rdzv-id={job}", f"--event-log={self._events}"]
+        arguments += [f"--checkpoint-path={self.checkpoints}", *options]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _AGENT, *arguments, *command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=end_with_parent, env=environment,
+            )  # fmt: skip
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events since the last call; at first also those of an earlier process of the job."""
+        try:
+            with self._events.open("rb") as file:
+                file.seek(self._read)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]  # the last line may be half written
+        self._read += len(whole)
+        return parse_events(whole)
+
+    def ended(self) -> int | None:
+        """Return the agent's exit code; None: it runs."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """Let the job save its state and end."""
+        if not self._stopped and self._process.poll() is None:
+            self._stopped = True
+            os.kill(self._process.pid, signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Wait for the job's end; return the agent's exit code."""
+        return self._process.wait()
+
+
+class TrialProcess(JobProcess):
+    """The job of a trial of `adaptdl sweep`, whose script reports the value that counts.
+
+    Args:
+        metric: Name of that value.
+    """
+
+    def __init__(
+        self, job: str, command: Sequence[str], folder: Path, options: Sequence[str], metric: str
+    ) -> None:
+        super().__init__(job, command, folder, options)
+        self._metric = metric
+
+    def reported(self) -> list[float]:
+        """Return the values since the last call; at first also those of an earlier process of the job."""
+        return metric_values(self.events(), self._metric)
+
+
+def parse_events(text: bytes) -> list[dict[str, Any]]:
+    """Return the events in lines of an event log, in order; leave out what is no event."""
+    found = []
+    for line in text.splitlines():
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and "event" in event:
+                found.append(event)
+    return found
+
+
+def metric_values(events: Iterable[Mapping[str, Any]], metric: str) -> list[float]:
+    """Return the numbers that a script reported under a name, in order."""
+    found = []
+    for event in events:
+        if event["event"] == "metrics" and metric in event:
+            with suppress(ValueError, TypeError):
+                found.append(float(event[metric]))  # "nan" and "inf" are text in the log
+    return found

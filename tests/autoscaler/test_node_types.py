@@ -1,0 +1,238 @@
+"""Types of nodes on their way from an agent's registration and a job's report to a plan."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from coordinator_pump import Pump
+
+from adaptdl_elastic.autoscaler.coordinator import node_types
+from adaptdl_elastic.autoscaler.coordinator.job_models import MOST_SHARED, Report
+from adaptdl_elastic.autoscaler.coordinator.node_types import TypeRatios, script_profile, script_ratios
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
+from adaptdl_elastic.autoscaler.diagnostics.rows import node_rows
+from adaptdl_elastic.autoscaler.policy import allocate
+from adaptdl_elastic.protocol import hints as job_hints
+from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry, TypeProfile
+from adaptdl_elastic.rendezvous.schema.records import JobState, NodeRecord, decode, encode
+
+
+def two_types(pump: Pump, profile_key: str = "") -> None:
+    """A job that runs on a slow node and has run on a fast one, and both nodes."""
+    pump.job("a", max_replicas=2, max_nodes=2, profile_key=profile_key)
+    slow = pump.node("n0", "a", 2, reports=False)
+    slow.register(node_type="slow")
+    pump.settle()
+    pump.node("n1", "a", 2, reports=False).register(node_type="fast")
+    plan = pump.plan("a")
+    theta = (0.05, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0)
+    slow.report(
+        plan,
+        node_type="slow",
+        perf_params=(0.5, 0.01, 0.0, 0.0, 0.0, 0.0, 1.0),
+        profile=(ProfileEntry(1, 1, 64, 1.0, 1.14, 9, 9),),
+        max_profiled_replicas=2,
+        elsewhere=(TypeProfile("fast", (ProfileEntry(1, 1, 64, 0.1, 0.114, 9, 9),), theta, 1),),
+    )
+
+
+def test_the_policy_is_asked_with_the_types_of_nodes_and_a_model_for_each() -> None:
+    pump = Pump(policy=allocate)
+    two_types(pump)
+    question = pump.question()
+    assert {node.name: node.node_type for node in question.nodes} == {"n0": "slow", "n1": "fast"}
+    (info,) = question.jobs
+    slow, fast = (info.models[name].perf_params.alpha_c for name in ("slow", "fast"))
+    assert slow == pytest.approx(10 * fast, rel=0.01)
+
+
+def test_a_job_moves_to_the_fast_node_and_is_told_why() -> None:
+    pump = Pump(policy=allocate)
+    two_types(pump)
+    pump.later(120.0)
+    pump.settle()
+    assert set(pump.placed("a")) == {"n1"}
+    assert "on a fast node" in pump.plan("a").reason
+
+
+def test_a_report_from_nodes_of_several_types_is_of_none_of_them() -> None:
+    pump = Pump(policy=allocate)
+    pump.job("a", min_replicas=4, max_replicas=4, max_nodes=2)
+    for node, name in (("n0", "slow"), ("n1", "fast")):
+        pump.node(node, "a", 2).register(node_type=name)
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    (info,) = pump.question().jobs
+    assert set(info.models) == {"fast", "slow", "fast+slow"}
+
+
+def test_nodes_are_shown_with_their_types() -> None:
+    pump = Pump(policy=allocate)
+    two_types(pump)
+    rows = node_rows(pump.view(), Ledger(pump.view()))
+    assert {row["node"]: row["node_type"] for row in rows} == {"n0": "slow", "n1": "fast"}
+
+
+def test_a_registration_without_a_type_is_still_read() -> None:
+    record = NodeRecord("n0", "a", "run", "agent", "127.0.0.1", 2, node_type="A100")
+    fields = json.loads(encode(record))
+    del fields["node_type"]
+    assert decode(NodeRecord, json.dumps(fields)).node_type == ""
+    assert decode(NodeRecord, encode(record)) == record
+
+
+def test_a_cluster_of_one_type_is_asked_about_as_before() -> None:
+    pump = Pump(policy=allocate)
+    pump.job("a", max_replicas=2)
+    pump.node("n0", "a", 2)
+    pump.settle()
+    (info,) = pump.question().jobs
+    assert info.model is not None
+    assert (info.models, info.speeds) == ({}, {})
+    assert pytest.approx(info.model.perf_params) == info.model_on("").perf_params  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        {"perf_params": [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]},
+        {"local_bsz_bounds": [9, 3]},
+    ],
+)
+def test_an_impossible_profile_of_another_type_is_not_read_and_stops_no_other_job(
+    impossible: dict[str, Any],
+) -> None:
+    pump = Pump(policy=allocate)
+    pump.job("a", profile_key="k")
+    pump.node("n0", "a", 2)
+    pump.settle()
+    hints = job_hints.encode(
+        JobHints("a", 0, 1, 1, 64, 64, 64, perf_params=(0.1, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0))
+    )
+    report = {**json.loads(hints), "generation": pump.plan("a").generation}
+    report["elsewhere"] = [{"node_type": "old", **impossible}]
+    with pytest.raises(job_hints.MalformedHintsError):
+        job_hints.decode(json.dumps(report))
+    pump.store.put(pump.keys.job("a", "hints"), json.dumps(report))
+    pump.job("b")
+    pump.node("n1", "b")
+    pump.settle()
+    assert pump.status("b").state is JobState.RUNNING
+
+
+def test_jobs_of_one_script_may_have_measured_more_configurations_than_one_report_holds() -> None:
+    theta = (0.1, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0)
+
+    def profile(start: int, seconds: float) -> tuple[ProfileEntry, ...]:
+        sizes = range(start, start + MOST_CONFIGURATIONS // 2 + 1)
+        return tuple(ProfileEntry(1, 1, size, seconds, seconds, 1, 1) for size in sizes)
+
+    reports = []
+    for name, start in (("a", 1), ("b", MOST_CONFIGURATIONS)):
+        elsewhere = (TypeProfile("slow", profile(start, 4.0), theta, 1),)
+        hints = JobHints(
+            name, 0, 1, 1, 64, 64, 64, perf_params=theta, profile=profile(start, 2.0),
+            node_type="fast", elsewhere=elsewhere,
+        )  # fmt: skip
+        reports.append(Report(name, hints, 0.0))
+    assert set(script_ratios(script_profile(reports)).known) == {("fast", "slow"), ("slow", "fast")}
+
+
+def test_jobs_of_one_script_share_the_configurations_that_were_measured_most() -> None:
+    """All jobs may have measured many more: each decision would read them once for every job."""
+    reports = []
+    for number in range(20):
+        sizes = range(1 + 50 * number, 51 + 50 * number)
+        profile = tuple(ProfileEntry(1, 1, size, 0.1, 0.1, 1, 1 + (size % 5 == 0)) for size in sizes)
+        hints = JobHints(str(number), 0, 1, 1, 64, 64, 64, perf_params=THETA, profile=profile)
+        reports.append(Report(str(number), hints, 0.0))
+    told = script_profile(reports).by_type[""].told
+    assert {at[-1] for at in told} == set(range(5, 1001, 5))
+    assert len(told) == MOST_SHARED
+
+
+def test_a_type_that_no_job_has_measured_does_not_hide_the_speeds_of_the_others() -> None:
+    ratios = TypeRatios({("T4", "V100"): math.log(0.25), ("V100", "T4"): math.log(4.0)})
+    speeds = ratios.speeds(["A100", "T4", "V100"])
+    assert speeds["T4"] == pytest.approx(0.25 * speeds["V100"])
+
+
+THETA = (0.1, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0)
+
+
+def moved(limit: int | None, limit_before: int | None) -> JobHints:
+    """The report of a job that runs on large nodes and has run on small ones."""
+    entry = ProfileEntry(1, 1, 64, 0.2, 0.2, 9, 9)
+    before = TypeProfile("small", (entry,), THETA, 1, (1, 512), limit_before)
+    return JobHints(
+        "a", 0, 1, 1, 64, 64, 64, max_batch_size=512, local_bsz_bounds=(1, 512), perf_params=THETA,
+        grad_params=(1.0, 1.0), profile=(entry,), memory_limit=limit, node_type="large", elsewhere=(before,),
+    )  # fmt: skip
+
+
+def largest(job: str, hints: JobHints, others: tuple[Report, ...] = ()) -> dict[str, int]:
+    """The largest batch of one replica that may be chosen on each type of node."""
+    script = script_profile([*others, Report(job, hints, 0.0)])
+    none = TypeRatios()
+    models = node_types.typed_models(job, hints, script, ("large", "small"), none, none)[1]
+    bounds = {name: model.local_bsz_bounds for name, model in models.items()}
+    return {name: 0 if found is None else found[1] for name, found in bounds.items()}
+
+
+@pytest.mark.parametrize(
+    ("limit", "limit_before", "found"),
+    [
+        (100, 100, {"large": 512, "small": 100}),  # learnt on the small node, and kept
+        (70, 100, {"large": 70, "small": 100}),  # learnt on both
+        (70, None, {"large": 70, "small": 512}),
+        (None, None, {"large": 512, "small": 512}),
+    ],
+)
+def test_a_memory_limit_holds_on_the_type_where_it_was_learnt(
+    limit: int | None, limit_before: int | None, found: dict[str, int]
+) -> None:
+    assert largest("a", moved(limit, limit_before)) == found
+
+
+def test_a_memory_limit_that_others_have_learnt_on_a_type_holds_there() -> None:
+    hints = replace(moved(None, None), elsewhere=())
+    other = replace(hints, job="b", node_type="small", memory_limit=100)
+    assert largest("a", hints, (Report("b", other, 0.0),)) == {"large": 512, "small": 100}
+
+
+def test_a_memory_limit_that_others_have_learnt_holds_for_a_job_that_has_just_moved_there() -> None:
+    """It has no step time there yet, but its report names bounds of the batch."""
+    hints = moved(None, None)
+    other = replace(hints, job="b", node_type="small", memory_limit=100, elsewhere=())
+    arrived = replace(
+        hints, node_type="small", perf_params=None, profile=(),
+        elsewhere=(replace(hints.elsewhere[0], node_type="large"),),
+    )  # fmt: skip
+    assert largest("a", arrived, (Report("b", other, 0.0),)) == {"large": 512, "small": 100}
+
+
+def test_bounds_of_another_job_on_a_type_are_not_taken_for_a_job_s_own() -> None:
+    """A job of the library keeps its limit on every node, so its reports have smaller bounds everywhere."""
+    hints = replace(moved(None, None), elsewhere=())
+    kept = replace(hints, job="b", node_type="small", local_bsz_bounds=(1, 100), max_profiled_replicas=4)
+    assert largest("a", hints, (Report("b", kept, 0.0),)) == {"large": 512, "small": 512}
+
+
+def test_reports_of_one_script_that_cannot_be_combined_stop_no_other_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(reports: object) -> None:
+        raise ValueError("cannot be combined")
+
+    monkeypatch.setattr(node_types, "script_profile", fail)
+    pump = Pump(policy=allocate)
+    two_types(pump, profile_key="k")
+    pump.job("b")
+    pump.node("n2", "b")
+    pump.settle()
+    assert pump.status("b").state is JobState.RUNNING
+    assert pump.status("a").state is JobState.RUNNING

@@ -1,0 +1,193 @@
+"""The metrics, the dashboard and the alerts, judged by Prometheus' own programs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filled_metrics import filled_pump, observe
+from ports import free_port
+from prometheus_client import CollectorRegistry, generate_latest
+
+from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics, serve
+
+pytestmark = pytest.mark.processes
+
+GRAFANA = Path(__file__).parents[2] / "docs" / "grafana"
+ALERTS = GRAFANA / "alerts.yml"
+PATIENCE_SECONDS = 200.0
+
+CONFIG = """
+global: {{scrape_interval: 250ms, scrape_timeout: 250ms, evaluation_interval: 250ms}}
+rule_files: [{rules}]
+scrape_configs:
+  - job_name: adaptdl
+    static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
+"""
+
+
+def program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed here: apt-get install prometheus")
+    return found
+
+
+def test_promtool_finds_nothing_to_complain_of_in_filled_metrics() -> None:
+    registry = CollectorRegistry()
+    observe(filled_pump(), CoordinatorMetrics(registry, "1.2.3"))
+    checked = subprocess.run(
+        [program("promtool"), "check", "metrics"], input=generate_latest(registry), capture_output=True
+    )
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
+
+
+ALERT_CASES: dict[str, tuple[dict[str, str], str]] = {
+    # alert → series of its trouble, and when it has to fire
+    "AdaptdlNoCoordinatorLeads": ({'adaptdl_leader{instance="a"}': "0x60"}, "10m"),
+    "AdaptdlJobFailed": ({'adaptdl_jobs{state="failed"}': "0x10 1x10"}, "12m"),
+    "AdaptdlJobMakesNoSteps": (
+        {'adaptdl_job_steps_total{job_name="a"}': "7x60", 'adaptdl_job_replicas{job_name="a"}': "2x60"},
+        "40m",
+    ),
+    "AdaptdlJobNearItsLastRestart": (
+        {
+            'adaptdl_job_restarts_allowed{job_name="a"}': "3x9",
+            'adaptdl_job_restarts_used{job_name="a"}': "3x9",
+        },
+        "5m",
+    ),
+    "AdaptdlPolicyFails": ({"adaptdl_policy_failures_total": "0+1x60"}, "30m"),
+    "AdaptdlJobsWaitBesideFreeSlots": (
+        {"adaptdl_queue": "1x60", "adaptdl_slots": "4x60", "adaptdl_slots_used": "2x60"},
+        "40m",
+    ),
+    "AdaptdlGpuIdle": (
+        {
+            'adaptdl_node_gpu_utilization_ratio{node="n", gpu="0"}': "0x120",
+            'adaptdl_node_slots_used{node="n"}': "1x120",
+        },
+        "90m",
+    ),
+}
+
+QUIET = {
+    'adaptdl_leader{instance="a"}': "1x200",
+    'adaptdl_leader{instance="b"}': "0x200",
+    'adaptdl_jobs{state="failed"}': "3x200",
+    'adaptdl_job_steps_total{job_name="a"}': "0+30x200",
+    'adaptdl_job_replicas{job_name="a"}': "2x200",
+    'adaptdl_job_restarts_allowed{job_name="a"}': "3x200",
+    'adaptdl_job_restarts_used{job_name="a"}': "1x200",
+    "adaptdl_policy_failures_total": "2x200",
+    "adaptdl_queue": "1x200",
+    "adaptdl_slots": "4x200",
+    "adaptdl_slots_used": "4x200",
+    'adaptdl_node_gpu_utilization_ratio{node="n", gpu="0"}': "0.9x200",
+    'adaptdl_node_slots_used{node="n"}': "1x200",
+}
+
+
+def test_each_alert_fires_on_its_trouble_and_none_on_a_healthy_cluster(tmp_path: Path) -> None:
+    alerts = re.findall(r"alert: (\w+)", ALERTS.read_text())
+    assert sorted(alerts) == sorted(ALERT_CASES)
+    assert set(re.findall(r"severity: (\w+)", ALERTS.read_text())) == {"page", "ticket"}
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": series, "values": values} for series, values in given.items()],
+            "promql_expr_test": [
+                {
+                    "expr": f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)',
+                    "eval_time": when,
+                    "exp_samples": [{"labels": "{}", "value": expected}],
+                }
+                for name, when, expected in wanted
+            ],
+        }
+        for given, wanted in (
+            *((given, [(name, when, 1)]) for name, (given, when) in ALERT_CASES.items()),
+            (QUIET, [(name, "3h", 0) for name in alerts]),
+        )
+    ]
+    path = tmp_path / "tests.yml"
+    path.write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": tests}))
+    checked = subprocess.run(
+        [program("promtool"), "test", "rules", str(path)], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the address of a Prometheus that scrapes filled metrics."""
+    binary, folder = program("prometheus"), tmp_path_factory.mktemp("prometheus")
+    with ExitStack() as stack:
+        metrics = serve("127.0.0.1", 0, "1.2.3")
+        stack.callback(metrics.close)
+        observe(filled_pump(), metrics)
+        config = folder / "prometheus.yml"
+        config.write_text(CONFIG.format(rules=ALERTS, port=metrics.port))
+        address = f"127.0.0.1:{free_port()}"
+        command = [binary, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, f"--web.listen-address={address}"], stdout=log, stderr=subprocess.STDOUT
+            )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not scraped_twice(address):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.1)
+        yield address
+
+
+def scraped_twice(address: str) -> bool:
+    try:
+        found = query(address, "count_over_time(adaptdl_leader[1h]) > 3")
+    except (urllib.error.URLError, OSError):  # it does not listen yet
+        return False
+    return bool(found)
+
+
+def query(address: str, expression: str) -> list[dict[str, Any]]:
+    quoted = urllib.parse.urlencode({"query": expression})
+    with urllib.request.urlopen(f"http://{address}/api/v1/query?{quoted}", timeout=100) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+    return found
+
+
+def test_every_curve_of_the_dashboard_has_points_and_a_name_of_its_own(prometheus: str) -> None:
+    board = json.loads((GRAFANA / "adaptdl.json").read_text())
+    targets = [target for panel in board["panels"] for target in panel.get("targets", [])]
+    empty, unnamed = [], []
+    for target in targets:
+        found = query(prometheus, target["expr"].replace("$job_name", ".*"))
+        if not found:
+            empty.append(target["expr"])
+        named = re.findall(r"{{(\w+)}}", target["legendFormat"])
+        unnamed += [target["expr"] for one in found for label in named if not one["metric"].get(label)]
+    assert len(targets) > 20
+    assert (empty, unnamed) == ([], [])
+
+
+def test_a_job_is_told_from_the_scrape_job(prometheus: str) -> None:
+    found = query(prometheus, "adaptdl_job_replicas")
+    assert {one["metric"]["job_name"] for one in found} == {"a", "b"}
+    assert {one["metric"]["job"] for one in found} == {"adaptdl"}
+    assert all("exported_job" not in one["metric"] for one in found)
+    assert query(prometheus, "process_resident_memory_bytes > 0")
+    assert query(prometheus, 'adaptdl_build_info{version="1.2.3"} == 1')

@@ -1,0 +1,106 @@
+"""A model sharded by fully_shard, resized and killed, ends as an undisturbed one without shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic_run import ElasticRun, environment
+from framework_runs import example
+
+from adaptdl_elastic.torch._sharded.fully_shard import TESTED
+
+SCRIPT = Path(__file__).parent / "scripts" / "fully_sharded.py"
+SIZE, EPOCHS = 485, 6
+EVERY = 4  # batches per optimizer step: most boundaries are between two backward passes of a step
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.etcd,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.__version__.startswith(TESTED), reason="torch's interface was not tested"),
+]
+
+
+def applied(folder: Path) -> dict[int, Counter[int]]:
+    """How often each sample was part of a step, by epoch; steps before a restart may have been undone."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for path in folder.glob("record-*"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            steps.setdefault(line["step"], []).append(line)
+    count: dict[int, Counter[int]] = {}
+    for lines in steps.values():
+        last = max(line["generation"] for line in lines)
+        for line in lines:
+            if line["generation"] == last:
+                count.setdefault(line["epoch"], Counter()).update(line["samples"])
+    return count
+
+
+def first_steps(folder: Path) -> list[int]:
+    """Return the first step of each process, in the order of their generations."""
+    first = [json.loads(path.read_text().splitlines()[0]) for path in folder.glob("record-*")]
+    return [line["step"] for line in sorted(first, key=lambda line: int(line["generation"]))]
+
+
+def assert_equal(mine: object, theirs: object) -> None:
+    assert type(mine) is type(theirs)
+    if isinstance(mine, torch.Tensor):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    elif isinstance(mine, dict):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            assert_equal(mine[key], theirs[key])
+    else:
+        for one, other in zip(mine, theirs, strict=True):
+            assert_equal(one, other)
+
+
+def test_resized_in_place_and_restarted_after_a_death_ends_as_an_undisturbed_plain_model(
+    tmp_path: Path,
+) -> None:
+    plain, run_in = tmp_path / "plain", tmp_path / "run"
+    plain.mkdir()
+    run_in.mkdir()
+    (plain / "hurry").touch()
+    command = [sys.executable, str(SCRIPT), str(plain), "--plain", f"--every={EVERY}"]
+    done = subprocess.run(command, env=environment(), cwd=plain, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    options = [
+        "--standalone",
+        "--nproc-per-node=1:3",
+        "--rdzv-id=shards",
+        "--no-autoscale",
+        "--max-restarts=1",
+    ]
+    with ElasticRun([*options, str(SCRIPT), str(run_in), f"--every={EVERY}"], tmp_path) as run:
+        run.wait_for_event("generation", replicas=1)
+        for replicas in (2, 3, 2):
+            seen = len(run.events)
+            assert run.adaptdl("scale", "shards", "--replicas", str(replicas)).returncode == 0
+            change = run.wait_for_event("generation", after=seen, replicas=replicas)
+            assert change["transition"] == "inplace", run.text()
+        assert run.adaptdl("checkpoint", "shards", "--wait").returncode == 0
+        pids = run.wait_for_event("started", generation=1)["pids"]  # the one that joined first
+        seen = len(run.events)
+        os.kill(next(iter(pids.values())), signal.SIGKILL)
+        assert (
+            run.wait_for_event("generation", after=seen)["transition"] == "abort"
+        )  # restarted from the checkpoint
+        (run_in / "hurry").touch()
+        assert run.wait() == 0, run.text()
+    assert first_steps(run_in)[-1] > 1  # after the death: what was done before it is part of the result
+    assert applied(run_in) == {epoch: Counter(range(SIZE)) for epoch in range(EPOCHS)}
+    assert_equal(torch.load(run_in / "final.pt"), torch.load(plain / "final.pt"))
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    example("fsdp.py", tmp_path, "--epochs=1", "--samples=40")

@@ -1,0 +1,191 @@
+"""`adaptdl autoscale --set`: what a running autoscaler takes over, keeps and refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner, Result
+from scaling_cluster import KEYS, Cluster
+
+from adaptdl_elastic.autoscaler.cli import OptionError, Where
+from adaptdl_elastic.autoscaler.commands.autoscale import autoscale, parse_change
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.live_settings import changed, read_changes, usable, write_changes
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
+    memory = MemoryStore()
+    monkeypatch.setattr(Where, "connect", lambda self: (memory, KEYS.cluster))
+    monkeypatch.setattr(MemoryStore, "__exit__", lambda *_: None)
+    yield memory
+    memory.close()
+
+
+def set_(*changes: str) -> Result:
+    return CliRunner().invoke(autoscale, [word for change in changes for word in ("--set", change)])
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("max-hourly-cost=6", {"max_hourly_cost": 6.0}),
+        ("max-hourly-cost=", {"max_hourly_cost": None}),
+        ("hour-value=0", {"hour_value": 0.0}),
+        ("max-nodes=8", {"max_nodes": 8.0}),
+        ("utilisation=0.5:1", {"low": 0.5, "high": 1.0}),
+        ("utilisation=", {"low": None, "high": None}),
+        ("deadline=2h", {"deadlines/*": NOW + 7200}),
+        ("deadline=train=90s", {"deadlines/train": NOW + 90}),
+        ("deadline=train=", {"deadlines/train": None}),
+        ("deadline=", {"deadlines/*": None}),
+        ("max-job-cost=train=50", {"max_job_costs/train": 50.0}),
+    ],
+)
+def test_what_a_change_says(text: str, values: dict[str, float | None]) -> None:
+    assert parse_change(text, NOW) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-hourly-cost", "give KEY=VALUE, where KEY is hour-value, max-hourly-cost"),
+        ("queue-url=x", "give KEY=VALUE, where KEY is"),
+        ("max-hourly-cost=much", "'much' is no number"),
+        ("utilisation=1", "LOW:HIGH"),
+        ("deadline=soon", "2h30m"),
+        ("deadline=a b=2h", "'a b' cannot be used"),
+        ("max-job-cost=train=much", "[JOB=]AMOUNT"),
+    ],
+)
+def test_a_change_that_cannot_be_read_is_one_line(text: str, words: str) -> None:
+    with pytest.raises(OptionError) as error:
+        parse_change(text, NOW)
+    assert words in str(error.value.message)
+
+
+def test_values_hold_instead_of_those_given_and_others_stay() -> None:
+    base = ScalingSettings(max_nodes=4, max_hourly_cost=10.0, deadlines={"a": 1.0, "*": 2.0})
+    values = {"max_nodes": 8.0, "deadlines/a": 5.0, "deadlines/b": 6.0, "max_job_costs/*": 50.0}
+    assert changed(base, values) == ScalingSettings(
+        max_nodes=8,
+        max_hourly_cost=10.0,
+        deadlines={"a": 5.0, "*": 2.0, "b": 6.0},
+        max_job_costs={"*": 50.0},
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_nodes": 2.5},
+        {"max_nodes": math.inf},
+        {"max_nodes": -1.0},
+        {"max_hourly_cost": math.nan},
+        {"max_hourly_cost": 0.0},
+        {"max_job_costs/train": -1.0},
+        {"max_job_costs": 1.0},
+        {"max_nodes/train": 1.0},
+        {"grow_after": 1.0},
+        {"low": 2.0},
+    ],
+)
+def test_values_out_of_range_and_unknown_names_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"needs|there is no setting"):
+        changed(ScalingSettings(), values)
+
+
+def test_changes_add_up_and_are_taken_back_one_by_one(store: MemoryStore) -> None:
+    done = set_("max-hourly-cost=6", "max-job-cost=train=50")
+    assert (done.exit_code, done.output) == (
+        0,
+        "instead of the command line: max_hourly_cost 6, max_job_costs/train 50\n"
+        "no autoscaler runs: it holds for the next one\n",
+    )
+    store.put(KEYS.autoscaler_leader, records.encode(records.LeaderRecord("one")))
+    done = set_("max-hourly-cost=7", "max-job-cost=train=")
+    assert done.output == "instead of the command line: max_hourly_cost 7\nit holds from the next look on\n"
+    assert set_("max-hourly-cost=").output.startswith("instead of the command line: nothing\n")
+    assert read_changes(store, KEYS) == {}
+
+
+def test_a_change_at_the_same_time_is_kept(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, another = store.compare_and_swap, [{"max_nodes": 3.0}]
+
+    def interrupted(key: str, value: str, revision: int) -> object:
+        if another:
+            store.put(key, records.encode(records.AutoscalerSettings(another.pop())))
+        return original(key, value, revision)
+
+    monkeypatch.setattr(store, "compare_and_swap", interrupted)
+    assert write_changes(store, KEYS, {"max_hourly_cost": 6.0}) == {"max_nodes": 3.0, "max_hourly_cost": 6.0}
+
+
+def test_bad_values_change_nothing(store: MemoryStore) -> None:
+    done = set_("max-hourly-cost=-1")
+    assert (done.exit_code, len(done.output.splitlines())) == (2, 1)
+    assert "--max-hourly-cost -1: needs a positive amount" in done.output
+    assert store.get(KEYS.autoscaler_settings) is None
+    store.put(KEYS.autoscaler_settings, "garbage")
+    done = set_("max-hourly-cost=6")
+    assert (done.exit_code, "what was set before cannot be read" in done.output) == (1, True)
+
+
+def test_set_is_not_for_an_autoscaler_that_starts() -> None:
+    done = CliRunner().invoke(autoscale, ["--asg", "workers", "--set", "max-nodes=2"])
+    assert (done.exit_code, "--asg is for an autoscaler that starts" in done.output) == (2, True)
+
+
+def test_a_running_autoscaler_takes_it_over_and_says_so(store: MemoryStore) -> None:
+    """It buys the second node of a job when it may."""
+    cluster = Cluster(store)
+    cluster.ruler.change(ScalingSettings(max_nodes=1))
+    cluster.submit(nodes=2)
+    for _ in range(5):
+        cluster.tick()
+    assert len(cluster.instances) == 1
+    set_("max-nodes=2")
+    for _ in range(5):
+        cluster.tick()
+    assert len(cluster.instances) == 2
+    assert cluster.events("settings") == [{"message": "set by --set: max_nodes 2"}]
+    set_("max-nodes=")
+    cluster.tick()
+    assert cluster.events("settings")[-1] == {"message": "set by --set: nothing any more"}
+
+
+def test_a_value_that_does_not_fit_cancels_no_limit_of_what_may_be_spent() -> None:
+    base = ScalingSettings(min_nodes=0, max_nodes=4)
+    values = {"min_nodes": 5.0, "max_hourly_cost": 12.0, "max_job_costs/a": 7.0, "nonsense": 1.0}
+    settings, taken, refused = usable(base, values)
+    assert settings == replace(base, max_hourly_cost=12.0, max_job_costs={"a": 7.0})
+    assert taken == {"max_hourly_cost": 12.0, "max_job_costs/a": 7.0}
+    assert len(refused) == 2
+    assert any("--min-nodes 5 and --max-nodes 4" in why for why in refused)
+
+
+def test_values_that_fit_only_together_are_all_taken() -> None:
+    base = ScalingSettings(min_nodes=3, max_nodes=4)
+    settings, taken, refused = usable(base, {"max_nodes": 2.0, "min_nodes": 1.0, "low": 2.0})
+    assert (settings.min_nodes, settings.max_nodes) == (1, 2)
+    assert set(taken) == {"max_nodes", "min_nodes"}
+    assert len(refused) == 1
+
+
+def test_what_does_not_fit_the_command_line_is_a_warning_and_nothing_changes(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.ruler.change(ScalingSettings(min_nodes=1, max_nodes=2))
+    cluster.submit(nodes=2)
+    set_("max-nodes=0")
+    cluster.tick()
+    assert len(cluster.instances) == 2
+    (warning,) = cluster.status().warnings
+    assert "what --set has written cannot be used" in warning
+    assert "--min-nodes 1 and --max-nodes 0" in warning

@@ -1,0 +1,121 @@
+"""`adaptdl cluster grant` and `revoke`, and the password that nodes share, without nodes and without etcd."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from adaptdl_elastic.autoscaler.cli import adaptdl
+from adaptdl_elastic.autoscaler.provisioning import bring_up, store_users
+from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.rendezvous.services import context as contexts
+from adaptdl_elastic.rendezvous.services.context import ClusterContext
+
+pytestmark = pytest.mark.processes  # ssh-keygen
+
+
+class Lab:
+    """The cluster `lab` of eve, whose nodes and etcd are played.
+
+    Attributes:
+        calls: What nodes and etcd were asked for, in order.
+        nodes_are_down: Whether the nodes cannot be reached.
+    """
+
+    def __init__(self, context: ClusterContext, key: Path) -> None:
+        self.context, self.key = context, key
+        self.credentials = Credentials(context)
+        self.calls: list[str] = []
+        self.nodes_are_down = False
+
+    def send_people(self, context: ClusterContext) -> None:
+        self.calls.append(f"nodes: {', '.join(self.credentials.people())}")
+        if self.nodes_are_down:
+            raise ProvisionError("node2: ssh cannot log in")
+
+    def remove_user(self, context: ClusterContext, person: str) -> None:
+        self.calls.append(f"etcd: no {person}")
+
+    def add_user(self, context: ClusterContext, person: str) -> str:
+        self.calls.append(f"etcd: {person}")
+        return "password"
+
+    def run(self, *arguments: str) -> Result:
+        self.calls.clear()
+        return CliRunner().invoke(adaptdl, ["cluster", *arguments], prog_name="adaptdl")
+
+    def grant(self, person: str, *options: str) -> Result:
+        return self.run("grant", person, str(self.key), *options)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    context = ClusterContext("lab", "abc", "https://h:1", "eve", ("node1", "node2"))
+    contexts.save(context)
+    Credentials(context).prepare()
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "alice"], check=True)
+    made = Lab(context, tmp_path / "alice.pub")
+    monkeypatch.setattr(bring_up, "send_people", made.send_people)
+    monkeypatch.setattr(store_users, "remove", made.remove_user)
+    monkeypatch.setattr(store_users, "add", made.add_user)
+    return made
+
+
+def test_a_revoke_that_did_not_reach_every_node_may_be_repeated(lab: Lab) -> None:
+    assert lab.grant("alice").exit_code == 0
+    lab.nodes_are_down = True
+    failed = lab.run("revoke", "alice")
+    assert (failed.exit_code, failed.output) == (1, "adaptdl: node2: ssh cannot log in\n")
+    assert lab.calls == ["etcd: no alice", "nodes: eve"], "the store lets her in no more"
+    lab.nodes_are_down = False
+    again = lab.run("revoke", "alice")
+    assert lab.calls == ["etcd: no alice", "nodes: eve"]
+    assert again.output == "adaptdl: alice has no right to use cluster lab; every node knows that\n"
+    assert again.exit_code == 1
+
+
+def test_an_archive_that_cannot_be_written_lets_nobody_in(lab: Lab, tmp_path: Path) -> None:
+    for place in (tmp_path / "none" / "a.tar", lab.key / "a.tar"):
+        refused = lab.grant("alice", "--archive", str(place))
+        assert refused.exit_code == 2
+        assert refused.output.count("\n") == 1
+        assert f"--archive {place}: " in refused.output
+        assert "a directory where you may write" in refused.output
+        assert (lab.calls, list(lab.credentials.people())) == ([], ["eve"])
+    assert lab.grant("alice", "--archive", str(tmp_path / "a.tar")).exit_code == 0
+    assert (tmp_path / "a.tar").exists()
+    assert lab.calls == ["nodes: alice, eve", "etcd: alice"]
+
+
+def test_a_password_that_people_may_have_is_changed_until_etcd_has_the_new_one(lab: Lab) -> None:
+    password = lab.context.directory / "password"
+    first = password.read_text()
+    lab.credentials.prepare()
+    assert (password.read_text(), lab.credentials.password_is_shared) == (first, False)
+    (lab.context.directory / "password-is-of-nodes").unlink()  # as the version before left the directory
+    lab.credentials.prepare()
+    assert (password.read_text() != first, lab.credentials.password_is_shared) == (True, True)
+    lab.credentials.keep_password()
+    kept = password.read_text()
+    lab.credentials.prepare()
+    assert password.read_text() == kept
+    assert password.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["up", "up node3", "add node3", "remove node1", "down", "down --purge", "grant alice KEY", "revoke eve"],
+)
+def test_a_person_who_was_let_in_changes_neither_nodes_nor_people(lab: Lab, command: str) -> None:
+    (lab.context.directory / "ca-key.pem").unlink()  # a person's archive has none
+    before = {path: path.read_bytes() for path in lab.context.directory.iterdir()}
+    refused = lab.run(*command.replace("KEY", str(lab.key)).split())
+    assert (refused.exit_code, refused.output.count("\n"), lab.calls) == (1, 1, [])
+    assert refused.output.startswith("adaptdl: cluster lab was brought up by another user, who alone changes")
+    assert {path: path.read_bytes() for path in lab.context.directory.iterdir()} == before
+    assert contexts.choose(None).nodes == ("node1", "node2")

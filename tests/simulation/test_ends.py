@@ -1,0 +1,58 @@
+"""A job is done only if every node of its last generation says so, whatever was planned meanwhile."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from faultsim.agents import Job
+from faultsim.replica import Replica, Script
+from faultsim.world import World
+
+from adaptdl_elastic.rendezvous.schema.records import (
+    JobRequest,
+    JobSpec,
+    JobState,
+    Rescale,
+    encode,
+)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize(("rescale", "drained"), [(Rescale.RESTART, True), (Rescale.INPLACE, False)])
+def test_a_job_whose_rank_0_is_lost_behind_the_last_epoch_goes_on(
+    rescale: Rescale, drained: bool, nodes: int, seed: int
+) -> None:
+    world, lost = World(seed), list[Replica]()
+
+    def crash(replica: Replica) -> None:
+        world.truth.job("a").deaths += 1
+        world.truth.excuse()
+        replica.machine.crash()
+
+    def lose_rank_0() -> None:
+        living = [one for found in world.truth.live.values() for one in found if one.alive]
+        if lost or len(living) < nodes or not all(one.over for one in living):
+            return
+        lost.extend(one for one in living if one.rank == 0)
+        if drained:
+            world.kernel.after(0.1, lost[0].agent.notice, signal.SIGTERM)  # type: ignore[attr-defined]
+        world.kernel.after(1.0, crash, lost[0])
+
+    world.on_script_end.append(lose_rank_0)
+    with world.running():
+        spec = JobSpec("a", "", max_nodes=nodes, max_replicas=nodes, rescale=rescale, checkpoint_path="/a")
+        world.jobs["a"] = Job(spec, Script(steps=120, tail_seconds=12.0))
+        for index in range(nodes):
+            world.kernel.after(float(index), world.start_agent, world.machine(f"n{index}", 1), "a")
+        world.etcd.put(world.keys.job("a", "request"), encode(JobRequest(replicas=nodes)), None)
+        world.kernel.run(400.0)
+    assert lost
+    assert not lost[0].finished
+    assert world.kernel.defects == []
+    assert world.history_violations() == []
+    job = world.truth.job("a")
+    assert job.status is not None
+    assert job.status.state is JobState.DONE
+    assert job.finished

@@ -1,0 +1,49 @@
+"""Sia's rules are replayed exactly: the artifact's own figures of two simple policies come out."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from adaptdl_elastic.autoscaler.simulator.outcome_report import summarize
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACES = ROOT.parent / "shared" / "traces" / "hetero"
+pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason=f"no traces in {TRACES}")
+
+
+@pytest.fixture(scope="module")
+def sia() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sia_benchmark", ROOT / "benchmarks" / "sia.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("policy", "number", "average"),
+    [
+        ("fifo", 1, 7562.7875),
+        pytest.param("las", 1, 6234.3625, marks=pytest.mark.slow),
+        pytest.param("fifo", 2, 21271.8375, marks=pytest.mark.slow),
+    ],
+)
+def test_a_replay_gives_exactly_the_figures_of_the_artifact(
+    sia: ModuleType, policy: str, number: int, average: float
+) -> None:
+    simulation = sia.replay(TRACES, number, policy)
+    assert summarize(simulation.outcome, fairness=False).average_jct == average
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_jobs_end_sooner_than_under_sia(sia: ModuleType) -> None:
+    report = summarize(sia.replay(TRACES, 3, "goodput").outcome, fairness=False)
+    assert report.average_jct < 0.97 * 2049.4  # Sia's, measured with the artifact

@@ -1,0 +1,198 @@
+"""AdaptiveFSDP: checkpoints of any number of replicas, parts that move, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replicas
+import sharded_cases
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import checkpoint
+from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._sharded import fully_shard as private
+
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith(private.TESTED), reason="torch's interface was not tested"
+)
+
+
+def assert_close(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(torch.tensor(value), torch.tensor(theirs[name]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_of_two_is_continued_by_three_and_by_a_plain_model(tmp_path: Path) -> None:
+    wanted = replicas.run(sharded_cases.save, 2, str(tmp_path))[0]
+    assert_close(replicas.run(sharded_cases.load, 3, str(tmp_path))[2], wanted)
+    net = sharded_cases.network(seed=1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    model = adl.AdaptiveDataParallel(net, optimizer)
+    assert checkpoint.load_state(model._state, tmp_path)
+    sharded_cases.step(model, optimizer)
+    assert_close({name: value.tolist() for name, value in net.state_dict().items()}, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_parts_that_move_keep_weights_states_and_references() -> None:
+    first, second = replicas.run(sharded_cases.turned, 2)
+    assert first["equal"]
+    assert second["equal"]
+    assert first["parts"] == [3, 3, 1, 1]  # of 7, 7, 3 and 3 rows: what the second one had
+    assert second["parts"] == [4, 4, 2, 2]
+    net = sharded_cases.network()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(2):
+        sharded_cases.step(net, optimizer)
+    assert_close(first["next"], {name: value.tolist() for name, value in net.state_dict().items()})
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_not_supported_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = sharded_cases.network()
+    fully_shard(net[0])
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.raises(ValueError, match=r"call fully_shard\(model\) last"):
+        adl.AdaptiveFSDP(net, optimizer)
+    with pytest.raises(TypeError, match="AdaptiveFSDP"):
+        adl.AdaptiveDataParallel(net, optimizer)
+    net = sharded_cases.network()
+    fully_shard(net, ignored_params={net[0].bias})
+    with pytest.raises(ValueError, match=r"'0\.bias' is not sharded"):
+        adl.AdaptiveFSDP(net, torch.optim.AdamW(net.parameters()))
+    net = sharded_cases.network()
+    fully_shard(net, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(ValueError, match="leave out offload_policy"):
+        adl.AdaptiveFSDP(net, torch.optim.AdamW(net.parameters()))
+    net, optimizer = sharded_cases.sharded()
+    monkeypatch.setattr(private, "TESTED", ("2.99",))
+    with pytest.raises(ValueError, match=r"it needs torch 2\.99, and this is torch "):
+        adl.AdaptiveFSDP(net, optimizer)
+
+
+@pytest.mark.usefixtures("alone")
+def test_gathered_parameters_are_no_thawed_ones() -> None:
+    net, optimizer = sharded_cases.sharded()
+    model = adl.AdaptiveFSDP(net, optimizer)
+    with torch.no_grad():
+        model(torch.ones(1, 5))
+    assert not model.thawed  # the root's parameters stay gathered after the forward pass
+    model.refuse_thawed("a test")
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_that_are_not_synchronised_are_refused_where_they_would_be_lost() -> None:
+    net: Any
+    net, optimizer = sharded_cases.sharded()
+    model = adl.AdaptiveFSDP(net, optimizer)
+    inputs = torch.ones(8, 5)
+
+    def train() -> None:
+        for batch in adl.AdaptiveDataLoader(inputs, batch_size=4):  # type: ignore[arg-type]
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    net.set_requires_gradient_sync(False)
+    model(inputs)  # outside of a loop, where no change comes
+    with pytest.raises(RuntimeError, match=r"leave out set_requires_gradient_sync\(False\)"):
+        train()
+    net.set_requires_gradient_sync(True)
+    net[0].set_requires_gradient_sync(False)  # of one layer only
+    with pytest.raises(RuntimeError, match=r"leave out set_requires_gradient_sync\(False\)"):
+        train()
+    net[0].set_requires_gradient_sync(True)
+    train()
+    assert model.attempted_steps == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_that_were_not_stepped_yet_are_known() -> None:
+    net, optimizer = sharded_cases.sharded()
+    model = adl.AdaptiveFSDP(net, optimizer)
+    known = []
+
+    def passes() -> None:
+        model(torch.ones(4, 5)).square().mean().backward()
+        known.append(model.accumulates_by_hand)
+
+    model(torch.ones(4, 5))
+    assert not model.accumulates_by_hand
+    passes()
+    optimizer.step()
+    assert not model.accumulates_by_hand  # the gradients are still there
+    passes()
+    optimizer.zero_grad()
+    assert not model.accumulates_by_hand
+    passes()
+    for param in net.parameters():
+        param.grad = None
+    assert not model.accumulates_by_hand
+    assert known == [True, True, True]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_pass_that_adds_to_gradients_that_were_stepped_is_refused() -> None:
+    net, optimizer = sharded_cases.sharded()
+    model = adl.AdaptiveFSDP(net, optimizer)
+    inputs: Any = torch.ones(12, 5)
+
+    def train(drop: Callable[[], None]) -> int:
+        for batch in adl.AdaptiveDataLoader(inputs, batch_size=4):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            drop()
+        return model.attempted_steps
+
+    assert train(optimizer.zero_grad) == 3
+    assert train(lambda: optimizer.zero_grad(set_to_none=False)) == 6
+    optimizer.zero_grad()
+    assert train(model.zero_grad) == 9
+    assert train(lambda: net.zero_grad(set_to_none=False)) == 12
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) after each step"):
+        train(lambda: None)
+    assert model.attempted_steps == 13
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.usefixtures("alone")
+def test_what_is_due_between_two_backward_passes_of_a_step_waits_for_the_step(
+    sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, optimizer = sharded_cases.sharded() if sharded else _plain()
+    model: Any = (adl.AdaptiveFSDP if sharded else adl.AdaptiveDataParallel)(net, optimizer)
+    boundaries: list[tuple[int, int, int]] = []
+    boundary = current_session().consensus.boundary
+
+    def passed(position: Any, last: bool = False) -> None:
+        boundaries.append(position)
+        boundary(position, last)
+
+    monkeypatch.setattr(current_session().consensus, "boundary", passed)
+    loader: Any = adl.AdaptiveDataLoader(torch.ones(20, 5), batch_size=4)  # type: ignore[arg-type]
+    for _ in adl.remaining_epochs_until(2):
+        for turn, batch in enumerate(loader):
+            last = turn % 2 == 1
+            with contextlib.nullcontext() if sharded or last else model.no_sync():
+                model(batch).square().mean().backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+    # The gradients of the fifth batch are part of the next epoch's first step.
+    assert boundaries == [(0, 0, 0), (0, 1, 0), (0, 1, 8), (0, 1, 16), (1, 1, 8), (1, 1, 16)]
+
+
+def _plain() -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    net = sharded_cases.network()
+    return net, torch.optim.AdamW(net.parameters(), lr=0.1)

@@ -1,0 +1,131 @@
+"""A trial's job whose process is played: what is reported, saved and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptdl_elastic.tune import trial_job
+from adaptdl_elastic.tune.trial_job import TrialFailedError, TrialJob
+
+
+def metrics(**values: Any) -> dict[str, Any]:
+    return {"time": 1.0, "event": "metrics", "epoch": 0, **values}
+
+
+def checkpoint() -> dict[str, Any]:
+    return {"time": 1.0, "event": "checkpoint", "id": "1"}
+
+
+class PlayedProcess:
+    """A job that logs what it was given, a batch of events per look, and ends with `code` after the last."""
+
+    def __init__(
+        self, job: str, command: list[str], folder: Path, options: list[str], environment: Any
+    ) -> None:
+        self.job, self.checkpoints, self.log = job, folder / job, folder / f"{job}.log"
+        folder.mkdir(exist_ok=True)
+        self.log.write_text("one\n\ntwo\nthree\nRuntimeError: no\n")
+        self.found = sorted(path.name for path in self.checkpoints.glob("*"))
+        self.checkpoints.mkdir(exist_ok=True)
+        (self.checkpoints / f"of-{job}").touch()
+        self.batches: list[list[dict[str, Any]]] = []
+        self.code, self.stops = 0, 0
+
+    def events(self) -> list[dict[str, Any]]:
+        return self.batches.pop(0) if self.batches else []
+
+    def ended(self) -> int | None:
+        return None if self.batches else self.code
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def wait(self) -> int:
+        return self.code
+
+
+Played = list[PlayedProcess]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    """Every process that was started; the first one logs the batches that the test gives it by `play`."""
+    started: list[PlayedProcess] = []
+
+    def start(*given: Any) -> PlayedProcess:
+        started.append(PlayedProcess(*given))
+        return started[-1]
+
+    monkeypatch.setattr(trial_job, "JobProcess", start)
+    monkeypatch.setattr(trial_job, "LOOK_EVERY", 0.0)
+    return started
+
+
+def job_of(folder: Path, played: Played, *batches: list[dict[str, Any]], code: int = 0) -> TrialJob:
+    job = TrialJob("t", folder, ["train.py"], [], "unix:/nowhere")
+    folder.mkdir(exist_ok=True)
+    job.start()
+    played[-1].batches, played[-1].code = list(batches), code
+    return job
+
+
+def test_reports_come_one_by_one_with_the_size_at_that_moment(tmp_path: Path, played: Played) -> None:
+    size = {"time": 1.0, "event": "generation", "replicas": 2}
+    job = job_of(tmp_path, played, [metrics(loss=3.0)], [size, metrics(loss="nan"), metrics(loss=1.0)])
+    assert job.next() == {"epoch": 0, "loss": 3.0}
+    found = job.next()
+    assert found is not None
+    assert found["replicas"] == 2
+    assert found["loss"] != found["loss"]
+    assert job.next() == {"epoch": 0, "loss": 1.0, "replicas": 2}
+    assert job.next() is None
+
+
+def test_a_job_that_fails_is_one_line_with_the_end_of_its_log(tmp_path: Path, played: Played) -> None:
+    job = job_of(tmp_path, played, [metrics(loss=3.0)], code=1)
+    assert job.next() is not None
+    with pytest.raises(
+        TrialFailedError, match=r"^t failed with exit code 1: two \| three \| RuntimeError: no$"
+    ):
+        job.next()
+
+
+def test_a_saved_state_has_the_reports_before_it_that_nobody_has_taken(
+    tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report behind the checkpoint is made again by the job that goes on."""
+    behind = [metrics(loss=2.0), checkpoint(), metrics(loss=1.0)]
+    job = job_of(tmp_path / "a", played, [metrics(loss=3.0)], [], behind, [])
+    monkeypatch.setattr(trial_job, "ask_for_checkpoint", lambda *_: "")
+    assert job.next() == {"epoch": 0, "loss": 3.0}
+    job.save(tmp_path / "saved")
+    assert [one["loss"] for one in json.loads((tmp_path / "saved" / "reports.json").read_text())] == [2.0]
+    other = job_of(tmp_path / "b", played)
+    other.resume(tmp_path / "saved")
+    assert played[-2].stops == 1, "what ran before is stopped"
+    assert other.next() == {"epoch": 0, "loss": 2.0}
+    assert other.next() is None
+    assert played[-1].found == ["of-t-0"], "it starts from the saved checkpoint"
+
+
+def test_a_job_that_ends_while_it_is_asked_for_its_state_is_saved_as_it_ended(
+    tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path, played, [], [], [metrics(loss=2.0)])
+    monkeypatch.setattr(trial_job, "ask_for_checkpoint", lambda *_: "t-0 has already ended: done")
+    job.save(tmp_path / "saved")
+    assert len(json.loads((tmp_path / "saved" / "reports.json").read_text())) == 1
+
+
+def test_a_job_that_cannot_save_its_state_is_one_line(
+    tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path, played, *([[]] * 1000))
+    monkeypatch.setattr(trial_job, "ask_for_checkpoint", lambda *_: "adaptdl: the store does not answer")
+    monkeypatch.setattr(trial_job, "SAVE_SECONDS", 0.0)
+    with pytest.raises(TrialFailedError, match="t cannot save its state: adaptdl: the store does not answer"):
+        job.save(tmp_path / "saved")
