@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -65,10 +67,17 @@ def sweep(folder: Path, *options: str, **variables: str) -> subprocess.Popen[str
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Yield a folder with the script and the study; end what the test left running."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "study.py").write_text(STUDY)
-    return tmp_path
+    before = set(psutil.Process().children(recursive=True))
+    yield tmp_path
+    left = [one for one in psutil.Process().children(recursive=True) if one not in before]
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=60)
 
 
 def test_the_best_rate_is_found_and_a_trial_that_fails_is_one_line(folder: Path) -> None:

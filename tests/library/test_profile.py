@@ -71,6 +71,27 @@ def test_sizes_measured_at_other_speeds_meet_when_one_is_returned_to() -> None:
     assert machine.ratio(32, 64) == pytest.approx(1.0, rel=0.05)
 
 
+@pytest.mark.parametrize("factor", [250.0, 1 / 250.0])
+def test_a_jump_at_a_change_is_recognised_when_the_size_before_is_used_again(factor: float) -> None:
+    """A trial grew to two replicas when its slow part began, and stayed at one for good after that."""
+    machine = Machine(lambda now: 1.0 if now < 10 else factor)
+    machine.train(64, 10)
+    machine.train(16, 10, replicas=2)
+    assert machine.ratio(16, 64) == pytest.approx(factor, rel=0.3), "nothing says that it is a jump"
+    machine.train(64, step_times.LONG + 2)
+    assert machine.ratio(16, 64) == pytest.approx(1.0, rel=0.15)
+
+
+def test_the_slow_first_steps_after_a_change_drop_nothing() -> None:
+    machine = Machine(lambda now: 20.0 if 20 <= now < 22 else 1.0)
+    machine.train(64, 10)
+    machine.train(16, 10)
+    for _ in range(2):
+        machine.train(64, 3)
+        spans = machine.times.spans()
+        assert step_times.since_jump(spans) == spans
+
+
 def test_a_busy_machine_is_averaged_out() -> None:
     """Speed wanders by a quarter either way within seconds, steps vary by a fifth: ratios still hold."""
     errors = []

@@ -13,6 +13,10 @@ least-squares u and g (`levels`) follow from all spans together. Measurements ri
 change of configuration determine their ratio best, and returning to a configuration improves all that were
 measured between. Times are returned as of now: for the configuration in use what was measured last, for
 another one that time multiplied by exp(u_k − u_now).
+
+One case is ambiguous: the speed jumps at the moment of a change. The jump then looks like a property of the
+new configuration. When the old one is used again and its steps take far longer or shorter than before
+(`JUMP`), what was measured before it was left is dropped.
 """
 
 from __future__ import annotations
@@ -52,6 +56,9 @@ steps out, which are rare among short steps and common among long ones, would fa
 """
 
 _LONGEST = 4096  # most measurements of a span
+JUMP = 5.0
+"""Factor between the times of two stays at one configuration from which on the earlier stay is dropped."""
+
 MOST_SPANS = 96  # most spans that are kept: `levels` then takes a millisecond
 # noise of a span (logarithms); its correlation time (seconds); smallest noise
 _JITTER, _CORRELATED, _FLOOR = 0.15, 0.5, 0.02
@@ -235,6 +242,29 @@ def thinned(spans: list[Span]) -> list[Span]:
     return spans
 
 
+def _level(span: Span) -> float:
+    return (span.optim if span.optim.number else span.accum).level
+
+
+def since_jump(spans: Sequence[Span]) -> Sequence[Span]:
+    """Return the spans after the last stay that a later one at the same configuration contradicts.
+
+    Two stays contradict each other if steps take `JUMP` times as long in one as in the other. The later one
+    counts when it has lasted `LONG`: the first steps after a change are often slow.
+    """
+    places = [0] + [i + 1 for i, (one, other) in enumerate(pairwise(spans)) if one.key != other.key]
+    stays = [spans[begin:end] for begin, end in zip(places, [*places[1:], len(spans)], strict=True)]
+    for later in range(len(stays) - 1, 0, -1):
+        stay = stays[later]
+        same = [i for i in range(later) if stays[i][0].key == stay[0].key]
+        enough = next((span for span in stay if span.ended - stay[0].began >= LONG), None)
+        if not same or enough is None:
+            continue
+        if abs(_level(enough) - _level(stays[same[-1]][-1])) > math.log(JUMP):
+            return spans[places[same[-1] + 1] :]
+    return spans
+
+
 def levels(spans: Sequence[Span]) -> dict[tuple[Key, bool], float]:
     """Return u by (configuration, without synchronisation?), relative to g of the last span."""
     found = dict.fromkeys((span.key, kind) for span in spans for kind, _ in span.kinds())
@@ -278,6 +308,7 @@ def entries(spans: Sequence[Span]) -> tuple[ProfileEntry, ...]:
     """Return mean times by configuration, as of the end of the last span. `spans` are in order of time."""
     if not spans:
         return ()
+    spans = since_jump(spans)
     counts = {(span.key, kind): 0 for span in spans for kind in (True, False)}
     lasted, precision = dict.fromkeys(counts, 0.0), dict.fromkeys(counts, 0.0)
     for span in spans:
