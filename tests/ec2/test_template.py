@@ -107,6 +107,7 @@ def test_commands_inside_have_the_options_they_use(template: dict[str, Any]) -> 
     assert used <= known
 
 
+@pytest.mark.processes
 def test_a_node_watches_whether_it_is_accounted_for(template: dict[str, Any]) -> None:
     """The unit as the shell writes it, and as systemd reads it."""
     from adaptdl_elastic.agent.machine.node_end import parse_options

@@ -5,6 +5,7 @@ A test that starts processes has the marker `processes`, `etcd` or `slow`, or it
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing.process
 import os
 import subprocess
@@ -30,6 +31,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _forbid_processes() -> None:
     """Let every attempt of a test to start a process fail, with what to do."""
+    importlib.import_module("matplotlib.font_manager")  # a user's first import asks a process for the fonts
 
     def refuse(*given: Any, **options: Any) -> NoReturn:
         pytest.fail("this test starts a process: give it `@pytest.mark.processes`")
