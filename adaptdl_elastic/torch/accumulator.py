@@ -124,7 +124,7 @@ class Accumulator(MutableMapping[Any, Any]):
         name = f"{part} {block} {running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
         number, before = self._additions.get((epoch, name), (0, ""))
         number, values = self._additions[epoch, name] = number + 1, extended(before, change)
-        self._state.add_outside(Addition(epoch, loop, block, name, number, before, values), {key: change})
+        self._state.add_outside(Addition(epoch, loop, block, name, number, values), {key: change})
 
     # ------------------------------------------------------------------------------ synchronized mode
 

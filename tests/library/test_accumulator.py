@@ -21,6 +21,7 @@ from ports import free_port
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch import AdaptiveDataLoader, remaining_epochs_until
 from adaptdl_elastic.torch._data import accumulator_state
+from adaptdl_elastic.torch._data.accumulator_state import Additions
 from adaptdl_elastic.torch.accumulator import Accumulator
 
 SIZE = 12
@@ -590,6 +591,60 @@ def test_a_script_that_was_edited_elsewhere_adds_nothing_twice(script: Script) -
     sums = Accumulator()
     with sums.synchronized():
         assert dict(sums) == {"n": 1, "m": 4}
+
+
+def merged(one: Additions, other: Additions) -> Additions:
+    return accumulator_state.merge_with_additions(({}, one), ({}, other))[1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "then", "total"),
+    [
+        (1, (5, 6), 5 + 6),  # rank 0 had made three before the restart
+        (1, (5,), 5),
+        (1, (4, 6), 5 + 6),  # measured again, and one that the run had not come to
+        (0, (1, 2, 3, 4), 5 + 4),
+        (2, (1, 2), 5),  # it had made none: work of others that moved here
+    ],
+)
+def test_a_replica_is_compared_with_the_one_that_had_its_rank(
+    script: Script, monkeypatch: pytest.MonkeyPatch, rank: int, then: Sequence[int], total: int
+) -> None:
+    made: Additions = {}
+    for life, (place, values) in enumerate([(0, (1, 2, 3)), (1, (5,)), (rank, then)]):
+        monkeypatch.setattr(accumulator_state, "rank", lambda place=place: place)
+        monkeypatch.setattr(accumulator_state, "replicas", lambda: 3)
+        sums = Accumulator()
+        for value in values:
+            sums["x"] += value
+        state = insides.state(sums)
+        if life == 0:
+            made = state.additions
+        elif life == 1:
+            state.additions = merged(state.additions, made)
+            checkpoint.save_all_states()
+        else:
+            with sums.synchronized():
+                assert sums["x"] == total
+        script.restart()
+
+
+def test_what_is_kept_of_additions_outside_of_epochs_does_not_grow_with_syncs(tmp_path: Path) -> None:
+    """Two replicas kept 100 entries after 50 syncs."""
+    kept: Any = {}
+    for number in range(1, 51):
+        kept = merged(kept, {None: {"x": (number, (2,), None, ((0, number, f"a{number}"),))}})
+        kept = merged(kept, {None: {"x": (number, (2,), None, ((1, number, f"b{number}"),))}})
+    assert kept[None]["x"] == (50, (2,), None, ((0, 50, "a50"), (1, 50, "b50")))
+
+
+def test_a_state_of_an_older_version_changes_nothing(script: Script) -> None:
+    sums = Accumulator(n=1)
+    state = insides.state(sums)
+    with pytest.raises(ValueError, match="older version"):
+        state.load_state_dict({"results": {"n": 7}, "updates": {}, "history": {}})
+    with sums.synchronized():
+        assert dict(sums) == {"n": 1}
 
 
 @pytest.mark.processes

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 Totals = dict[Any, Any]
 """Sums of one accumulator, by their keys."""
-Series = tuple[int, str]
-"""Number of additions of one name by one replica, and a digest of all their values in order."""
+Series = tuple[int, int, str]
+"""A replica's rank, the number of its additions of one name, and a digest of all their values in order."""
 Made = tuple[int, tuple[int, ...], tuple[str, ...] | None, tuple[Series, ...]]
 """How often additions of one name were made, on how many replicas, their values (None: not compared), and
 the series of each replica."""
@@ -54,10 +54,8 @@ class Addition(NamedTuple):
     """Name of the addition, the same in every run of the script."""
     number: int
     """Number of additions of this name that this process has made, including this one."""
-    before: str
-    """Digest of the values of the additions of this name before this one; empty if this is the first."""
     values: str
-    """Digest of the same values and this one."""
+    """Digest of the values of these additions, in order."""
 
 
 class AccumulatorState(checkpoint.TensorState):
@@ -121,10 +119,10 @@ class AccumulatorState(checkpoint.TensorState):
             self._compare(addition, change)
             return
         value = _comparable(next(iter(change.values())))
-        series = (addition.number, addition.values)
+        series = (rank(), addition.number, addition.values)
         new: Made = (addition.number, (replicas(),), None if value is None else (value,), (series,))
         made = self.additions.setdefault(addition.epoch, {})
-        made[addition.name] = _both(new, _without(made.get(addition.name), addition))
+        made[addition.name] = _both(new, made.get(addition.name))
         self.updates = merge(self.updates, change)
         if _session.current().joining:
             self._own.append((addition, change))
@@ -136,12 +134,18 @@ class AccumulatorState(checkpoint.TensorState):
         additions are new ones only if the script repeats the earlier ones with the same values, on the same
         number of replicas. Otherwise it may have divided the same work in another way, for example
         among other replicas, or into batches of another size.
+
+        A replica is compared with the one that had its rank. A newcomer, and a replica whose rank has made
+        none, are compared with all replicas.
         """
-        epoch, loop, block, name, number, _, values = addition
+        epoch, loop, block, name, number, values = addition
         times, on_replicas, _, series = self._loaded.get(epoch, {}).get(name, _NONE)
         place, same = (epoch, loop, block), on_replicas == (replicas(),)
+        own = [one for one in series if one[0] == rank()]
+        if own and same and not _session.current().joining:
+            series, times = tuple(own), own[0][1]
         if number <= times:
-            if number == times and same and (number, values) not in series:
+            if number == times and same and (number, values) not in [one[1:] for one in series]:
                 self._measured_again.add(place)
             return True
         if not times or (same and place not in self._measured_again):
@@ -191,7 +195,7 @@ class AccumulatorState(checkpoint.TensorState):
         """Add up the sums of all replicas. A collective."""
         self._settle()
         mine = self.updates, self.additions
-        total, self.additions = collective.allreduce(mine, _merge_with_additions, tag=self.name)
+        total, self.additions = collective.allreduce(mine, merge_with_additions, tag=self.name)
         self.add_total(total)
 
     def syncing(self) -> Callable[[], None]:
@@ -241,11 +245,11 @@ class AccumulatorState(checkpoint.TensorState):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict.get("form") != _FORM:
+            raise ValueError("it was saved by an older version, which recognised additions in another way")
         saved = copy.deepcopy(state_dict)
         self.results, self.updates = _decode(saved["results"]), _decode(saved["updates"])
         self.history = {epoch: [_decode(s) for s in shown] for epoch, shown in saved["history"].items()}
-        if saved.get("form") != _FORM:
-            raise ValueError("it was saved by an older version, which recognised additions in another way")
         self._loaded, self._reached = saved["additions"], tuple(saved["reached"])
         self.additions = copy.deepcopy(self._loaded)
         self.syncs, self._loops = saved.get("syncs", 0), saved.get("loops", 0)
@@ -261,12 +265,17 @@ def replicas() -> int:
     return _session.current().replicas
 
 
+def rank() -> int:
+    """Return this replica's present rank."""
+    return _session.current().rank
+
+
 def add_to(sums: Totals, key: Any, value: Any) -> None:
     """Add `value` to the sum of `key`."""
     sums[key] = sums[key] + value if key in sums else value
 
 
-def _merge_with_additions(
+def merge_with_additions(
     a: tuple[Totals, Additions], b: tuple[Totals, Additions]
 ) -> tuple[Totals, Additions]:
     """Return the sums of both replicas, and for each name the larger of the two numbers of additions."""
@@ -286,16 +295,8 @@ def _both(a: Made, b: Made | None) -> Made:
     replicas = tuple(sorted({*a[1], *b[1]}))
     if values is not None and len(values) > _VALUES:
         values = None
-    return max(a[0], b[0]), replicas, values, tuple(sorted({*a[3], *b[3]}))
-
-
-def _without(made: Made | None, addition: Addition) -> Made | None:
-    """Return `made` without this replica's series up to `addition`, which a longer one replaces."""
-    if made is None:
-        return None
-    times, on_replicas, values, series = made
-    old = (addition.number - 1, addition.before)
-    return times, on_replicas, values, tuple(one for one in series if one != old)
+    longest = {one[0]: one for one in sorted({*a[3], *b[3]})}  # by rank
+    return max(a[0], b[0]), replicas, values, tuple(longest.values())
 
 
 def extended(series: str, value: Any) -> str:
