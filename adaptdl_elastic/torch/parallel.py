@@ -718,16 +718,16 @@ def _agree_on_buckets(adp: AdaptiveDataParallel) -> None:
     if not torch.is_grad_enabled():
         return
 
-    def arrange() -> None:
-        adp._has_rebuilt_buckets = adp.reducer._rebuild_buckets()
-
+    reducer, arranged = adp.reducer, []
     try:
-        backends.patiently(current_session(), hook.link, arrange)
+        backends.patiently(current_session(), hook.link, lambda: arranged.append(reducer._rebuild_buckets()))
     except RuntimeError:
         # The thread may keep a lock of DDP's reducer, which the backward pass of this step would wait for.
-        adp.reducer._remove_autograd_hooks()
-        backends.keep_object(adp.reducer)  # a loader's worker that is forked meanwhile would free it
+        reducer._remove_autograd_hooks()
+        backends.keep_object(reducer)  # a loader's worker that is forked meanwhile would free it
         raise
+    # not in the thread: one that ends late would mark the buckets of a later generation's reducer
+    adp._has_rebuilt_buckets = arranged[0]
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

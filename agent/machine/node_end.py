@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import shlex
 import subprocess
@@ -166,7 +167,10 @@ def main(
 
 
 def _silence(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not LEAST_SECONDS <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: give at least {LEAST_SECONDS:g} seconds")
     return seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from adaptdl_elastic.agent.runtime import failure_reports
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
@@ -17,15 +18,22 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     Transition,
 )
+from adaptdl_elastic.storage import DirectoryStorage, StorageError
 
 
 class FailureReporter:
     """Tells of each failure once, with one traceback."""
 
     def __init__(
-        self, output: Output, recorder: EventRecorder, say: Callable[[str], None], max_restarts: int
+        self,
+        output: Output,
+        recorder: EventRecorder,
+        say: Callable[[str], None],
+        max_restarts: int,
+        checkpoint_path: str,
     ) -> None:
         self._recorder, self._say, self._max_restarts = recorder, say, max_restarts
+        self._checkpoint_path = checkpoint_path
         self._tracebacks = TracebackDisplay(output)
 
     def failed(
@@ -71,8 +79,18 @@ class FailureReporter:
         """Tell that a generation starts because the one before was lost, if that is so."""
         if plan.transition is not Transition.ABORT or plan.generation <= plan.first:
             return
-        origin = "the beginning" if saved is None else f"the checkpoint of step {saved.step}"
+        origin = self._begins_from() if saved is None else f"the checkpoint of step {saved.step}"
         if plan.cause is Cause.FAILURE:
             self._say(f"restart {plan.restarts} of {self._max_restarts}, from {origin}")
         else:
             self._say(f"starting again, from {origin} ({plan.reason}; not counted as a restart)")
+
+    def _begins_from(self) -> str:
+        """Return what a run goes on from that has saved nothing itself."""
+        path = self._checkpoint_path
+        if path.startswith("s3://"):
+            return "where the run began"  # to look there may take as long as its time limits
+        with suppress(StorageError):
+            if DirectoryStorage(path.removeprefix("file://")).ids():
+                return f"the newest checkpoint in {path}, which an earlier run has saved"
+        return "the beginning"

@@ -196,6 +196,7 @@ def test_an_agent_that_does_not_stop_goes_with_the_machine(caplog: pytest.LogCap
     [
         (("--stop=true", "--after=60"), "give at least 600 seconds"),
         (("--stop=true", "--after=nan"), "give at least 600 seconds"),
+        (("--stop=true", "--after=1h"), "1h: give at least 600 seconds"),
         (("--stop=true",), "no etcd was given"),
         (("--etcd=e:1",), "--stop"),
     ],

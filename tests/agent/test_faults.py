@@ -407,3 +407,28 @@ def test_a_script_of_which_not_one_sample_fits_into_memory_is_not_restarted(tmp_
     last = done.stderr.splitlines()[-1]
     what = "OneSampleError: not even one sample fits into memory (no room for 1)"
     assert f"failed, and a restart would not help: rank 0: {what}" in last
+
+
+def test_a_restart_names_the_checkpoint_of_an_earlier_run(tmp_path: Path) -> None:
+    """The run goes on from it, and has saved none itself."""
+    script = """
+import os, sys
+import torch
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import checkpoint
+
+adl.init_process_group("gloo")
+if not os.path.exists("first"):
+    open("first", "w").close()
+    checkpoint.save_all_states()
+    sys.exit(3)
+elif not os.path.exists("second"):
+    open("second", "w").close()
+    os.kill(os.getpid(), 9)
+"""
+    (tmp_path / "script.py").write_text(script)
+    options = ["--standalone", "--checkpoint-path=saved", "--rdzv-id=job"]
+    assert run_agent(tmp_path, *options, "--max-restarts=0", "script.py").returncode == 3
+    done = run_agent(tmp_path, *options, "script.py")
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 3, from the newest checkpoint in " in done.stderr
