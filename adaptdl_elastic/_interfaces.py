@@ -290,6 +290,10 @@ class ElasticLoader(Protocol):
         """Whether models are trained with this loader."""
 
     @property
+    def index_trained(self) -> int:
+        """Samples that the running data loop has taken, without a rest that was left out at its end."""
+
+    @property
     def training_loader_undecided(self) -> bool:
         """Whether no loader has been used for training yet."""
 

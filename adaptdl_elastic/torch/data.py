@@ -381,7 +381,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return None
             window, over = next(plan, None), False
             if window is None:
-                helper.current_index = (begun // size + 1) * size  # drop_last: the rest fills no window
+                helper.leave_out_rest((begun // size + 1) * size)
             if window is None or begun >= size:
                 over = self._ended()
             helper.pass_boundary(last=over)
@@ -389,7 +389,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return None
             if over or window is None:
                 return over
-        helper.current_index = (begun // size + 1) * size  # there was no window left from the start
+        helper.leave_out_rest((begun // size + 1) * size)  # there was no window left from the start
         return None
 
     def _fills(self) -> bool:

@@ -374,6 +374,7 @@ def train(folder: Path, replicas: int, **given: Any) -> list[Any]:
         return [torch.load(folder / f"result-{rank}") for rank in range(len(job.running))]
 
 
+REST = {"size": 483, "drop_last": True}  # three samples too many for 40 batches
 FAULTS: dict[str, dict[str, Any]] = {
     "rank 0 dies": {"faults": [[0, 20, 0, "die"]]},
     "rank 1 dies in a late bucket": {"faults": [[1, 20, 1, "die"]]},
@@ -386,13 +387,16 @@ FAULTS: dict[str, dict[str, Any]] = {
     "a step behind at the end of an epoch": {"faults": [[1, 39, 1, "miss"]], "late": [0]},
     "two are a step behind": {"faults": [[1, 20, 1, "miss"], [2, 20, 1, "miss"]], "late": [0]},
     "one of four is a step behind": {"faults": [[1, 20, 1, "miss"]], "late": [2], "replicas": 4},
+    "the last step before a rest to leave out": {"faults": [[2, 39, 1, "die"]], **REST},
+    "a step behind before a rest to leave out": {"faults": [[1, 39, 1, "miss"]], "late": [0], **REST},
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_at_any_bucket_leaves_no_trace(tmp_path: Path, name: str) -> None:
     """Parameters, optimizer, scheduler and loss scale end as in a run in which nobody dies."""
-    (undisturbed,) = train(tmp_path / "undisturbed", 1)
+    data = {key: value for key, value in FAULTS[name].items() if key in REST}
+    (undisturbed,) = train(tmp_path / "undisturbed", 1, **data)
     results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]})
     assert len(results) == FAULTS[name].get("replicas", 3) - 1
     for result in results:

@@ -29,7 +29,7 @@ from adaptdl_elastic.torch._runtime import position
 S = {
     "epochs": 2, "size": 480, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
     "optimizer": "sgd", "leave": 0, "leavers": [], "evaluate": False, "busy": None,
-    "large": None, "dies_giving": None,
+    "large": None, "dies_giving": None, "drop_last": False,
     **json.loads(os.environ["LOOP"]),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -207,7 +207,9 @@ def main():
         state_transfer.BUCKET = 1000
     if S["dies_giving"] == adl.rank():
         die_giving()
-    loader = adl.AdaptiveDataLoader(TensorDataset(inputs, targets), batch_size=S["batch"], shuffle=True)
+    loader = adl.AdaptiveDataLoader(
+        TensorDataset(inputs, targets), batch_size=S["batch"], shuffle=True, drop_last=S["drop_last"]
+    )
     net = Net()
     optimizer = optimizer_for(net)
     scheduler = scaler = None

@@ -86,6 +86,7 @@ class AdaptiveDataLoaderHelper:
         self._trained = False  # a model has been trained with this loader in this process
         self._handed_out = 0  # batches of the running data loop that this process has got
         self.left_out = 0  # samples at the end of a pass that `drop_last` leaves out
+        self._rest = (0, 0)  # index before and after the rest that was left out last
         # the number of batches from a position to the end of its pass; None: not known
         self.count_from: Callable[[int], int] | None = None
         self._left: int | None = None  # script-defined loader: batches left when the window began, if known
@@ -110,6 +111,20 @@ class AdaptiveDataLoaderHelper:
     @current_index.setter
     def current_index(self, index: int) -> None:
         self._running().index = index
+
+    def leave_out_rest(self, end: int) -> None:
+        """Advance `current_index` to the end of the pass, at index `end`: the rest fills no window."""
+        self._rest = self.current_index, end
+        self.current_index = end
+
+    @property
+    def index_trained(self) -> int:
+        """The `current_index`, without a rest that was left out right before it.
+
+        Two replicas that have made the same optimizer steps have the same value.
+        """
+        before, after = self._rest
+        return before if self.current_index == after else self.current_index
 
     @property
     def end_index(self) -> int:

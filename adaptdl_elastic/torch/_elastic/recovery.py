@@ -519,17 +519,20 @@ class Recovery:
 
     def _standing(self, helper: ElasticLoader | None) -> SurvivorReport:
         session, state = self._session, script_position()
+        training = helper is not None and helper.training
         index = state.index
         if self._failed:
             assert self._before is not None
             index = self._before.index
+        elif helper is not None and training and state.looping:
+            index = helper.index_trained  # another survivor may not have come to leaving out the rest
         mark = self._mark if self._mark is not None and self._mark.place == self._place() else None
         return SurvivorReport(
             rank=session.rank,
             step=session.step,
             position=(*self._place(), not state.looping),
             index=index,
-            training=helper is not None and helper.training,
+            training=training,
             partially_restored=self._partially_restored,
             buffers_diverged=self._buffers_diverged,
             synced={name: count for name, (_, _, count) in known_sums(session).items()},
