@@ -163,7 +163,8 @@ def progress() -> float:
     The declared training is that of the last `remaining_epochs_until` or `steps` that the script has reached.
     Within an epoch the first data loop that trains counts, by its samples or steps. With autoscaling its
     statistical progress counts, because that ends the epoch. A batch counts as soon as its optimizer step has
-    been taken, so the value is 1 after the last optimizer step.
+    been taken, so the value is 1 after the last optimizer step. A data loop left by `break` counts as
+    a whole one.
 
     Returns:
         0 before the first epoch loop. A stream counts when its loop has ended.
@@ -172,11 +173,10 @@ def progress() -> float:
     if not state.until:
         return 0.0
     part, loader = 0.0, current_dataloader()
-    if current_epoch() is not None:
-        if state.training_over:
-            part = 1.0
-        elif loader is not None and loader.drives:
-            part = loader.part_done()
+    if state.training_over:  # also behind an epoch loop or `steps` that was left by `break`
+        part = 1.0
+    elif current_epoch() is not None and loader is not None and loader.drives:
+        part = loader.part_done()
     return min((state.finished + part) / state.until, 1.0)
 
 

@@ -198,6 +198,37 @@ def test_a_second_loop_of_steps_ends_one_that_was_left() -> None:
     assert list(adl.remaining_epochs_until(4)) == [2, 3]
 
 
+def test_progress_does_not_fall_when_a_loop_is_left() -> None:
+    """It was 0 behind a `break` out of `steps`, and a schedule began anew."""
+    model, optimizer, _ = training()
+    values = [adl.progress()]
+    for step in adl.steps(10):
+        optimizer.zero_grad()
+        model(torch.randn(4, 1)).square().mean().backward()
+        optimizer.step()
+        values.append(adl.progress())
+        if step == 4:
+            break
+    values.append(adl.progress())
+    assert values == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0]
+    for step in adl.steps(10):
+        if step == 0:
+            assert adl.progress() == 0.5, "one of two loops"
+
+
+def test_progress_behind_epochs_that_were_left_counts_the_last_loop() -> None:
+    model, optimizer, _ = training()
+    loader = adl.AdaptiveDataLoader(torch.randn(8, 1), batch_size=4)
+    for epoch in adl.remaining_epochs_until(4):
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        if epoch == 1:
+            break
+    assert adl.progress() == 0.5
+
+
 def test_steps_inside_a_data_loop_are_refused() -> None:
     for _ in adl.AdaptiveDataLoader(range(4), batch_size=2):
         with pytest.raises(RuntimeError, match=r"adl\.steps\(\) inside a data loop"):
