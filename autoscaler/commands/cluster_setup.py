@@ -21,6 +21,7 @@ from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials, wri
 from adaptdl_elastic.autoscaler.provisioning.nodes import private_archive
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextError
@@ -287,15 +288,26 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
 @click.argument("key", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="KEY.pub")
 @click.option("--admin", is_flag=True, help="PERSON may see and cancel other people's jobs.")
 @click.option(
+    "--most-priority",
+    type=click.IntRange(-MOST_PRIORITY, MOST_PRIORITY),
+    metavar="N",
+    help="Jobs of PERSON count with this priority at most. [default: 0; with --admin as they are submitted]",
+)
+@click.option(
     "--archive",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.tar",
     help="Write what PERSON unpacks in ~/.config/adaptdl, a password of the store among it.",
 )
 @cluster_option
-def grant(name: str | None, person: str, key: Path, admin: bool, archive: Path | None) -> None:
-    """Let PERSON use the cluster, who signs with the key of KEY.pub."""
-    granted = Person(person, signatures.public_key(key.read_text(errors="replace")), admin)
+def grant(
+    name: str | None, person: str, key: Path, admin: bool, most_priority: int | None, archive: Path | None
+) -> None:
+    """Let PERSON use the cluster, who signs with the key of KEY.pub.
+
+    The same command with other options changes what PERSON may do.
+    """
+    granted = Person(person, signatures.public_key(key.read_text(errors="replace")), admin, most_priority)
     context = _own(name)
     if archive is not None:
         _check_writable(archive)  # before PERSON is let in

@@ -316,7 +316,8 @@ def _tell(
 ) -> None:
     mine = {draft.job for draft in drafts}
     requests = [one for one in found.requests if one.submission.job not in mine]
-    requests += [Request(draft, None, JobState()) for draft in drafts]
+    last = max((one.revision for one in requests), default=0) + 1
+    requests += [Request(draft, None, JobState(), revision=last) for draft in drafts]
     verdicts = admit(requests, found.slots)
     if as_json:
         answers: list[dict[str, Any]] = [

@@ -5,7 +5,8 @@ two of them starts a job's agents a moment earlier or later, and nothing else. T
 the slots among the jobs that have begun.
 
 A job begins when the slots of the cluster are enough for its least number of replicas beside those of the
-jobs before it. Jobs that have begun come first, then higher priorities, then earlier submissions. A job that
+jobs before it. Jobs that have begun come first, then higher priorities, then earlier submissions. A priority
+counts up to what the job's owner may give. Earlier is what the store has got earlier. A job that
 has begun is never displaced. Later jobs that need fewer slots begin beside a job that waits for slots, if
 they were submitted within `OVERTAKING_SECONDS` after it. For jobs submitted later, its slots are kept.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from adaptdl_elastic.rendezvous.schema import records
-from adaptdl_elastic.rendezvous.schema.submissions import Submission
+from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY, Submission
 from adaptdl_elastic.rendezvous.text import pluralize
 
 OVERTAKING_SECONDS = 900.0
@@ -54,11 +55,26 @@ class JobState:
 
 @dataclass(frozen=True)
 class Request:
-    """A submission, who has cancelled it (None: nobody), and its run."""
+    """A submission, who has cancelled it (None: nobody), and its run.
+
+    Attributes:
+        submission: What the owner asked for.
+        cancelled_by: Who has cancelled it; None: nobody.
+        run: Its run.
+        most_priority: Largest priority that the owner may give.
+        revision: Revision of the store at which the submission was written.
+    """
 
     submission: Submission
     cancelled_by: str | None
     run: JobState
+    most_priority: int = MOST_PRIORITY
+    revision: int = 0
+
+    @property
+    def priority(self) -> int:
+        """The priority that counts."""
+        return min(self.submission.priority, self.most_priority)
 
     @property
     def over(self) -> bool:
@@ -98,6 +114,10 @@ def admit(requests: Iterable[Request], slots: int) -> dict[str, Verdict]:
         kept = sum(job.min_replicas for job in held_up if created - job.created > OVERTAKING_SECONDS)
         if not hindrance and not begun and taken + kept + least > slots:
             hindrance = _full(least, taken + kept, slots)
+            if slots >= least and one.priority < one.submission.priority:
+                hindrance += (
+                    f"; its priority counts as {one.priority}, the most that {one.submission.owner} may give"
+                )
             held_up += [one.submission] if least <= slots else []
         if hindrance:
             verdicts[one.submission.job] = Verdict(False, hindrance)
@@ -107,9 +127,9 @@ def admit(requests: Iterable[Request], slots: int) -> dict[str, Verdict]:
     return verdicts
 
 
-def _order(one: Request) -> tuple[bool, int, float, str]:
+def _order(one: Request) -> tuple[bool, int, int, float, str]:
     submission = one.submission
-    return one.run.agents == 0, -submission.priority, submission.created, submission.job
+    return one.run.agents == 0, -one.priority, one.revision, submission.created, submission.job
 
 
 def _full(least: int, taken: int, slots: int) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from adaptdl_elastic.rendezvous.schema.submissions import PERSON_PATTERN
+from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY, PERSON_PATTERN
 
 NAMESPACE = "adaptdl"
 """Namespace of the signatures: a signature made for another program is not valid here."""
@@ -42,11 +42,14 @@ class Person:
         name: Name of the person.
         key: Public key: type and base64, as in the first two words of a `.pub` file.
         admin: Whether the person may see and cancel other people's jobs.
+        most_priority: Largest priority that the person's jobs have, whatever they ask for; None: 0, or
+            `MOST_PRIORITY` for an administrator.
     """
 
     name: str
     key: str
     admin: bool = False
+    most_priority: int | None = None
 
     def __post_init__(self) -> None:
         if not _PERSON.fullmatch(self.name):
@@ -55,6 +58,13 @@ class Person:
             )
         if not _KEY.fullmatch(self.key):
             raise SignatureError(f"the key of {self.name} is no public key of OpenSSH: give a .pub file")
+
+    @property
+    def priority_limit(self) -> int:
+        """Largest priority that the person's jobs have."""
+        if self.most_priority is not None:
+            return self.most_priority
+        return MOST_PRIORITY if self.admin else 0
 
 
 People = Mapping[str, Person]
@@ -77,10 +87,19 @@ def decode_people(text: str) -> dict[str, Person]:
         SignatureError: the text holds something else.
     """
     try:
-        people = [Person(str(one["name"]), str(one["key"]), one["admin"] is True) for one in json.loads(text)]
-    except (ValueError, TypeError, KeyError) as error:
+        people = [
+            Person(
+                str(one["name"]), str(one["key"]), one["admin"] is True, _integer(one.get("most_priority"))
+            )
+            for one in json.loads(text)
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SignatureError(f"the list of people is damaged: {error!r}") from None
     return {person.name: person for person in people}
+
+
+def _integer(value: object) -> int | None:
+    return None if value is None else int(str(value))
 
 
 def request_text(cluster_id: str, node: str, method: str, target: str, body_digest: str, moment: str) -> str:

@@ -17,6 +17,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 from adaptdl_elastic.rendezvous.schema.records import JobState as State
 from adaptdl_elastic.rendezvous.schema.submissions import (
+    MOST_PRIORITY,
     Cancellation,
     Resumption,
     ServiceRecord,
@@ -126,9 +127,9 @@ class SubmissionReader:
             if item.key == self._keys.service(service.node):
                 services[service.node] = service
         agents = self._agents()
-        cancellations, refused = self._records(Cancellation, self._keys.cancellations, people)
-        resumptions, not_resumed = self._records(Resumption, self._keys.resumptions, people)
-        submissions, more = self._records(Submission, self._keys.submissions, people)
+        cancellations, refused, _ = self._records(Cancellation, self._keys.cancellations, people)
+        resumptions, not_resumed, _ = self._records(Resumption, self._keys.resumptions, people)
+        submissions, more, revisions = self._records(Submission, self._keys.submissions, people)
         requests = []
         for job, submission in submissions.items():
             cancellation = cancellations.get(job)
@@ -145,7 +146,8 @@ class SubmissionReader:
                 refused[job] = f"{resumption.person} may not resume it: it belongs to {submission.owner}"
                 resumption = None
             state = self._state(job, agents.get(job, 0), resumption)
-            requests.append(Request(submission, person, state))
+            most = MOST_PRIORITY if people is None else people[submission.owner].priority_limit
+            requests.append(Request(submission, person, state, most, revisions[job]))
         requests.sort(key=lambda one: (one.submission.created, one.submission.job))
         return Submitted(services, tuple(requests), {**not_resumed, **refused, **more})
 
@@ -189,11 +191,14 @@ class SubmissionReader:
 
     def _records(
         self, kind: type[R], prefix: str, people: People | None
-    ) -> tuple[dict[str, R], dict[str, str]]:
+    ) -> tuple[dict[str, R], dict[str, str], dict[str, int]]:
+        """Return the records below a prefix, why others are not valid, and revisions, all by job."""
         good: dict[str, R] = {}
         bad: dict[str, str] = {}
+        revisions: dict[str, int] = {}
         for item in self._store.range(prefix).items:
             job = item.key.rpartition("/")[2]
+            revisions[job] = item.mod_revision
             try:
                 if people is None:
                     good[job] = decode(kind, decode(Signed, item.value, item.key).text, item.key)
@@ -203,7 +208,7 @@ class SubmissionReader:
                 raise
             except (SignatureError, MalformedRecordError) as error:
                 bad[job] = str(error)
-        return good, bad
+        return good, bad, revisions
 
     def _verify(self, kind: type[R], key: str, value: str, revision: int, people: People) -> R:
         mark = (key, revision, signatures.digest(signatures.encode_people(people).encode()))

@@ -42,6 +42,24 @@ def test_jobs_begin_in_the_order_of_their_submission_while_there_is_room() -> No
     }
 
 
+def test_a_priority_counts_up_to_what_its_owner_may_give() -> None:
+    fair, greedy = request("fair", 3, created=1), request("greedy", 3, created=2, priority=900)
+    assert reasons(fair, greedy, slots=4)["greedy"] == ""
+    greedy = replace(greedy, most_priority=0)
+    assert reasons(fair, greedy, slots=4) == {
+        "fair": "",
+        "greedy": "needs 3 slots, jobs before it need 3 of 4; "
+        "its priority counts as 0, the most that alice may give",
+    }
+
+
+def test_a_job_that_says_that_it_is_old_does_not_come_first() -> None:
+    """A submission's time is its owner's word; the store's revision is not."""
+    first = replace(request("first", 3, created=100), revision=5)
+    forged = replace(request("forged", 3, created=1), revision=6)
+    assert reasons(forged, first, slots=4)["first"] == ""
+
+
 def test_a_small_job_begins_beside_a_large_one_that_waits() -> None:
     running, large, small = (
         request("running", 2, run=BUSY),
