@@ -1,4 +1,4 @@
-"""Archives by their SHA-256: receive, fetch from other nodes, unpack."""
+"""Archives by their SHA-256: receive, fetch from other nodes, unpack, delete."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import re
 import shutil
 import tarfile
 import tempfile
+import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +20,9 @@ from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, Se
 
 MOST_BLOB_BYTES = 20 << 30
 """Largest archive that is accepted."""
+
+KEPT_SECONDS = 7 * 24 * 3600.0
+"""Seconds after its last use for which an archive is kept that no job needs any more."""
 
 _CHUNK = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -42,8 +47,24 @@ class Blobs:
         return self._directory / digest
 
     def has(self, digest: str) -> bool:
-        """Return whether the archive is here."""
-        return self.path(digest).is_file()
+        """Return whether the archive is here. If so, `sweep` keeps it for `KEPT_SECONDS` from now."""
+        try:
+            os.utime(self.path(digest))
+        except OSError:
+            return False
+        return True
+
+    def sweep(self, needed: Collection[str], now: Callable[[], float] = time.time) -> None:
+        """Delete archives, and beginnings of archives, that were not used for `KEPT_SECONDS`.
+
+        Args:
+            needed: Digests of archives that stay.
+            now: The time of the file system's clock.
+        """
+        with suppress(OSError):  # what cannot be deleted now may be deleted at the next call
+            for path in self._directory.iterdir():
+                if path.name not in needed and now() - path.stat().st_mtime > KEPT_SECONDS:
+                    path.unlink(missing_ok=True)
 
     def receive(self, digest: str, size: int, read: Callable[[int], bytes]) -> None:
         """Store what `read` gives, if its SHA-256 is the digest.

@@ -77,6 +77,20 @@ class KnownJobs:
         known = self._jobs.get(job)
         return None if known is None else known.read().owner
 
+    def needed_archives(self) -> set[str]:
+        """Return the digests of the archives of jobs that may run, or run again."""
+        lasting = [
+            known.read()
+            for known in self._jobs.values()
+            if known.cancelled_by is None and known.ended in (None, JobState.STOPPED.value)
+        ]
+        return {
+            archive
+            for submission in lasting
+            for archive in (submission.bundle, submission.environment)
+            if archive is not None
+        }
+
     def vanished(self, jobs: Iterable[str], found: Submitted, people: People) -> set[str]:
         """Return those of the jobs that have no submission any more, although their owner is not revoked."""
         there = {request.submission.job for request in found.requests}

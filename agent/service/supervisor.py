@@ -47,6 +47,7 @@ LEASE_SECONDS = 5.0
 
 _LOOK_SECONDS = 0.5  # between two looks at the agents
 _READ_SECONDS = 2.0  # between two readings of the store if nothing is written there that concerns the service
+_SWEEP_SECONDS = 3600.0  # between two looks for archives that are not needed any more
 _RETRY_SECONDS = 1.0  # until a store that failed is tried again
 
 
@@ -70,6 +71,7 @@ class Supervisor:
         self._copied: set[str] = set()  # jobs whose checkpoints lie on the nodes
         self._known = KnownJobs(directory.state / "jobs.json")
         self._refused: dict[str, str] = {}
+        self._swept_at = float("-inf")
         listening = listen(config.host, self._ports())
         served = Served(config, directory, self._blobs, self._known.owner, self._running, self._state)
         self._port = ServicePort(listening, served)
@@ -192,6 +194,9 @@ class Supervisor:
             if one.over:
                 self._agents.forget(one.submission.job)
         self._notices.look(store, found.requests, peers)
+        if time.monotonic() - self._swept_at > _SWEEP_SECONDS:
+            self._swept_at = time.monotonic()
+            self._blobs.sweep(self._known.needed_archives())
 
     def _running(self) -> list[str]:
         return self._agents.running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import subprocess
 import tarfile
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaptdl_elastic.agent.service.blobs import BlobError, Blobs, unpack
+from adaptdl_elastic.agent.service.blobs import KEPT_SECONDS, BlobError, Blobs, unpack
 from adaptdl_elastic.agent.service.private_archive import PrivateArchive, read_private
 from adaptdl_elastic.autoscaler.provisioning import bundle
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
@@ -30,6 +31,22 @@ def work(tmp_path: Path) -> Path:
     (made / ".gitignore").write_text("data/\n*.txt\n")
     (made / "link").symlink_to("train.py")
     return made
+
+
+def test_archives_that_no_job_needs_are_deleted_a_week_after_their_last_use(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    for number in range(4):
+        blobs.path(str(number) * 64).write_bytes(b"archive")
+        os.utime(blobs.path(str(number) * 64), (0, 0))
+    (tmp_path / ".begun").touch()
+    os.utime(tmp_path / ".begun", (0, 0))
+    assert blobs.has("1" * 64), "submitted again: it is asked for"
+    used = blobs.path("1" * 64).stat().st_mtime
+    blobs.sweep({"0" * 64}, lambda: KEPT_SECONDS + 1)
+    assert {path.name[0] for path in tmp_path.iterdir()} == {"0", "1"}
+    blobs.sweep((), lambda: used + KEPT_SECONDS - 1)
+    assert blobs.has("1" * 64)
+    assert not blobs.has("0" * 64)
 
 
 @needs_git

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from adaptdl_elastic.agent.service.known_jobs import KnownJobs
@@ -25,6 +26,22 @@ def read(*requests: Request) -> Submitted:
 
 def waiting(submission: Submission) -> Request:
     return Request(submission, None, JobState())
+
+
+def test_archives_are_needed_until_a_job_has_ended_for_good(tmp_path: Path) -> None:
+    runs = replace(job(), job="runs", bundle="1" * 64, environment="e" * 64)
+    stopped = replace(job(), job="stopped", bundle="2" * 64)
+    done = replace(job(), job="done", bundle="3" * 64)
+    cancelled = replace(job(), job="cancelled", bundle="4" * 64)
+    found = read(
+        waiting(runs),
+        Request(stopped, None, JobState(state=State.STOPPED)),
+        Request(done, None, JobState(state=State.DONE)),
+        Request(cancelled, "alice", JobState()),
+    )
+    KnownJobs(tmp_path / "jobs.json").check(found, PEOPLE)
+    needed = KnownJobs(tmp_path / "jobs.json").needed_archives()
+    assert needed == {"1" * 64, "e" * 64, "2" * 64}
 
 
 def test_a_job_is_not_replaced_by_another_of_its_name(tmp_path: Path) -> None:
