@@ -209,6 +209,7 @@ def test_bad_options_are_named(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_the_whole_process_runs_its_command_and_ends_the_instance_it_is_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
