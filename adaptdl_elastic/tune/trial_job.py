@@ -11,9 +11,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adaptdl_elastic.autoscaler.sweep.trial_process import JobProcess
+from adaptdl_elastic.storage import is_id
 
 LOOK_EVERY = 0.1  # seconds between two looks at the event log
 SAVE_SECONDS = 120.0  # the longest wait for a checkpoint
@@ -24,6 +25,16 @@ _CHECKPOINT = (sys.executable, "-m", "adaptdl_elastic.autoscaler", "checkpoint")
 
 class TrialFailedError(RuntimeError):
     """The job of a trial has failed; the message has the end of its log."""
+
+
+class _Report(NamedTuple):
+    time: float  # wall clock of the replica that made it; 0: an earlier job of the trial has made it
+    values: dict[str, Any]
+
+
+class _Checkpoint(NamedTuple):
+    id: str
+    taken: float  # wall clock of that replica when it copied its state; it was written after that
 
 
 class TrialJob:
@@ -50,9 +61,9 @@ class TrialJob:
         self._name, self._folder, self._command = name, folder, list(command)
         self._options, self._endpoint, self._environment = list(options), endpoint, environment
         self._process: JobProcess | None = None
-        self._reports = deque[dict[str, Any]]()
-        # reports that nobody has asked for and that the newest checkpoint is behind; None: there is none yet
-        self._before_checkpoint: list[dict[str, Any]] | None = None
+        self._reports = deque[_Report]()
+        self._last_returned = 0.0  # time of the newest report that `next` has returned
+        self._newest: _Checkpoint | None = None  # checkpoint of the process
         self._size: dict[str, Any] = {}
 
     def next(self) -> dict[str, Any] | None:
@@ -76,24 +87,26 @@ class TrialJob:
             if code is not None:
                 raise TrialFailedError(f"{self._name} failed with exit code {code}: {_end_of(process.log)}")
             time.sleep(LOOK_EVERY)
-        return self._reports.popleft()
+        self._last_returned, values = self._reports.popleft()
+        return values
 
     def save(self, target: Path) -> None:
         """Save the trial's state, with the reports that belong to it, into a folder.
 
         Training goes on meanwhile: a report that is made after the state was saved is made again by a job
-        that resumes from it.
+        that resumes from it. A state of before a report that `next` has returned is therefore not taken. If
+        the job has ended, its last state is taken.
 
         Raises:
             TrialFailedError: the job cannot save its state.
         """
         process = self.start()
         self._read(process)
-        self._before_checkpoint = None
+        before = self._newest
         refused = ask_for_checkpoint(process.job, self._endpoint) if process.ended() is None else ""
         deadline = time.monotonic() + SAVE_SECONDS
         # a job that refuses because it is at its end saves its state, too, and ends
-        while self._before_checkpoint is None and process.ended() is None:
+        while process.ended() is None and (self._newest is before or self._is_behind()):
             if time.monotonic() > deadline:
                 why = refused or f"it takes longer than {SAVE_SECONDS:g} s"
                 raise TrialFailedError(f"{self._name} cannot save its state: {why}")
@@ -102,8 +115,9 @@ class TrialJob:
         self._read(process)
         if not process.checkpoints.is_dir():
             raise TrialFailedError(f"{self._name} has no checkpoint: {_end_of(process.log)}")
-        shutil.copytree(process.checkpoints, target / _SAVED)
-        waiting = list(self._reports) if self._before_checkpoint is None else self._before_checkpoint
+        newest = self._newest
+        _copy(process.checkpoints, newest, target / _SAVED)
+        waiting = [one.values for one in self._reports if newest is None or one.time <= newest.taken]
         (target / _PENDING).write_text(json.dumps(waiting))
 
     def resume(self, saved: Path) -> None:
@@ -111,7 +125,8 @@ class TrialJob:
         self.end()
         job = self._unused_name()
         shutil.copytree(saved / _SAVED, self._folder / job)
-        self._reports.extend(json.loads((saved / _PENDING).read_text()))
+        self._last_returned, self._newest = 0.0, None
+        self._reports.extend(_Report(0.0, values) for values in json.loads((saved / _PENDING).read_text()))
         self._start(job)
 
     def end(self) -> None:
@@ -145,9 +160,16 @@ class TrialJob:
                 case "metrics":
                     values = {name: _number(value) for name, value in event.items()}
                     del values["event"], values["time"]
-                    self._reports.append({**self._size, **values})
+                    self._reports.append(_Report(event["time"], {**self._size, **values}))
                 case "checkpoint":
-                    self._before_checkpoint = list(self._reports)
+                    self._newest = _Checkpoint(event["id"], event["taken"])
+
+    def _is_behind(self) -> bool:
+        """Return whether the newest checkpoint is of before a report that `next` has returned.
+
+        The script reports further values while a checkpoint is written.
+        """
+        return self._newest is not None and self._newest.taken < self._last_returned
 
 
 def ask_for_checkpoint(job: str, endpoint: str) -> str:
@@ -155,6 +177,17 @@ def ask_for_checkpoint(job: str, endpoint: str) -> str:
     command = [*_CHECKPOINT, job, f"--etcd={endpoint}"]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
     return asked.stderr.strip() if asked.returncode != 0 else ""
+
+
+def _copy(checkpoints: Path, newest: _Checkpoint | None, target: Path) -> None:
+    """Copy a job's newest checkpoint, without the note of a job that is done: another job goes on from it.
+
+    Older ones may be removed meanwhile. If the job has written none itself, what it has begun with is copied.
+    """
+    target.mkdir(parents=True)
+    found = [place.name for place in checkpoints.iterdir()] if newest is None else [newest.id]
+    for name in filter(is_id, found):
+        shutil.copytree(checkpoints / name, target / name)
 
 
 def _number(value: Any) -> Any:

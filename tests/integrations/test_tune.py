@@ -1,9 +1,10 @@
-"""Ray Tune with real Ray: trials that grow, end early, fail, and go on after their node's death."""
+"""Ray Tune with real Ray: trials grow, end early, fail, are cloned, and outlive a node and the driver."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ HEAD = """
 import json, os, pathlib, signal, time
 import ray, torch
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic.tune import AdaptDLScheduler, AdaptDLTrainableCreator, report
 
@@ -32,28 +33,36 @@ HERE = pathlib.Path.cwd()
 def train(config, checkpoint_dir=None):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
+    model.register_buffer("origin", torch.tensor(config["lr"]))  # of a clone: that of the other trial
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
     model = adl.AdaptiveDataParallel(model, optimizer)
+    optimizer.param_groups[0]["lr"] = config["lr"]
     x = torch.randn(800, 4)
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     loader = adl.AdaptiveDataLoader(data, batch_size=16)
+    reported = None
     for epoch in adl.remaining_epochs_until(config.get("epochs", 4)):
-        for a, b in loader:
-            optimizer.zero_grad()
-            loss = (model(a) - b).square().mean()
-            loss.backward()
-            optimizer.step()
-            if config.get("slow") and not (HERE / "go-on").exists():
-                time.sleep(len(a) / 400)
+        waits = True
+        while waits:
+            for a, b in loader:
+                optimizer.zero_grad()
+                loss = (model(a) - b).square().mean()
+                loss.backward()
+                optimizer.step()
+                if config.get("slow") and not (HERE / "go-on").exists():
+                    time.sleep(len(a) / 400)
+            held = epoch >= config.get("hold_at", 1000) and not (HERE / "go-on").exists()
+            waits = held or reported == 2 and config.get("saved_after_3")  # trains until Ray pauses it
         if config["lr"] > 90:
             raise SystemExit("this rate is refused")
-        report(mean_loss=loss)
+        report(mean_loss=loss, rate=optimizer.param_groups[0]["lr"], origin=model.module.origin)
+        reported = epoch
 
-def fit(space, scheduler=None, failures=0, concurrent=2, save_every=0, address=None, **running):
+def fit(space, scheduler=None, failures=0, concurrent=2, save_every=0, address=None, most=None, **running):
     here = {} if address else {"num_cpus": 3, "include_dashboard": False}
     ray.init(address=address or "local", log_to_driver=False, **here)
     return tune.Tuner(
-        AdaptDLTrainableCreator(train),
+        AdaptDLTrainableCreator(train, max_workers=most),
         param_space=space,
         tune_config=tune.TuneConfig(
             metric="mean_loss",
@@ -118,21 +127,90 @@ tell(seen=Kill.seen, ends=ends)
 ray.shutdown()
 cluster.shutdown()
 """
+CLONE = """
+class See(tune.Callback):
+    seen = []
+    def on_trial_result(self, iteration, trials, trial, result, **more):
+        names = ("training_iteration", "epoch", "rate", "origin")
+        self.seen.append([trial.trial_id[-1], *(result[name] for name in names)])
+
+scheduler = PopulationBasedTraining(
+    perturbation_interval=3, time_attr="training_iteration", quantile_fraction=0.5, resample_probability=0,
+    hyperparam_mutations={"lr": tune.uniform(0.01, 0.05)}, synch=True,
+)
+space = {"lr": tune.grid_search([0.02, 1e-6]), "epochs": 6, "saved_after_3": True}
+found = fit(space, AdaptDLScheduler(scheduler), most=1, callbacks=[See()])
+tell(seen=See.seen, errors=[str(one.error or "") for one in found])
+"""
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+DIE = """
+def written(trials):
+    # whether Ray has written a state in which all trials have reported twice; it writes files bit by bit
+    staged = list(pathlib.Path(trials[0].storage.experiment_driver_staging_path).glob("*state-*.json"))
+    for file in staged:
+        copy = pathlib.Path(trials[0].storage.experiment_fs_path) / file.name
+        if not copy.exists() or copy.stat().st_mtime_ns < file.stat().st_mtime_ns:
+            return False
+        if copy.read_bytes() != file.read_bytes():
+            return False
+    known = [json.loads(file.read_text())["trial_data"] for file in staged if "experiment" in file.name]
+    results = [json.loads(metadata)["last_result"] for trials in known for _, metadata in trials]
+    return len(results) == 2 and all(result.get("training_iteration", 0) > 1 for result in results)
+
+class See(tune.Callback):
+    def on_trial_result(self, iteration, trials, trial, result, **more):
+        seen = [os.getpid(), trial.trial_id, result["training_iteration"], result["epoch"]]
+        with (HERE / "seen.jsonl").open("a") as file:
+            file.write(json.dumps(seen) + "\\n")
+
+    def on_step_end(self, iteration, trials, **more):
+        if not (HERE / "go-on").exists() and trials and written(trials):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+space = {"lr": tune.grid_search([0.01, 0.02]), "hold_at": 4, "epochs": 6}
+fit(space, save_every=1, address=os.environ["CLUSTER"], callbacks=[See()])
+"""
+RESTORE = """
+(HERE / "go-on").touch()
+ray.init(address=os.environ["CLUSTER"], log_to_driver=False)
+(place,) = (HERE / "results").iterdir()
+found = tune.Tuner.restore(str(place), AdaptDLTrainableCreator(train)).fit()
+tell(ends=[[one.metrics["training_iteration"], str(one.error or "")] for one in found])
+"""
 
 
 def run(folder: Path, body: str) -> dict[str, Any]:
     """Run a program that searches; return what it tells. No process of a trial may be left."""
-    (folder / "search.py").write_text(HEAD + body)
-    done = subprocess.run(
-        [sys.executable, "search.py"], cwd=folder, capture_output=True, text=True, timeout=400,
-        env={**os.environ, "SEARCH": str(folder)},
-    )  # fmt: skip
+    done = search(folder, body)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    left = [process for process in psutil.process_iter(["cmdline", "environ"]) if _of(process, folder)]
-    _, alive = psutil.wait_procs(left, timeout=60)
-    assert not alive
+    nothing_is_left(folder)
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
+
+
+def search(folder: Path, body: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that searches, and wait for its end."""
+    (folder / "search.py").write_text(HEAD + body)
+    return subprocess.run(
+        [sys.executable, "search.py"], cwd=folder, capture_output=True, text=True, timeout=400,
+        env={**os.environ, **variables, "SEARCH": str(folder)},
+    )  # fmt: skip
+
+
+def nothing_is_left(folder: Path, what: str = "") -> None:
+    """Check that the program's processes end, or those with `what` in their command."""
+    found = psutil.process_iter(["cmdline", "environ"])
+    left = [process for process in found if _of(process, folder) and what in str(process.info["cmdline"])]
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert not alive
 
 
 def _of(process: psutil.Process, folder: Path) -> bool:
@@ -162,6 +240,44 @@ def test_a_trial_whose_node_dies_goes_on_elsewhere_from_its_checkpoint(tmp_path:
     assert all(iteration == epoch + 1 for _, iteration, epoch in found["seen"]), found["seen"]
     for trial in {trial for trial, *_ in found["seen"]}:
         assert {epoch for one, _, epoch in found["seen"] if one == trial} == set(range(6))
+
+
+def test_a_clone_goes_on_from_the_other_trial_with_a_rate_of_its_own(tmp_path: Path) -> None:
+    """Both trials are saved and resumed at the third report, and at the last, when their jobs are done."""
+    found = run(tmp_path, CLONE)
+    assert found["errors"] == ["", ""]
+    assert all(iteration == epoch + 1 for _, iteration, epoch, *_ in found["seen"]), found["seen"]
+    for trial in "01":
+        assert [epoch for one, _, epoch, *_ in found["seen"] if one == trial] == list(range(6)), found["seen"]
+    clone = [(rate, origin) for trial, _, _, rate, origin in found["seen"] if trial == "1"]
+    assert clone[:3] == [(1e-6, pytest.approx(1e-6))] * 3
+    assert clone[3] in [(rate, pytest.approx(0.02)) for rate in (0.016, 0.024)]
+
+
+@pytest.mark.timeout(1000)  # two searches
+def test_a_search_whose_driver_is_killed_is_restored(tmp_path: Path) -> None:
+    """The Ray cluster lives on; the trials go on from the checkpoints of which Ray has written a note."""
+    variables = {"TUNE_GLOBAL_CHECKPOINT_S": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "SEARCH": str(tmp_path)},
+    ) as cluster:  # fmt: skip
+        assert cluster.stdout is not None
+        variables["CLUSTER"] = cluster.stdout.readline().strip()
+        killed = search(tmp_path, DIE, **variables)
+        assert killed.returncode == -signal.SIGKILL, killed.stdout[-3000:] + killed.stderr[-3000:]
+        nothing_is_left(tmp_path, "adaptdl_elastic.agent")
+        restored = search(tmp_path, RESTORE, **variables)
+        assert restored.returncode == 0, restored.stdout[-3000:] + restored.stderr[-3000:]
+    nothing_is_left(tmp_path)
+    assert json.loads((tmp_path / "found.json").read_text())["ends"] == [[6, ""], [6, ""]]
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    assert all(iteration == epoch + 1 for *_, iteration, epoch in seen), seen
+    second = seen[-1][0]
+    for trial in {trial for _, trial, *_ in seen}:
+        epochs = [epoch for driver, one, _, epoch in seen if (driver, one) == (second, trial)]
+        assert epochs == list(range(epochs[0], 6)), seen
+        assert epochs[0] > 0, "it goes on from a checkpoint"
 
 
 def test_the_example_finds_a_rate(tmp_path: Path) -> None:

@@ -12,12 +12,16 @@ from adaptdl_elastic.tune import trial_job
 from adaptdl_elastic.tune.trial_job import TrialFailedError, TrialJob
 
 
-def metrics(**values: Any) -> dict[str, Any]:
-    return {"time": 1.0, "event": "metrics", "epoch": 0, **values}
+def metrics(time: float = 1.0, **values: Any) -> dict[str, Any]:
+    return {"time": time, "event": "metrics", "epoch": 0, **values}
 
 
-def checkpoint() -> dict[str, Any]:
-    return {"time": 1.0, "event": "checkpoint", "id": "1"}
+def checkpoint(number: int = 2, taken: float = 1.0) -> dict[str, Any]:
+    return {"time": 9.0, "event": "checkpoint", "id": id_of(number), "taken": taken}
+
+
+def id_of(number: int) -> str:
+    return f"{number:08}-g00000-0a"
 
 
 class PlayedProcess:
@@ -31,7 +35,9 @@ class PlayedProcess:
         self.log.write_text("one\n\ntwo\nthree\nRuntimeError: no\n")
         self.found = sorted(path.name for path in self.checkpoints.glob("*"))
         self.checkpoints.mkdir(exist_ok=True)
-        (self.checkpoints / f"of-{job}").touch()
+        for number in range(1, 4):
+            (self.checkpoints / id_of(number)).mkdir(exist_ok=True)
+        (self.checkpoints / "finished.json").touch()
         self.batches: list[list[dict[str, Any]]] = []
         self.code, self.stops = 0, 0
 
@@ -98,7 +104,7 @@ def test_a_saved_state_has_the_reports_before_it_that_nobody_has_taken(
     tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report behind the checkpoint is made again by the job that goes on."""
-    behind = [metrics(loss=2.0), checkpoint(), metrics(loss=1.0)]
+    behind = [metrics(loss=2.0), checkpoint(), metrics(2.0, loss=1.0)]
     job = job_of(tmp_path / "a", played, [metrics(loss=3.0)], [], behind, [])
     monkeypatch.setattr(trial_job, "ask_for_checkpoint", lambda *_: "")
     assert job.next() == {"epoch": 0, "loss": 3.0}
@@ -109,7 +115,20 @@ def test_a_saved_state_has_the_reports_before_it_that_nobody_has_taken(
     assert played[-2].stops == 1, "what ran before is stopped"
     assert other.next() == {"epoch": 0, "loss": 2.0}
     assert other.next() is None
-    assert played[-1].found == ["of-t-0"], "it starts from the saved checkpoint"
+    assert played[-1].found == [id_of(2)], "only the newest checkpoint, and no note that the job is done"
+
+
+def test_a_report_that_is_made_while_the_state_is_written_is_behind_it(
+    tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A periodic checkpoint of before a returned report is passed over; the one that was asked for counts."""
+    late = [metrics(4.0, loss=2.0), metrics(6.0, loss=1.0), checkpoint(3, taken=5.0)]
+    job = job_of(tmp_path, played, [metrics(2.0, loss=3.0)], [], [checkpoint(2, taken=1.5)], late, [])
+    monkeypatch.setattr(trial_job, "ask_for_checkpoint", lambda *_: "")
+    assert job.next() == {"epoch": 0, "loss": 3.0}
+    job.save(tmp_path / "saved")
+    assert [one["loss"] for one in json.loads((tmp_path / "saved" / "reports.json").read_text())] == [2.0]
+    assert [place.name for place in (tmp_path / "saved" / "checkpoints").iterdir()] == [id_of(3)]
 
 
 def test_a_job_that_ends_while_it_is_asked_for_its_state_is_saved_as_it_ended(

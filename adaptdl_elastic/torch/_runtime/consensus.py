@@ -484,7 +484,7 @@ class BoundaryConsensus:
         """Save a checkpoint and tell the agent. All replicas call this between the same two steps."""
         asked = [{key: value for key, value in c.items() if key != "position"} for c in requests]
         numbers = [c["request"] for c in requests if c.get("request") is not None]
-        session = self.session
+        session, taken = self.session, time.time()
 
         def done(saved: checkpoint.Saved) -> None:
             session.send(Saved(saved.id, saved.path, saved.step or 0, max(numbers, default=None)))
@@ -495,6 +495,7 @@ class BoundaryConsensus:
                 seconds=saved.seconds,
                 bytes=saved.bytes,
                 kind=saved.kind,
+                taken=taken,
             )
             for rank in range(session.replicas):
                 self._tell(rank, ("saved", 0, asked))
