@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--storage", help="folder or s3://bucket/prefix that all Ray nodes can use")
     given = parser.parse_args()
     scheduler = AdaptDLScheduler(ASHAScheduler(max_t=given.epochs, grace_period=1))
     found = tune.Tuner(
@@ -60,6 +61,11 @@ def main() -> None:
         param_space={"lr": tune.loguniform(1e-3, 1.0), "epochs": given.epochs},
         tune_config=tune.TuneConfig(
             metric="accuracy", mode="max", num_samples=given.trials, scheduler=scheduler
+        ),
+        run_config=tune.RunConfig(
+            storage_path=given.storage,
+            failure_config=tune.FailureConfig(max_failures=3),  # spot machines are taken away
+            checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1),
         ),
     ).fit()
     best = found.get_best_result()
