@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.needs("ray"),
     pytest.mark.slow,
     pytest.mark.processes,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1000),
 ]
 
 HEAD = """
@@ -53,6 +53,7 @@ def train(config, checkpoint_dir=None):
                     time.sleep(len(a) / 400)
             held = epoch >= config.get("hold_at", 1000) and not (HERE / "go-on").exists()
             waits = held or reported == 2 and config.get("saved_after_3")  # trains until Ray pauses it
+            time.sleep(0.2 if waits else 0)  # leaves the processor to the others
         if config["lr"] > 90:
             raise SystemExit("this rate is refused")
         report(mean_loss=loss, rate=optimizer.param_groups[0]["lr"], origin=model.module.origin)
@@ -200,9 +201,14 @@ def search(folder: Path, body: str, **variables: str) -> subprocess.CompletedPro
     """Run a program that searches, and wait for its end."""
     (folder / "search.py").write_text(HEAD + body)
     return subprocess.run(
-        [sys.executable, "search.py"], cwd=folder, capture_output=True, text=True, timeout=400,
-        env={**os.environ, **variables, "SEARCH": str(folder)},
+        [sys.executable, "search.py"], cwd=folder, capture_output=True, text=True, timeout=900,
+        env={**variables_of(folder), **variables},
     )  # fmt: skip
+
+
+def variables_of(folder: Path) -> dict[str, str]:
+    """Mark the program's processes; let Ray's workers have as much of a busy processor as others have."""
+    return {**os.environ, "SEARCH": str(folder), "RAY_worker_niceness": "0"}
 
 
 def nothing_is_left(folder: Path, what: str = "") -> None:
@@ -254,13 +260,13 @@ def test_a_clone_goes_on_from_the_other_trial_with_a_rate_of_its_own(tmp_path: P
     assert clone[3] in [(rate, pytest.approx(0.02)) for rate in (0.016, 0.024)]
 
 
-@pytest.mark.timeout(1000)  # two searches
+@pytest.mark.timeout(2000)  # two searches
 def test_a_search_whose_driver_is_killed_is_restored(tmp_path: Path) -> None:
     """The Ray cluster lives on; the trials go on from the checkpoints of which Ray has written a note."""
     variables = {"TUNE_GLOBAL_CHECKPOINT_S": "1"}
     with subprocess.Popen(
         [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "SEARCH": str(tmp_path)},
+        env=variables_of(tmp_path),
     ) as cluster:  # fmt: skip
         assert cluster.stdout is not None
         variables["CLUSTER"] = cluster.stdout.readline().strip()
@@ -282,10 +288,10 @@ def test_a_search_whose_driver_is_killed_is_restored(tmp_path: Path) -> None:
 
 def test_the_example_finds_a_rate(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "tune_ray.py"
-    variables = {**os.environ, "HOME": str(tmp_path), "RAY_ADDRESS": "local"}
+    variables = {**variables_of(tmp_path), "HOME": str(tmp_path), "RAY_ADDRESS": "local"}
     done = subprocess.run(
         [sys.executable, example, "--trials", "2", "--epochs", "1"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=400, env=variables,
+        cwd=tmp_path, capture_output=True, text=True, timeout=900, env=variables,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "best: accuracy 0." in done.stdout
