@@ -5,6 +5,7 @@
 | What is decided, and in which order? (pure) | `decide` |
 | What are the inputs and outputs of a decision? | `decision_types`, `decision_builder` |
 | In which phase is a job? | `job_phase` |
+| Which nodes of a job's plan run, have ended or are lost? | `job_health` |
 | What is done about failures, drains and stops? | `reactive`, `early_failure` |
 | Which replicas survive a death? | `survivors` |
 | What is the policy asked? | `policy_adapter` |

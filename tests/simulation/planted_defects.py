@@ -154,7 +154,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "silence-for-ever",
         "a silent node is never given up",
-        f"{_CORE}/job_phase.py",
+        f"{_CORE}/job_health.py",
         "if silent and view.now >= heard_by:",
         "if False:",
     ),
