@@ -21,10 +21,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from adaptdl_elastic.agent.core import hang_detection, inplace_change, peer_loss
+from adaptdl_elastic.agent.core import generation_end, hang_detection, inplace_change, peer_loss
 from adaptdl_elastic.agent.core.states import (
     Action,
-    AgentIdentity,
     AskToStop,
     Departure,
     EndedSeen,
@@ -56,7 +55,6 @@ from adaptdl_elastic.agent.core.states import (
     SpecSeen,
     StartReplicas,
     State,
-    StateChange,
     StatusSeen,
     StoreAway,
     StoreBack,
@@ -71,7 +69,6 @@ from adaptdl_elastic.agent.core.states import (
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
-    Failure,
     JobStatus,
     Outcome,
     PeerLossRecord,
@@ -367,7 +364,7 @@ def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[St
     if step is not None:
         return step
     if not alive:
-        return _all_ended(state, held, now)
+        return generation_end.report_end(state, held, now)
     if held.phase is Phase.KILLING:
         if held.until is not None and now >= held.until:
             return _kill(state, held, "it does not go", now)
@@ -432,32 +429,6 @@ def _recover(state: State, held: LocalGeneration, plan: Plan, now: float) -> tup
     return peer_loss.begin(state, held, plan, master)
 
 
-def _all_ended(state: State, held: LocalGeneration, now: float) -> tuple[State, list[Action]]:
-    """Report the end of the held generation, and of one that was to follow it in place."""
-    record, change = _ended(state.me, held), held.change
-    records = [record]
-    if change is not None and len(change.plan.ranks(state.me.node)):
-        after = replace(record, generation=change.plan.generation)
-        if change.switched or held.recovering:  # the failure happened in the new generation
-            records = [EndedRecord(state.me.node, held.generation, Outcome.STOPPED, 0), after]
-        else:
-            outcome = Outcome.DONE if record.outcome is Outcome.DONE else Outcome.ABORTED
-            records = [record, replace(after, outcome=outcome, failure=None)]
-    elif change is not None and record.outcome is Outcome.DONE and not _over_before(held, change):
-        # these replicas left; those of other nodes go on
-        records = [replace(record, outcome=Outcome.STOPPED)]
-    ended = {**state.ended, **{(r.generation, r.node): r.outcome for r in records}}
-    acted = max(state.acted, *(r.generation for r in records))
-    last = records[-1].outcome
-    state = replace(state, held=None, ended=ended, acted=acted, outcome=last, outcome_at=now)
-    return state, [WriteEnded(r) for r in records]
-
-
-def _over_before(held: LocalGeneration, change: StateChange) -> bool:
-    """Return whether replicas that a change was to leave out came to the end of their script instead."""
-    return not change.switched and all(replica.finished for replica in held.replicas)
-
-
 def _why_kill(state: State, held: LocalGeneration, now: float) -> str | None:
     """Return why the held replicas are to be killed, or None."""
     plan, status = state.plan, state.status
@@ -494,55 +465,6 @@ def _kill(state: State, held: LocalGeneration, why: str, now: float) -> tuple[St
     alive = tuple(r.local_rank for r in held.alive)
     held = replace(held, phase=Phase.KILLING, until=now + KILL_AGAIN_AFTER)
     return replace(state, held=held), [Kill(alive, why)]
-
-
-def _ended(me: AgentIdentity, held: LocalGeneration) -> EndedRecord:
-    """Return how the held generation ended on this node."""
-    failure = held.failure
-    if held.joining:
-        # newcomers that did not join: the others go on, so nothing is lost
-        outcome, code = Outcome.ABORTED, 0
-    elif held.failure is not None:
-        failure = _root_cause(held, held.failure)
-        outcome, code = Outcome.FAILED, failure.exit_code
-    elif held.phase is Phase.KILLING:
-        outcome, code = Outcome.ABORTED, -9
-    elif missed := peer_loss.missed(held):  # deaths for which no generation without the dead was planned
-        first = missed[0]
-        outcome, code = Outcome.FAILED, first.exit_code or 0
-        failure = _failure(first)
-    elif any(r.exit_code or r.stopped for r in held.replicas):
-        outcome, code = Outcome.STOPPED, STOPPED
-    else:
-        outcome, code = Outcome.DONE, 0
-    return EndedRecord(me.node, held.generation, outcome, code, failure)
-
-
-def _root_cause(held: LocalGeneration, first: Failure) -> Failure:
-    """Return the failure that caused the others: the earliest one that is more than the loss of a peer.
-
-    `first` belongs to the replica whose exit was reported first. Another replica may have raised its error
-    earlier, and been killed before it could exit.
-    """
-    others = [
-        _failure(replica)
-        for replica in held.replicas
-        if replica.exit_code
-        and not replica.stopped
-        and replica.rank != first.rank
-        and (replica.evidence.raised is not None or replica.unsignalled)
-    ]
-    return min((first, *others), key=lambda failure: (failure.lost_peer, failure.time))
-
-
-def _failure(replica: Replica) -> Failure:
-    evidence, code = replica.evidence, replica.exit_code or 0
-    if evidence.raised is not None and code < 0:
-        code = 1  # the exit code of an uncaught Python exception, if the process had not been killed
-    when = replica.exited if evidence.raised is None else evidence.raised
-    return Failure(
-        replica.rank, code, replica.message, when, evidence.kind, evidence.lost_peer, evidence.final
-    )
 
 
 def _names_us(state: State, plan: Plan) -> bool:
