@@ -1,0 +1,111 @@
+"""Define what a data loader is to the other parts of the training library."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class ElasticLoader(Protocol):
+    """Define a data loader as models and the recovery use it."""
+
+    key: str
+    batch_size: int
+    sample_dimension: int | None
+
+    @property
+    def training(self) -> bool:
+        """Whether models are trained with this loader."""
+
+    @property
+    def index_trained(self) -> int:
+        """Samples that the running data loop has taken, without a rest that was left out at its end."""
+
+    @property
+    def training_loader_undecided(self) -> bool:
+        """Whether no loader has been used for training yet."""
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the batch size is chosen during training."""
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Largest batch size that autoscaling may choose; None without autoscaling."""
+
+    @property
+    def local_bsz_bounds(self) -> tuple[int, int] | None:
+        """Smallest and largest batch of one replica, as the script gave them."""
+
+    @property
+    def may_accumulate(self) -> bool:
+        """Whether several batches may be accumulated to one step."""
+
+    @property
+    def current_local_bsz(self) -> int:
+        """Samples of a full batch on this replica."""
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches without an optimizer step in the current window."""
+
+    @property
+    def micro_batch(self) -> int:
+        """Number of the current batch within its window, counted from 0."""
+
+    @property
+    def window_samples(self) -> int:
+        """Samples of the current optimizer step, over all replicas and all batches of its window."""
+
+    @property
+    def local_samples(self) -> int:
+        """Samples of the current batch that count for training."""
+
+    @property
+    def gradient_weight(self) -> float:
+        """Factor by which to multiply the mean gradient of the current batch."""
+
+    @property
+    def concentration(self) -> float:
+        """Sum over replicas of the squared fractions of the window's samples that they take."""
+
+    def is_accum_step(self) -> bool:
+        """Return whether more batches follow the current one before the optimizer steps."""
+
+    def is_optim_step(self) -> bool:
+        """Return whether the optimizer steps after the current batch."""
+
+    @property
+    def drives(self) -> bool:
+        """Whether this loop counts as the training of its epoch."""
+
+    def part_done(self) -> float:
+        """Return the part of the running data loop that is done, from 0 to 1; 0 if that is not known."""
+
+    def expected_batches(self) -> int | None:
+        """Return how many batches this process gets in the whole running data loop; None: not known."""
+
+    def fit_memory(self) -> None:
+        """Choose batches that fit into the new, smaller memory limit; the iterator is made again."""
+
+    def train(self) -> None:
+        """Make this the loader that models are trained with."""
+
+
+class Loaders(Protocol):
+    """Define the register of a session's data loaders."""
+
+    current: Any
+    """The `ElasticLoader` whose data loop is running; None outside of data loops."""
+
+    training: Any
+    """The `ElasticLoader` that models are trained with; None while that is not known."""
+
+    unrepeatable: int
+    """Number of loaders that cannot hand out the samples of a step again."""
+
+
+class LearntLimit(Protocol):
+    """Hold the largest local batch that fits into memory; see `torch._tuning.memory_limit`."""
+
+    largest: int | None
+    """Samples of one replica; None while that is not known."""
