@@ -4,13 +4,14 @@
 |---|---|
 | Which module executes the actions of `core.decisions`? | `agent` |
 | How does the agent wait for events, posts of other threads and timers? | `event_loop` |
-| How does a replica's process start? | `fork_server`, `forked_child` |
+| How does a replica's process start? | `replica_starter`, `fork_server`, `forked_child` |
 | Which environment does a replica get? | `replica_environment` |
 | What has a replica reported so far? | `replica_handle` |
 | Where do the replicas of a generation meet? | `generation_store` |
 | With which values is an agent started? | `agent_config` |
 | Why did a replica fail, and what is the user told of it? | `failure_reports`, `failure_reporter` |
 | Which processes that outlive a replica are kept quiet? | `orphan_errors` |
+| What does torch's agent keep of the replicas? | `torch_agent` |
 | Which events does torchrun's event handler get? | `torch_events` |
 | What does torchelastic get as the result and as the rendezvous? | `run_result`, `plan_handler` |
 """

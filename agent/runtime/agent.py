@@ -1,30 +1,23 @@
 """The elastic agent: carries out what `core.decisions` decides, for one node and one job.
 
-It is derived from torch's SimpleElasticAgent, whose worker group, results and metrics it keeps. It replaces
-the polling loop and the process context that handles all replicas as one: every replica has its own handle,
-and one loop waits for messages, exits, the store, signals and timers.
+It replaces the polling loop of torch's SimpleElasticAgent, and the process context that handles all replicas
+as one: every replica has its own handle, and one loop waits for messages, exits, the store, signals and
+timers.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import select
 import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
-    SimpleElasticAgent,
-    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -57,15 +50,14 @@ from adaptdl_elastic.agent.runtime.event_loop import Loop, Signalled, StopReques
 from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
-from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
+from adaptdl_elastic.agent.runtime.replica_starter import ReplicaStarter
 from adaptdl_elastic.agent.runtime.run_result import run_result
-from adaptdl_elastic.agent.runtime.torch_events import TorchEvents
+from adaptdl_elastic.agent.runtime.torch_agent import TorchAgent
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, Output
 from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import STOPPED
-from adaptdl_elastic.protocol.environment import JOIN
 from adaptdl_elastic.protocol.messages import Ping, ReplicaMessage, SaveCheckpoint, Stop, WithdrawPlan
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -88,7 +80,7 @@ logger = logging.getLogger(__name__)
 _FLUSH_SECONDS = 10.0  # time for the last writes to the store
 
 
-class ElasticAgent(SimpleElasticAgent):
+class ElasticAgent(TorchAgent):
     """One node's agent. `run` returns when the job, or this node's part in it, is over."""
 
     def __init__(
@@ -104,8 +96,7 @@ class ElasticAgent(SimpleElasticAgent):
         say: Callable[[str], None],
         restart_fork_server: Callable[[], ForkServer],
     ) -> None:
-        super().__init__(spec)
-        self._worker_group.workers = []
+        super().__init__(spec, config.me.node, config.max_restarts)
         self._config, self._store_link, self._keys = config, store, keys
         self._registration, self._fork_server, self._output = registration, fork_server, output
         self._recorder, self._say, self._restart_fork_server = recorder, say, restart_fork_server
@@ -118,9 +109,8 @@ class ElasticAgent(SimpleElasticAgent):
         self._view = StoreView(keys, config.me.job, config.me.node)
         self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._view.prefixes]
         self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
-        self._numbers = 0
+        self._starter = ReplicaStarter(config, output)
         self._generation_store = GenerationStore(config.host, config.ports)
-        self._plan: Plan | None = None  # plan of the held generation
         log, holder = output.directory / "coordinator.log", Holder(config.me.node, config.me.agent)
         self._coordinator = CoordinatorHost(
             holder,
@@ -140,9 +130,6 @@ class ElasticAgent(SimpleElasticAgent):
         self._survived_losses: set[tuple[int, int]] = set()
         self._pending_notice = PendingNotice()
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
-        # generation of the newest plan, and time.perf_counter() when it was first seen
-        self._plan_seen = (-1, 0.0)
-        self._torch_events = TorchEvents(spec.event_log_handler)
 
     @property
     def post(self) -> Callable[[object], None]:
@@ -162,19 +149,6 @@ class ElasticAgent(SimpleElasticAgent):
         return status if status is not None and status.state.ended else None
 
     # Methods of SimpleElasticAgent
-
-    def run(self, role: str = "default") -> RunResult:
-        """Run until the job, or this node's part in it, is over."""
-        try:
-            result: RunResult = super().run(role)
-        except BaseException:
-            self._torch_events.send(self, "FAILED", raw_error=traceback.format_exc())
-            raise
-        else:
-            self._torch_events.send(self, "SUCCEEDED")  # torchrun records this, too, even if workers failed
-            return result
-        finally:
-            self._torch_events.close()
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         self._loop.on_signals(self._config.signals)
@@ -196,17 +170,6 @@ class ElasticAgent(SimpleElasticAgent):
                 self._check_requests()
         return self._result()
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        plan, group = self._plan, worker_group
-        if plan is None:
-            raise RuntimeError("there is no plan to act on")
-        group.group_rank = plan.index(self._config.me.node)  # type: ignore[assignment]
-        group.group_world_size = plan.nodes  # type: ignore[assignment]
-        group.workers = [
-            Worker(slot, rank, rank, plan.replicas, plan.replicas)
-            for slot, rank in plan.rank_by_slot(self._config.me.node).items()
-        ]
-
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         generation = self._plan.generation if self._plan is not None else -1
         return {h.local_rank: h.number for h in self._replicas.values() if h.generation == generation}
@@ -216,18 +179,6 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         return RunResult(WorkerState.HEALTHY if self._replicas else WorkerState.STOPPED)
-
-    def _record_worker_events(self, result: RunResult) -> None:
-        for worker in self._worker_group.workers:
-            failure = result.failures.get(worker.global_rank)
-            self._torch_events.send(
-                self,
-                self._get_worker_state(worker, result),
-                worker,
-                raw_error=json.dumps(failure.error_file_data) if failure else None,
-                exit_code=failure.exitcode if failure else None,
-                worker_pid=failure.pid if failure else None,
-            )
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End all processes and threads of the agent, however `run` ends."""
@@ -388,56 +339,11 @@ class ElasticAgent(SimpleElasticAgent):
             self._last_exits.clear()
             self._plan = start.plan
         for local_rank in start.local_ranks:
-            self._spawn(start, local_rank)
+            handle = self._starter.start(self._fork_server, start, local_rank, self._view.checkpoint)
+            self._replicas[handle.number] = handle
+            self._loop.add(handle, partial(self._read_channel, handle))
         if self._plan is start.plan:
             self._initialize_workers(self._worker_group)
-
-    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        met, used = time.perf_counter(), self._plan.restarts if self._plan is not None else 0
-        self._remaining_restarts = max(0, self._config.max_restarts - used)
-        self._rendezvous(worker_group)
-        assigned = time.perf_counter()
-        self._torch_events.rendezvous(
-            self, 1e3 * (met - self._plan_seen[1]), assigned_ms=1e3 * (assigned - met)
-        )
-        worker_group.state = WorkerState.HEALTHY
-
-    def _spawn(self, start: states.StartReplicas, local_rank: int) -> None:
-        plan = start.plan
-        rank = plan.rank_by_slot(self._config.me.node)[local_rank]
-        self._numbers += 1
-        destination = self._output.open(plan.generation, local_rank, rank)
-        handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
-        environment = self._environment(plan, start.master, local_rank, destination.error_file)
-        if start.join:
-            environment[JOIN] = "1"
-        reports = str(Path(destination.error_file).parent)
-        quiet = self._output.keeps_tracebacks(local_rank)
-        command = replace(self._config.command, env=environment, reports=reports, quiet=quiet)
-        theirs = handle.theirs.fileno()
-        sys.stdout.flush()
-        try:
-            self._fork_server.spawn(handle.number, command, destination.stdout, destination.stderr, theirs)
-        except OSError as error:
-            logger.warning("the fork server is gone: %s", error)
-        destination.close()
-        handle.theirs.close()
-        self._replicas[handle.number] = handle
-        self._loop.add(handle, partial(self._read_channel, handle))
-
-    def _environment(
-        self, plan: Plan, master: MasterRecord, local_rank: int, error_file: str
-    ) -> dict[str, str]:
-        checkpoint = self._view.checkpoint
-        return replica_environment(
-            self._config.environment,
-            plan,
-            master,
-            local_rank,
-            checkpoint.id if checkpoint is not None else None,
-            error_file,
-            os.environ,
-        )
 
     def _tell_plan(self, plan: Plan, master: MasterRecord) -> None:
         """Tell every replica of the held generation its new rank and the address of the new store."""
@@ -449,7 +355,9 @@ class ElasticAgent(SimpleElasticAgent):
         for handle in self._replicas.values():
             rank, environment = mine.get(handle.local_rank), dict[str, str]()
             if rank is not None:
-                environment = self._environment(plan, master, handle.local_rank, handle.error_file)
+                environment = self._starter.environment(
+                    plan, master, handle.local_rank, handle.error_file, self._view.checkpoint
+                )
             message: messages.Plan
             if numbers is None:
                 message = inplace_change.recovery_message(plan, master, rank)

@@ -41,10 +41,11 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "select": node.Select,
         "Loop": node.Loop,
         "GenerationStore": node.Meeting,
-        "ReplicaHandle": node.Handle,
         "Watcher": Watcher,
         "Writer": Writer,
     },
+    "adaptdl_elastic.agent.runtime.replica_starter": {"ReplicaHandle": node.Handle},
+    "adaptdl_elastic.agent.runtime.torch_agent": {"time": _C},
     "adaptdl_elastic.agent.runtime.failure_reports": {"uncaught_error": None},  # the world's errors
     "adaptdl_elastic.agent.cluster.node_reporter": {"time": _C},
     "adaptdl_elastic.agent.terminal.event_recorder": {"time": _C},

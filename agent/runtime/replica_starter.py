@@ -1,0 +1,83 @@
+"""Start replicas: their output, their environment and their process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from adaptdl_elastic.agent.core.states import StartReplicas
+from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
+from adaptdl_elastic.agent.runtime.fork_server import ForkServer
+from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
+from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
+from adaptdl_elastic.agent.terminal.replica_output import Output
+from adaptdl_elastic.protocol.environment import JOIN
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, MasterRecord, Plan
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaStarter:
+    """Starts the replicas of one agent."""
+
+    def __init__(self, config: AgentConfig, output: Output) -> None:
+        self._config, self._output = config, output
+        self._numbers = 0
+
+    def start(
+        self,
+        fork_server: ForkServer,
+        start: StartReplicas,
+        local_rank: int,
+        checkpoint: CheckpointRecord | None,
+    ) -> ReplicaHandle:
+        """Start one replica and return its handle.
+
+        Args:
+            fork_server: the process that forks it.
+            start: what the core has decided.
+            local_rank: the replica's number on this node.
+            checkpoint: the newest checkpoint of the job.
+        """
+        plan = start.plan
+        rank = plan.rank_by_slot(self._config.me.node)[local_rank]
+        self._numbers += 1
+        destination = self._output.open(plan.generation, local_rank, rank)
+        handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
+        environment = self.environment(plan, start.master, local_rank, destination.error_file, checkpoint)
+        if start.join:
+            environment[JOIN] = "1"
+        reports = str(Path(destination.error_file).parent)
+        quiet = self._output.keeps_tracebacks(local_rank)
+        command = replace(self._config.command, env=environment, reports=reports, quiet=quiet)
+        theirs = handle.theirs.fileno()
+        sys.stdout.flush()
+        try:
+            fork_server.spawn(handle.number, command, destination.stdout, destination.stderr, theirs)
+        except OSError as error:
+            logger.warning("the fork server is gone: %s", error)
+        destination.close()
+        handle.theirs.close()
+        return handle
+
+    def environment(
+        self,
+        plan: Plan,
+        master: MasterRecord,
+        local_rank: int,
+        error_file: str,
+        checkpoint: CheckpointRecord | None,
+    ) -> dict[str, str]:
+        """Return the environment of a replica in the generation of `plan`."""
+        return replica_environment(
+            self._config.environment,
+            plan,
+            master,
+            local_rank,
+            checkpoint.id if checkpoint is not None else None,
+            error_file,
+            os.environ,
+        )
