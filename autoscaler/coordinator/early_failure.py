@@ -32,7 +32,10 @@ def kind_to_remember(job: JobView, generation: int, lived: float) -> str:
 
 
 def kind_to_keep(job: JobView, plan: Plan) -> str:
-    """Return the kind of failure that the plan after `plan` keeps, if `plan` has not failed."""
+    """Return `failed_as` of the plan that follows `plan`, when `plan` is replaced without having failed.
+
+    It stays as it is until a step has been made in the generation of `plan`, and is empty after that.
+    """
     return "" if _has_stepped(job, plan.generation) else plan.failed_as
 
 

@@ -150,7 +150,10 @@ def _greedy(uses: Counts, worths: Array, capacity: Counts, prices: Array) -> Cou
 
 
 def _shared(sizes: Sizes, worths: Array, capacity: Counts, picked: Counts) -> Counts:
-    """Let the jobs of each type share its slots by the exact program; jobs without slots join their best."""
+    """Divide the slots of each type of node again, exactly, among the jobs that have slots of that type.
+
+    A job without slots takes part at the type of its best column. Jobs on several types keep their column.
+    """
     kinds = np.where(picked >= 0, sizes.kinds[picked], sizes.kinds[np.argmax(worths, axis=1)])
     mixed = picked[(picked >= 0) & (kinds == sizes.mixed)]
     left = capacity - sizes.uses[mixed].sum(axis=0)
