@@ -485,7 +485,7 @@ class CheckpointManager:
 
     def _check_generation(self, ids: list[str], generation: int) -> None:
         """Raise StorageError where a later generation has saved since this process began."""
-        if self._number_at_start is None:  # it joined the others and has loaded nothing
+        if self._number_at_start is None:  # this replica joined running ones, and has loaded no checkpoint
             self._number_at_start = _highest(ids)
         for checkpoint_id in ids:
             later = generation_number(checkpoint_id) > generation

@@ -100,7 +100,8 @@ class Window:
         self._leads = False  # the script's `zero_grad` drops passes that come before those that count
         self._outside_first = False  # gradients from outside the module come before a batch's passes
         self._below: _Sum | None = None  # the sum from which the passes since `step` are kept apart
-        self._doubtful: _Sum | None = None  # dropped by `zero_grad`, unless the script has no `step` here
+        # set aside at a `zero_grad`: dropped if a `step` follows before the next batch, else added again
+        self._doubtful: _Sum | None = None
 
     def reset(self) -> None:
         """Begin a new window after a step, or after the window was dropped."""

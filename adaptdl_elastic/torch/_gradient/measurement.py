@@ -121,7 +121,7 @@ class Sampler:
                 [e for e, _ in reached], params, signed, retain_graph=True, allow_unused=True
             )
         except _SingleSampleError:
-            self._sampled = False  # the next step is due instead
+            self._sampled = False  # not measured: the next step is sampled instead
             return
         except (RuntimeError, ValueError) as error:
             if is_out_of_memory(error):  # the walk itself may fit; and smaller batches follow if it does not
@@ -176,13 +176,13 @@ class Sampler:
         passes = list(self._passes.values())
         self._singles = self._singles + 1 if min(one.count for one in passes) == 1 else 0
         if 0 < self._singles < _SINGLES:
-            self._sampled = False  # the next step is due instead
+            self._sampled = False  # not measured: the next step is sampled instead
             return
         try:
             found = half_pass.variance(passes, mean, sqr, self._hook.norms, self._generator)
         except Exception as error:  # the script's own model runs, on a batch of another size
             if is_out_of_memory(error):
-                self._sampled = False  # the next step is due instead
+                self._sampled = False  # not measured: the next step is sampled instead
                 return
             self.can_not_halve(str(error).partition("\n")[0] or type(error).__name__)
             return

@@ -72,7 +72,7 @@ class Accelerator(accelerate.Accelerator):
         self._trackers_given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         connect(self.device.type)
 
-    # -- who and where -----------------------------------------------------------------------------
+    # -- the rank of this replica ------------------------------------------------------------------
 
     @property
     def is_main_process(self) -> bool:
