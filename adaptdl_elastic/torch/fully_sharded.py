@@ -6,21 +6,25 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._gradient.accumulation import Batch
 from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes
-from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
+from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
 from adaptdl_elastic.torch._sharded import fully_shard, reshard
 from adaptdl_elastic.torch._sharded.model_state import ShardedModelState
-from adaptdl_elastic.torch.scaling_rules import LinearScale
+from adaptdl_elastic.torch._sharded.noise import ShardedNoise
+from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
 
 __all__ = ["AdaptiveFSDP"]
 
@@ -34,10 +38,11 @@ class AdaptiveFSDP(torch.nn.Module):
     checkpoint, they are loaded here. After the death of a replica the job restarts from its newest
     checkpoint.
 
-    The batch size is fixed: gradient noise is not measured. A script may add up the gradients of several
-    batches before it calls `optimizer.step()`. Changes, checkpoints and stops that are due meanwhile wait for
-    the step. `set_requires_gradient_sync(False)` is refused in a training loop, since the gradients that each
-    replica keeps for itself would be weighed wrongly in the short last batch of an epoch.
+    Gradient noise is measured, so batch size and learning rate adapt as with AdaptiveDataParallel; but a
+    window of several batches (`gradient_accumulation=True`) is refused. A script may add up the gradients of
+    several batches before it calls `optimizer.step()`. Changes, checkpoints and stops that are due meanwhile
+    wait for the step. `set_requires_gradient_sync(False)` is refused in a training loop, since the gradients
+    that each replica keeps for itself would be weighed wrongly in the short last batch of an epoch.
 
     Losses must be means over the samples of the local batch, as torch's are by default.
 
@@ -47,6 +52,8 @@ class AdaptiveFSDP(torch.nn.Module):
         lr_scheduler: Scheduler to save and restore; the script steps it.
         name: Name of the state in checkpoints, different for each model of a script. A checkpoint of an
             AdaptiveDataParallel of this name can be continued, and the other way round.
+        scaling_rule: Rule by which the learning rate follows the batch size; by default `AdamScale` for Adam
+            and AdamW, else `AdaScale`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -64,8 +71,9 @@ class AdaptiveFSDP(torch.nn.Module):
         optimizer: torch.optim.Optimizer,
         lr_scheduler: Any = None,
         name: str = "adaptdl-dataparallel",
+        scaling_rule: ScalingRuleBase | None = None,
     ) -> None:
-        check_arguments(model, optimizer, lr_scheduler, None, None, {}, sharded=True)
+        check_arguments(model, optimizer, lr_scheduler, None, scaling_rule, {}, sharded=True)
         why = fully_shard.why_not(model)
         if why is not None:
             raise ValueError(f"this model cannot be an AdaptiveFSDP: {why}")
@@ -76,16 +84,18 @@ class AdaptiveFSDP(torch.nn.Module):
         self._trained = frozenset(id(one) for one in fully_shard.parameters(model) if one.requires_grad)
         self._groups = [*fully_shard.groups(model)]
         self._device = next(model.parameters()).device
-        self._weight = 1.0  # of this replica's gradient in the sum over replicas
+        self._batch = Batch()
         self._passed = False  # there was a backward pass since the last `step` or `zero_grad`
         self._stepped = False  # there was a step since the last `zero_grad` of the optimizer
         self.irreparable: str | None = None
-        self.gns = GradientNoiseScale(self, optimizer)
-        self.scaling_rule = LinearScale()  # its factor is 1 at the initial batch size
+        self.scaling_rule = scaling_rule if scaling_rule is not None else default_rule(optimizer)
+        kind = AdamGradientNoiseScale if self.scaling_rule.preconditioned else GradientNoiseScale
+        self.gns: GradientNoiseScale = kind(self, optimizer)
+        self._noise = self._new_noise()
         sizes = self._batch_sizes = BatchSizes()
         parts = {"lr_scheduler": lr_scheduler, "statistics": self.gns}
-        self._state = ShardedModelState(name, model, optimizer, parts, sizes)
-        fully_shard.use_weights(model, self._weigh, self._reducing)
+        self._state = ShardedModelState(name, model, optimizer, parts, sizes, lambda: self._noise.collect())
+        fully_shard.observe(model, _Observer(self))
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
         setattr(optimizer, OWNER, name)
         checkpoint.load_state(self._state)
@@ -93,30 +103,38 @@ class AdaptiveFSDP(torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output."""
-        loader = current_dataloader()
-        self._weight = 1.0 / current_session().replicas
-        if torch.is_grad_enabled() and loader is not None and not current_session().dry:
-            if self.training:
-                loader.train()
-            if loader.training or loader.training_loader_undecided:
-                if loader.adaptive or loader.accumulation_steps:
-                    raise RuntimeError(
-                        "AdaptiveFSDP trains at a fixed batch size, without accumulation: leave out "
-                        "autoscale_batch_size, or use AdaptiveDataParallel"
-                    )
-                if not fully_shard.synchronises(self._groups):
-                    raise RuntimeError(
-                        "AdaptiveFSDP weighs the gradients of each batch as they are synchronised: leave out "
-                        "set_requires_gradient_sync(False). Gradients of several batches may be added up "
-                        "without it"
-                    )
-                self._batch_sizes.use(loader.key, loader.batch_size)
-                self._weight *= loader.gradient_weight
+        if torch.is_grad_enabled() and not current_session().dry:
+            self._begin_batch()
         return self.module(*inputs, **kwargs)
 
-    def _weigh(self, gradients: torch.Tensor) -> None:
-        """Multiply this replica's gradients by its share of the samples of the step."""
-        gradients.mul_(self._weight)
+    def _begin_batch(self) -> None:
+        """Prepare for the gradients of the data loader's current batch."""
+        loader, replicas = current_dataloader(), current_session().replicas
+        if loader is not None and self.training:
+            loader.train()
+        if loader is None or not (loader.training or loader.training_loader_undecided):
+            scale = self.gns.accum_scale
+            self._batch = Batch(replicas=replicas, size=scale, scale=scale)
+        else:
+            if loader.may_accumulate or loader.accumulation_steps:
+                raise RuntimeError(
+                    "AdaptiveFSDP trains without accumulation by the loader: leave out gradient_accumulation"
+                )
+            if not fully_shard.synchronises(self._groups):
+                raise RuntimeError(
+                    "AdaptiveFSDP weighs the gradients of each batch as they are synchronised: leave out "
+                    "set_requires_gradient_sync(False). Gradients of several batches may be added up "
+                    "without it"
+                )
+            saved = self._batch_sizes.use(loader.key, loader.batch_size)
+            if saved is not None:
+                change_units(self, saved, loader.batch_size)
+            self._batch = Batch.of(loader, replicas)
+            self.gns.set_accum_scale(self._batch.size)
+        self._noise.begin(self._batch)
+
+    def _new_noise(self) -> ShardedNoise:
+        return ShardedNoise(current_session(), self.gns, self._optimized)
 
     def _reducing(self) -> None:
         """Record that a backward pass adds to the gradients.
@@ -134,6 +152,7 @@ class AdaptiveFSDP(torch.nn.Module):
                     "would lose if replicas come or go: call optimizer.zero_grad() after each step"
                 )
         self._passed = True
+        self._noise.reducing()
 
     def _optimized(self) -> Iterator[torch.Tensor]:
         return (one for group in self._optimizer.param_groups for one in group["params"])
@@ -168,6 +187,7 @@ class AdaptiveFSDP(torch.nn.Module):
                 reshard.spread(self.module, self._optimizer, group, session.rank, holders, self._device)
 
         patiently(session, group, transfer)
+        self._noise = self._new_noise()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -255,18 +275,23 @@ class AdaptiveFSDP(torch.nn.Module):
 
     @property
     def progress(self) -> float:
-        """Progress so far, in steps."""
+        """Progress so far, in steps at the initial batch size."""
         return self.gns.get_progress()
 
     @property
     def scale(self) -> float:
-        """1: the batch size is fixed."""
-        return 1.0
+        """Batch size of the current step / initial batch size; 1 without an AdaptiveDataLoader."""
+        return self._batch.scale
 
     @property
     def gain(self) -> float:
-        """1: the batch size is fixed."""
-        return 1.0
+        """Steps at the initial batch size that a step at the current one is worth, from 1 to `scale`."""
+        return self.gns.gain(self.scale)
+
+    @property
+    def lr_factor(self) -> float | Array:
+        """Current factor of the learning rate by the scaling rule: a number, or one per parameter group."""
+        return self.scaling_rule.scale_lr(self.scale)
 
     @property
     def initial_batch_size(self) -> int | None:
@@ -274,11 +299,11 @@ class AdaptiveFSDP(torch.nn.Module):
         return self._batch_sizes.last
 
     def statistics(self) -> dict[str, Any]:
-        """Return the progress, to be sent to other replicas."""
+        """Return the gradient statistics, to be sent to other replicas."""
         return self.gns.state_dict()
 
     def load_statistics(self, statistics: dict[str, Any]) -> None:
-        """Replace the progress by another replica's."""
+        """Replace the gradient statistics by another replica's `statistics`."""
         self.gns.load_state_dict(statistics)
 
     @property
@@ -287,18 +312,32 @@ class AdaptiveFSDP(torch.nn.Module):
         return not current_session().dry
 
     def begin_step(self, closure: bool = False) -> bool:
-        """Return whether the optimizer is to step now. Called by the scaling rule."""
+        """Return whether the optimizer is to step now. Called by the scaling rule.
+
+        Raises:
+            RuntimeError: parameter groups were added.
+        """
+        if len(self._optimizer.param_groups) != self.gns.groups:
+            raise RuntimeError(
+                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
+                f"{self.gns.groups} when AdaptiveFSDP was made: add all groups before"
+            )
         if not self.stepping:
             return False
         registry().speed.clock.stepping()
+        self._noise.collect()
         current_session().recovery.before_step(left_out=False)
         return True
 
     def end_step(self, factor: float | Array) -> None:
-        """Record that the optimizer has stepped. Called by the scaling rule."""
+        """Record that the optimizer has stepped at learning rates times `factor`. Called by scaling rules."""
         self._passed, self._stepped = False, True
-        self.gns.advance(1.0, 1.0)
-        current_session().metrics.update_progress(self.gns.get_progress())
+        self._noise.close(self._batch)
+        self.gns.advance(self.scale, self._batch.size)
+        session = current_session()
+        session.metrics.update_progress(max(model.progress for model in session.models))
+        self._noise.report(self.name)
+        session.metrics.update_gain(self.name, self.gain, float(np.mean(factor)))
 
     def skipped_step(self) -> None:
         """Do nothing: a GradScaler is not supported."""
@@ -310,4 +349,43 @@ class AdaptiveFSDP(torch.nn.Module):
         """Return True: `zero_grad` drops all gradients."""
         if self.stepping:
             self._passed = self._stepped = False
+            self._noise.drop()
         return True
+
+
+class _Observer:
+    """Weigh and measure gradients for a model, whose measurements begin again with each generation."""
+
+    def __init__(self, model: AdaptiveFSDP) -> None:
+        self._model = model
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the present backward pass is measured."""
+        return self._model.stepping and self._model._noise.measuring
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether squares of gradients are divided by rows."""
+        return self._model._noise.by_rows
+
+    def reducing(self) -> None:
+        """Record that a backward pass adds to the gradients."""
+        self._model._reducing()
+
+    def weigh(self, gradients: torch.Tensor) -> None:
+        """Multiply this replica's gradients by its share of the samples of the step."""
+        batch = self._model._batch
+        gradients.mul_(batch.share * batch.weight)
+
+    def own(self, gradients: fully_shard.Gradients) -> None:
+        """Measure gradients before they are added up."""
+        self._model._noise.own(gradients)
+
+    def summed(self, passed: fully_shard.Gradients, whole: fully_shard.Gradients) -> None:
+        """Measure the sums."""
+        self._model._noise.summed(passed, whole)
+
+    def unknown(self) -> None:
+        """Record that the gradients cannot be told apart."""
+        self._model._noise.unknown()

@@ -25,9 +25,9 @@ from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples, guards, settle
+from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._process_group import backends
-from adaptdl_elastic.torch._runtime.position import script_position
 from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
 
 __all__ = ["AdaptiveDataParallel"]
@@ -436,56 +436,21 @@ class AdaptiveDataParallel(DistributedDataParallel):
             scale = self.gns.accum_scale
             batch = Batch(replicas=replicas, size=scale, scale=scale)
         else:
-            micro_batches = loader.accumulation_steps + 1
-            if self.static_graph and (micro_batches > 1 or loader.may_accumulate):
+            if self.static_graph and (loader.accumulation_steps or loader.may_accumulate):
                 raise RuntimeError(
                     "static_graph=True cannot be combined with gradient accumulation, in which not every "
                     "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
                 )
-            initial, window = loader.batch_size, loader.window_samples
-            parts = replicas * micro_batches
-            full = parts * loader.current_local_bsz
-            saved = self._batch_sizes.use(loader.key, initial)
+            saved = self._batch_sizes.use(loader.key, loader.batch_size)
             if saved is not None:
-                self._change_units(saved, initial)
-            batch = Batch(
-                replicas=replicas,
-                micro_batches=micro_batches,
-                place=loader.micro_batch,
-                accumulating=loader.is_accum_step(),
-                by_hand=self._user_no_sync and not loader.is_accum_step(),
-                weight=loader.gradient_weight,
-                # Gradients of at least half a batch enter the statistics. An epoch's last batch may be a
-                # single sample, which is too few.
-                even=window == full or (micro_batches == 1 and window % parts == 0 and 2 * window >= full),
-                concentration=loader.concentration,
-                local=loader.local_samples,
-                dimension=loader.sample_dimension,
-                size=window / initial,
-                # A short last batch of an epoch keeps the learning rate of the initial batch size.
-                scale=max(window / initial, 1.0),
-            )
-            self.gns.set_accum_scale(batch.size / micro_batches)
+                change_units(self, saved, loader.batch_size)
+            batch = Batch.of(loader, replicas, self._user_no_sync)
+            self.gns.set_accum_scale(batch.size / batch.micro_batches)
         self._batch = batch
         self._window.by_hand |= batch.by_hand
         self._hook.weight = batch.share * batch.weight
         self._hook.instead = None
         return batch
-
-    def _change_units(self, saved: int, initial: int) -> None:
-        """Convert the statistics of a checkpoint from initial batch size `saved` to `initial`."""
-        logger.warning(
-            "the checkpoint is of batch_size=%d, and it is %d now: gradient statistics begin anew, and "
-            "progress is counted in steps of the new size",
-            saved,
-            initial,
-        )
-        progress = self.gns.get_progress()
-        self.gns.change_units(initial / saved)
-        session, state = current_session(), script_position()
-        if progress and session.models[0] is self:
-            state.start_progress *= self.gns.get_progress() / progress
-            session.metrics.update_progress(self.gns.get_progress())
 
     def _watch(
         self, output: Any, batch: Batch, split: bool, inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -636,15 +601,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if len(models) > 1:  # models may step at different rates, as in a GAN: take the largest progress
             progress = max(model.progress for model in models)
         metrics.update_progress(progress)
-        self.gns.health.stepped()
-        metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
-        metrics.report_problem(f"the variance of the gradients of {self.name}", self.gns.health.equal)
-        if self._sampler.news:
-            self._sampler.news = False
-            gns = self.gns
-            metrics.update_grad_params(
-                self.name, gns.sqr_avg(), gns.var_avg(), gns.sqr_error(), self._sampler.estimator
-            )
+        self._sampler.report(metrics, self.name)
         metrics.update_gain(self.name, self.gain, _mean(factor))
 
     def _look_for_scheduler(self) -> None:

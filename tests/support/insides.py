@@ -62,9 +62,9 @@ def scale_next_batch(adp: Any, scale: float) -> None:
     adp._batch = Batch(scale=scale)
 
 
-def state(accumulator: Any) -> Any:
-    """Return the State under which an accumulator is saved."""
-    return accumulator._state
+def state(owner: Any) -> Any:
+    """Return the State under which an accumulator or a sharded model is saved."""
+    return owner._state
 
 
 def say_samples(adp: Any, count: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import insides
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint
+from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch._process_group.backends import Gloo
 from adaptdl_elastic.torch._sharded import fully_shard as private
 from adaptdl_elastic.torch._sharded import reshard
@@ -46,7 +48,7 @@ def save(folder: str) -> dict[str, Any]:
     net, optimizer = sharded()
     model = adl.AdaptiveFSDP(net, optimizer)
     step(model, optimizer)
-    checkpoint.save_state(model._state, folder)
+    checkpoint.save_state(insides.state(model), folder)
     step(model, optimizer)
     return {name: value.tolist() for name, value in weights(net).items()}
 
@@ -55,7 +57,7 @@ def load(folder: str) -> dict[str, Any]:
     """Load what `save` has saved into another model, and return the weights after a further step."""
     net, optimizer = sharded(seed=1)
     model = adl.AdaptiveFSDP(net, optimizer)
-    assert checkpoint.load_state(model._state, folder)
+    assert checkpoint.load_state(insides.state(model), folder)
     step(model, optimizer)
     return {name: value.tolist() for name, value in weights(net).items()}
 
@@ -80,4 +82,68 @@ def turned() -> dict[str, Any]:
         "equal": all(torch.equal(value, after[name]) for name, value in before.items()),
         "parts": parts,
         "next": {name: value.tolist() for name, value in weights(net).items()},
+    }
+
+
+class Branches(torch.nn.Module):
+    """A model with a parameter that never gets a gradient and one that gets it in some passes only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(5, 7)
+        self.unused = torch.nn.Linear(7, 3)
+        self.last = torch.nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def noises(cases: list[tuple[str, int]], mixed: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Return what was measured of a plain and of a sharded model, for each case."""
+    return [[noise(kind, passes, False, {}), noise(kind, passes, True, mixed)] for kind, passes in cases]
+
+
+def noise(kind: str, passes: int, shard: bool, mixed: dict[str, Any]) -> dict[str, Any]:
+    """Train on other data on each replica, measured in each step, and return what was measured.
+
+    Args:
+        kind: Optimizer.
+        passes: Backward passes of each step.
+        shard: Whether to shard the model.
+        mixed: Arguments of MixedPrecisionPolicy.
+    """
+    net = Branches()
+    if shard:
+        policy = MixedPrecisionPolicy(**mixed)
+        for layer in (net.first, net.last):
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(net, mp_policy=policy)
+    groups = [
+        {"params": [*net.first.parameters(), net.last.bias]},
+        {"params": [net.last.weight, *net.unused.parameters()]},
+    ]
+    optimizer: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind](groups, lr=0.01)
+    name = f"{kind} {passes} {shard}"
+    if shard:
+        model: Any = adl.AdaptiveFSDP(net, optimizer, name=name)
+    else:
+        model = adl.AdaptiveDataParallel(net, optimizer, name=name, find_unused_parameters=True)
+    model.gns.cheap_schedule = model.gns.costly_schedule = Schedule(longest=1)
+    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    for _ in range(20):
+        for _ in range(passes):
+            x = torch.randn(4, 5, generator=generator)
+            (model(x).float() - x[:, :3].sin()).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    insides.state(model).sync()
+    gns = model.gns
+    return {
+        "sqr": gns.raw_sqr_avg.tolist(),
+        "var": gns.raw_var_avg.tolist(),
+        "gain": gns.gain(4.0),
+        "steps": gns.steps,
+        "measured": sum(count for count, *_ in gns.state_dict()["moments"]["cells"]),
     }

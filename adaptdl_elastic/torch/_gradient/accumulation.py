@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic.torch._gradient.comm_hook import GradientSubstitute
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -61,6 +62,38 @@ class Batch:
     dimension: int | None = None  # dimension of the batch's tensors that counts the samples; None: unknown
     size: float = 1.0  # S: samples of the window relative to the initial batch size
     scale: float = 1.0  # scale of the learning rate: S, but 1 for the short end of an epoch
+
+    @classmethod
+    def of(cls, loader: ElasticLoader, replicas: int, by_hand: bool = False) -> Batch:
+        """Return the description of a loader's current batch.
+
+        Args:
+            loader: The data loader that models are trained with.
+            replicas: Number of replicas.
+            by_hand: Whether the script itself accumulates several windows, without synchronisation.
+        """
+        initial, window = loader.batch_size, loader.window_samples
+        micro_batches = loader.accumulation_steps + 1
+        parts = replicas * micro_batches
+        full = parts * loader.current_local_bsz
+        accumulating = loader.is_accum_step()
+        return cls(
+            replicas=replicas,
+            micro_batches=micro_batches,
+            place=loader.micro_batch,
+            accumulating=accumulating,
+            by_hand=by_hand and not accumulating,
+            weight=loader.gradient_weight,
+            # Gradients of at least half a batch enter the statistics. An epoch's last batch may be a single
+            # sample, which is too few.
+            even=window == full or (micro_batches == 1 and window % parts == 0 and 2 * window >= full),
+            concentration=loader.concentration,
+            local=loader.local_samples,
+            dimension=loader.sample_dimension,
+            size=window / initial,
+            # A short last batch of an epoch keeps the learning rate of the initial batch size.
+            scale=max(window / initial, 1.0),
+        )
 
     @property
     def share(self) -> float:

@@ -120,6 +120,11 @@ class Norms:
                 first = offset
         return result
 
+    @property
+    def preconditioned(self) -> bool:
+        """Whether gradients are divided before their norms are taken."""
+        return self._preconditioner is not None
+
     def divisible(self, params: Iterable[torch.Tensor]) -> bool:
         """Return whether any of these parameters has a divisor now."""
         group_of, groups, divisor = self._index(), self._groups(), self._preconditioner
@@ -152,6 +157,8 @@ class Recording:
         change: |g − g'|², by bucket, where g' is the gradient of the previous step.
         reduced: sum over buckets and replicas.
         work: the all-reduce of that sum.
+        whole: of the mean gradient after this pass; None: that of `average`. They differ if `average` is of
+            this pass alone, and earlier passes of the step have left gradients.
     """
 
     own: list[torch.Tensor] = field(default_factory=list)
@@ -159,6 +166,7 @@ class Recording:
     change: list[torch.Tensor] = field(default_factory=list)
     reduced: torch.Tensor | None = None
     work: Any = None
+    whole: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from adaptdl_elastic._interfaces import Reporter
 from adaptdl_elastic.torch._gradient import grad_scaler, half_pass
 from adaptdl_elastic.torch._gradient.accumulation import Batch
 from adaptdl_elastic.torch._gradient.chunked_forward import is_out_of_memory
@@ -53,9 +54,16 @@ class _Pending:
 
 
 class Sampler:
-    """Decide which steps are measured, and by which estimator; see `estimator`."""
+    """Decide which steps are measured, and by which estimator; see `estimator`.
 
-    def __init__(self, gns: GradientNoiseScale, hook: HookState, scaler: Any) -> None:
+    Args:
+        gns: the statistics.
+        hook: the communication hook.
+        scaler: the GradScaler in use, or None.
+        again: whether a batch can be walked or run again on a part of its samples.
+    """
+
+    def __init__(self, gns: GradientNoiseScale, hook: HookState, scaler: Any, *, again: bool = True) -> None:
         self._gns, self._hook, self._scaler = gns, hook, scaler
         self._batch = Batch()
         self._sampled = False
@@ -65,7 +73,7 @@ class Sampler:
         self._mean: torch.Tensor | None = None  # |ḡ|², if the hook has not seen all of ḡ
         self._pending: _Pending | None = None
         self._generator = torch.Generator()  # its own: measuring must not change the script's random numbers
-        self._split_works = self._half_works = True
+        self._split_works = self._half_works = again
         self._passes: dict[object, ForwardPass] = {}  # forward passes to run again on half of their samples
         self._kept_step, self._kept_size = -1, 0.0  # the step whose gradient the hook has kept
         self._singles = 0  # successive batches that seemed to have one sample
@@ -286,6 +294,16 @@ class Sampler:
         self.estimator = pending.estimator
         self.news |= self._gns.record(Measurement(mean_sqr, variance, pending.scale), pending.step)
 
+    def report(self, reporter: Reporter, name: str) -> None:
+        """Report what is known of the gradients of the model `name` after a step."""
+        gns = self._gns
+        gns.health.stepped()
+        reporter.report_problem(f"gradients of {name}", gns.health.problem)
+        reporter.report_problem(f"the variance of the gradients of {name}", gns.health.equal)
+        if self.news:
+            self.news = False
+            reporter.update_grad_params(name, gns.sqr_avg(), gns.var_avg(), gns.sqr_error(), self.estimator)
+
     def _moments(self, recordings: list[Recording]) -> tuple[str, Callable[[], torch.Tensor]] | None:
         """Return the estimator's name, and a function that returns |ḡ|² and V; None: not measured.
 
@@ -343,7 +361,8 @@ def of_replicas(recordings: list[Recording], concentration: float, link: Group |
     an unbiased estimate of S/N, the variance of ḡ. With equal shares q is 1/R.
 
     A step may have a second synchronised pass: D(real), then D(fake). It adds its gradient to the present
-    average. That average is the same on all replicas, so the difference of the norms does not change.
+    average. That average is the same on all replicas, so the difference of the norms does not change. The
+    gradients of a sharded model are those of each pass alone (`Recording.whole`), with the same difference.
     """
     variance: torch.Tensor | float = 0.0
     for recording in recordings:
@@ -358,4 +377,6 @@ def of_replicas(recordings: list[Recording], concentration: float, link: Group |
         mean = _total(recording.average)
         assert recording.reduced is not None  # of buffers that were multiplied by p_r already
         variance = variance + (recording.reduced - concentration * mean) / (1.0 - concentration)
+        if recording.whole is not None:
+            mean = recording.whole
     return torch.stack([mean, torch.as_tensor(variance)])

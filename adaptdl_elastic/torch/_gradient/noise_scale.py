@@ -301,6 +301,8 @@ class AdamGradientNoiseScale(GradientNoiseScale):
         square = next((state[k] for k in _SECOND_MOMENTS if k in state), None)
         if square is None:
             return None
+        if hasattr(square, "to_local"):  # of a sharded parameter: its part on this replica
+            square = square.to_local()
         correction: Any = 1.0
         # Package schedulefree counts the steps in `k` of the group, apex in `step` of the group. Without a
         # count P is too small at first, by one factor for all parameters.

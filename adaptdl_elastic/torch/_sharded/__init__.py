@@ -6,4 +6,5 @@
 | `fully_shard` | How is torch's private interface of FSDP2 used? (only here) |
 | `reshard` | How do the rows move between replicas, and how is the model sharded again? |
 | `model_state` | What does a checkpoint hold of the model, and what does a newcomer receive? |
+| `noise` | How is gradient noise measured where each replica holds a part of the sums? |
 """

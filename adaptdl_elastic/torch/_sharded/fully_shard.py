@@ -7,8 +7,8 @@ and `torch.utils.swap_tensors` keeps the parameter object that the script and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -21,6 +21,9 @@ TESTED = ("2.13",)
 
 Parameter = Any
 """torch's `FSDPParam`: the handle of a sharded parameter."""
+
+Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Sharded parameters, each with a gradient of it or a part of one, in any shape."""
 
 
 def why_not(model: torch.nn.Module) -> str | None:
@@ -166,28 +169,124 @@ def use_mesh(group: Any, info: Any) -> None:
             handle.post_forward_mesh_info = info
 
 
-def use_weights(model: torch.nn.Module, weigh: Any, reducing: Callable[[], None]) -> None:
-    """Let gradients be the sum over replicas of each one's gradient times its weight, not the mean.
+class GradientObserver(Protocol):
+    """Define what is told of each group of parameters whose gradients a backward pass adds up."""
 
-    Args:
-        model: The sharded model.
-        weigh: Function that multiplies this replica's gradients in place. Not called on a single replica.
-        reducing: Function that is called in every backward pass, before gradients are added up.
-    """
+    @property
+    def measuring(self) -> bool:
+        """Whether `own`, `summed` and `unknown` are to be called. The same on all replicas."""
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether `own` is to be called with this replica's rows of all replicas' gradients."""
+
+    def reducing(self) -> None:
+        """Prepare for gradients to be added up. Called before they are, maybe several times."""
+
+    def weigh(self, gradients: torch.Tensor) -> None:
+        """Multiply this replica's gradients in place. Not called on a single replica."""
+
+    def own(self, gradients: Gradients) -> None:
+        """Measure gradients before they are added up.
+
+        Args:
+            gradients: This replica's weighed gradients of whole parameters. If `by_rows`, those of the rows
+                that this replica holds, whose squares are the sums over replicas of the squares.
+        """
+
+    def summed(self, passed: Gradients, whole: Gradients) -> None:
+        """Measure this replica's rows of the sums.
+
+        Args:
+            passed: Sums of this backward pass.
+            whole: Those sums and the gradients that earlier passes have left; `passed` itself if there are
+                none.
+        """
+
+    def unknown(self) -> None:
+        """Record that it is not known which parameters the gradients belong to."""
+
+
+def observe(model: torch.nn.Module, observer: GradientObserver) -> None:
+    """Let gradients be sums over replicas, not means, and let `observer` weigh and measure them."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-    class Weighing(DefaultReduceScatter):
+    class Observed(DefaultReduceScatter):
+        handles: list[Parameter]  # those with a gradient in the present call
+
         def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             # torch allocates memory for the sum on a single replica too, where it does not call `__call__`.
-            reducing()
+            observer.reducing()
             return super().allocate(*args, **kwargs)
 
-        def __call__(self, output_tensor: Any, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            weigh(input_tensor)
-            return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+        def __call__(
+            self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            observer.weigh(input_tensor)
+            sizes = [handle.padded_sharded_param_size.numel() for handle in self.handles]
+            measuring, by_rows = observer.measuring, observer.by_rows
+            if measuring and sum(sizes) != output_tensor.numel():
+                observer.unknown()
+                measuring = False
+            if measuring and not by_rows:
+                columns = input_tensor.view(group.size(), -1).split(sizes, dim=1)
+                observer.own(
+                    [(one.sharded_param, part) for one, part in zip(self.handles, columns, strict=True)]
+                )
+            work = super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
+            if measuring:
+                if by_rows:  # nothing needs `input_tensor` any more
+                    observer.own(_rows(self.handles, sizes, _squares(input_tensor, output_tensor, group)))
+                passed = _rows(self.handles, sizes, output_tensor)
+                added = any(param.grad is not None for param, _ in passed)
+                observer.summed(passed, [_with_present(*one) for one in passed] if added else passed)
+            return work
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(Weighing())
+            communication = Observed()
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                _note_gradients(group, communication)
+            module.set_custom_reduce_scatter(communication)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _note_gradients(group: Any, communication: Any) -> None:
+    """Let `communication.handles` be the parameters whose gradients torch is about to add up."""
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        communication.handles = [
+            handle
+            for handle in group.fsdp_params
+            if hasattr(handle, "_unsharded_param")
+            and (handle.unsharded_accumulated_grad is not None or handle.unsharded_param.grad is not None)
+        ]
+        original(*unused)
+
+    group.post_backward = post_backward
+
+
+def _rows(handles: list[Parameter], sizes: list[int], flat: torch.Tensor) -> Gradients:
+    """Return this replica's rows of each parameter, without the padding, from a flat tensor of all."""
+    return [
+        (handle.sharded_param, part[: handle.sharded_size.numel()])
+        for handle, part in zip(handles, torch.split(flat, sizes), strict=True)
+    ]
+
+
+def _squares(gradients: torch.Tensor, like: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the roots of the sums over replicas of squared gradients, for this replica's rows.
+
+    The squares overwrite `gradients`, unless their type has too small a range.
+    """
+    squares = gradients.float().square_() if gradients.dtype == torch.float16 else gradients.square_()
+    found = torch.empty_like(like, dtype=squares.dtype)
+    torch.distributed.reduce_scatter_single(found, squares, group=group)
+    return found.sqrt_()
+
+
+def _with_present(param: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a parameter, and the sum of a new part of its gradient and the present one."""
+    return param, part if param.grad is None else local(param.grad).reshape(-1) + part

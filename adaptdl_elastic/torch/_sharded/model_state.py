@@ -31,6 +31,7 @@ class ShardedModelState(checkpoint.TensorState):
         optimizer: Its optimizer.
         parts: Other objects with a state dict, by key; None for what the script does not have.
         sizes: Batch sizes of the model.
+        collect: Reads the pending measurement of gradients.
     """
 
     def __init__(
@@ -40,11 +41,17 @@ class ShardedModelState(checkpoint.TensorState):
         optimizer: torch.optim.Optimizer,
         parts: dict[str, Any],
         sizes: BatchSizes,
+        collect: Callable[[], None],
     ) -> None:
         super().__init__(name)
+        self._collect = collect
         self._module, self._optimizer, self._sizes = module, optimizer, sizes
         self._parts = {key: part for key, part in parts.items() if part is not None}
         self._collected: dict[str, Any] | None = None
+
+    def sync(self) -> None:
+        """Read the pending measurement of all replicas."""
+        self._collect()
 
     # What a newcomer is sent, and what is equal on all replicas.
 

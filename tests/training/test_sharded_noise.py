@@ -1,0 +1,71 @@
+"""The gradient noise of a sharded model is that of AdaptiveDataParallel on the same data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import replicas
+import sharded_cases
+import torch
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic.torch._sharded import fully_shard as private
+
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith(private.TESTED), reason="torch's interface was not tested"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_noise_of_two_replicas_is_that_of_a_plain_model() -> None:
+    cases = [("sgd", 1), ("sgd", 2), ("adamw", 1), ("adamw", 2)]
+    results = replicas.run(sharded_cases.noises, 2, cases, {})
+    assert results[0] == results[1]
+    for (kind, _), (plain, sharded) in zip(cases, results[0], strict=True):
+        assert plain["measured"] == (20 if kind == "sgd" else 10)  # Adam's first ten steps are not
+        assert sharded["measured"] == plain["measured"]
+        assert sharded["steps"] == plain["steps"] == 20
+        assert min(plain["sqr"] + plain["var"]) > 0.01
+        for key in ("sqr", "var", "gain"):
+            assert sharded[key] == pytest.approx(plain[key], rel=1e-4), (kind, key)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("reduced", ["bfloat16", "float16", "float32"])
+def test_noise_in_mixed_precision_is_near_that_of_a_plain_model(reduced: str) -> None:
+    mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": getattr(torch, reduced)}
+    cases = [("sgd", 1), ("adamw", 1)]
+    results = replicas.run(sharded_cases.noises, 2, cases, mixed)
+    assert results[0] == results[1]
+    for plain, sharded in results[0]:
+        assert sharded["measured"] == plain["measured"]
+        for key in ("sqr", "var"):
+            assert sharded[key] == pytest.approx(plain[key], rel=0.1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_single_replica_compares_successive_steps() -> None:
+    once = sharded_cases.noise("sgd", 1, True, {})
+    assert once["measured"] == 10  # each takes two steps
+    assert min(once["var"]) > 0.01
+    twice = sharded_cases.noise("sgd", 2, True, {})
+    assert (twice["measured"], twice["steps"]) == (0, 20)
+
+
+@pytest.mark.usefixtures("alone")
+def test_windows_of_several_batches_are_refused() -> None:
+    net, optimizer = sharded_cases.sharded()
+    model = adl.AdaptiveFSDP(net, optimizer)
+    inputs: Any = torch.ones(8, 5)
+    loader = adl.AdaptiveDataLoader(inputs, batch_size=4)
+    loader.autoscale_batch_size(8, gradient_accumulation=True)
+
+    def train() -> None:
+        for batch in loader:
+            model(batch)
+
+    with pytest.raises(RuntimeError, match="leave out gradient_accumulation"):
+        train()
