@@ -8,7 +8,8 @@ A job begins when the slots of the cluster are enough for its least number of re
 jobs before it. Jobs that have begun come first, then higher priorities, then earlier submissions. A priority
 counts up to what the job's owner may give. Earlier is what the store has got earlier. A job that
 has begun is never displaced. Later jobs that need fewer slots begin beside a job that waits for slots, if
-they were submitted within `OVERTAKING_SECONDS` after it. For jobs submitted later, its slots are kept.
+they were submitted within `OVERTAKING_SECONDS` after it. For jobs submitted later, its slots are kept. A job
+was submitted no earlier than the waiting ones that the store got before it, whatever time its owner signs.
 """
 
 from __future__ import annotations
@@ -106,12 +107,13 @@ def admit(requests: Iterable[Request], slots: int) -> dict[str, Verdict]:
     every = {one.submission.job: one for one in requests}
     waiting = sorted((one for one in every.values() if not one.over), key=_order)
     verdicts: dict[str, Verdict] = {}
+    submitted = _submission_times(waiting)
     taken, held_up = 0, list[Submission]()
     for one in waiting:
-        least, created = one.submission.min_replicas, one.submission.created
+        least, at = one.submission.min_replicas, submitted[one.submission.job]
         begun = one.run.agents > 0
         hindrance = "" if begun else _hindrance(one.submission, every)
-        kept = sum(job.min_replicas for job in held_up if created - job.created > OVERTAKING_SECONDS)
+        kept = sum(job.min_replicas for job in held_up if at - submitted[job.job] > OVERTAKING_SECONDS)
         if not hindrance and not begun and taken + kept + least > slots:
             hindrance = _full(least, taken + kept, slots)
             if slots >= least and one.priority < one.submission.priority:
@@ -125,6 +127,16 @@ def admit(requests: Iterable[Request], slots: int) -> dict[str, Verdict]:
             verdicts[one.submission.job] = Verdict(True)
             taken += least
     return verdicts
+
+
+def _submission_times(waiting: Iterable[Request]) -> dict[str, float]:
+    """Return when each job was submitted, by job: not before a job that the store got earlier."""
+    times: dict[str, float] = {}
+    latest = float("-inf")
+    for one in sorted(waiting, key=lambda one: (one.revision, one.submission.created)):
+        latest = max(latest, one.submission.created)
+        times[one.submission.job] = latest
+    return times
 
 
 def _order(one: Request) -> tuple[bool, int, int, float, str]:

@@ -60,6 +60,27 @@ def test_a_job_that_says_that_it_is_old_does_not_come_first() -> None:
     assert reasons(forged, first, slots=4)["first"] == ""
 
 
+@pytest.mark.parametrize("said", [0.0, 100.0, 2 * OVERTAKING_SECONDS])
+def test_a_job_that_says_that_it_is_old_does_not_overtake_for_ever(said: float) -> None:
+    running = replace(request("running", 2, run=BUSY), revision=1)
+    large = replace(request("large", 3, created=100), revision=2)
+    witness = replace(request("witness", 3, created=101 + OVERTAKING_SECONDS), revision=3)
+    small = replace(request("small", 1, created=said), revision=4)
+    kept = "needs 1 slot, jobs before it need 5 of 3"
+    assert reasons(running, large, witness, small, slots=3)["small"] == kept
+    early = replace(small, revision=2)
+    assert (
+        reasons(
+            running,
+            large,
+            replace(early, submission=replace(early.submission, created=101.0)),
+            witness,
+            slots=3,
+        )["small"]
+        == ""
+    )
+
+
 def test_a_small_job_begins_beside_a_large_one_that_waits() -> None:
     running, large, small = (
         request("running", 2, run=BUSY),
