@@ -61,10 +61,10 @@ class Blobs:
             needed: Digests of archives that stay.
             now: The time of the file system's clock.
         """
-        with suppress(OSError):  # what cannot be deleted now may be deleted at the next call
-            for path in self._directory.iterdir():
+        for path in list(self._directory.glob("*")):
+            with suppress(OSError):  # what cannot be deleted now may be deleted at the next call
                 if path.name not in needed and now() - path.stat().st_mtime > KEPT_SECONDS:
-                    path.unlink(missing_ok=True)
+                    path.unlink()
 
     def receive(self, digest: str, size: int, read: Callable[[int], bytes]) -> None:
         """Store what `read` gives, if its SHA-256 is the digest.

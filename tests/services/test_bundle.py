@@ -38,12 +38,14 @@ def test_archives_that_no_job_needs_are_deleted_a_week_after_their_last_use(tmp_
     for number in range(4):
         blobs.path(str(number) * 64).write_bytes(b"archive")
         os.utime(blobs.path(str(number) * 64), (0, 0))
+    (tmp_path / "-not-to-be-deleted").mkdir()
+    os.utime(tmp_path / "-not-to-be-deleted", (0, 0))
     (tmp_path / ".begun").touch()
     os.utime(tmp_path / ".begun", (0, 0))
     assert blobs.has("1" * 64), "submitted again: it is asked for"
     used = blobs.path("1" * 64).stat().st_mtime
     blobs.sweep({"0" * 64}, lambda: KEPT_SECONDS + 1)
-    assert {path.name[0] for path in tmp_path.iterdir()} == {"0", "1"}
+    assert {path.name[0] for path in tmp_path.iterdir()} == {"0", "1", "-"}
     blobs.sweep((), lambda: used + KEPT_SECONDS - 1)
     assert blobs.has("1" * 64)
     assert not blobs.has("0" * 64)
