@@ -24,6 +24,7 @@ from adaptdl_elastic.torch._process_group.backends import Group, patiently, pres
 from adaptdl_elastic.torch._sharded import fully_shard, reshard
 from adaptdl_elastic.torch._sharded.model_state import ShardedModelState
 from adaptdl_elastic.torch._sharded.noise import ShardedNoise
+from adaptdl_elastic.torch._sharded.window import ShardedWindow
 from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
 
 __all__ = ["AdaptiveFSDP"]
@@ -38,11 +39,13 @@ class AdaptiveFSDP(torch.nn.Module):
     checkpoint, they are loaded here. After the death of a replica the job restarts from its newest
     checkpoint.
 
-    Gradient noise is measured, so batch size and learning rate adapt as with AdaptiveDataParallel; but a
-    window of several batches (`gradient_accumulation=True`) is refused. A script may add up the gradients of
-    several batches before it calls `optimizer.step()`. Changes, checkpoints and stops that are due meanwhile
-    wait for the step. `set_requires_gradient_sync(False)` is refused in a training loop, since the gradients
-    that each replica keeps for itself would be weighed wrongly in the short last batch of an epoch.
+    Gradient noise is measured, so batch size and learning rate adapt as with AdaptiveDataParallel. In an
+    accumulation window (`gradient_accumulation=True`) each batch's gradients are added up over the replicas
+    at once, so that no replica needs memory for whole gradients; write the loop as if every batch ended with
+    a step. A script may also add up the gradients of several steps itself before it calls
+    `optimizer.step()`. Changes, checkpoints and stops that are due meanwhile wait for the step.
+    `set_requires_gradient_sync(False)` is refused in a training loop, since the gradients that each replica
+    keeps for itself would be weighed wrongly in the short last batch of an epoch.
 
     Losses must be means over the samples of the local batch, as torch's are by default.
 
@@ -85,6 +88,7 @@ class AdaptiveFSDP(torch.nn.Module):
         self._groups = [*fully_shard.groups(model)]
         self._device = next(model.parameters()).device
         self._batch = Batch()
+        self._window = ShardedWindow(self._optimized)
         self._passed = False  # there was a backward pass since the last `step` or `zero_grad`
         self._stepped = False  # there was a step since the last `zero_grad` of the optimizer
         self.irreparable: str | None = None
@@ -116,10 +120,6 @@ class AdaptiveFSDP(torch.nn.Module):
             scale = self.gns.accum_scale
             self._batch = Batch(replicas=replicas, size=scale, scale=scale)
         else:
-            if loader.may_accumulate or loader.accumulation_steps:
-                raise RuntimeError(
-                    "AdaptiveFSDP trains without accumulation by the loader: leave out gradient_accumulation"
-                )
             if not fully_shard.synchronises(self._groups):
                 raise RuntimeError(
                     "AdaptiveFSDP weighs the gradients of each batch as they are synchronised: leave out "
@@ -130,7 +130,7 @@ class AdaptiveFSDP(torch.nn.Module):
             if saved is not None:
                 change_units(self, saved, loader.batch_size)
             self._batch = Batch.of(loader, replicas)
-            self.gns.set_accum_scale(self._batch.size)
+            self.gns.set_accum_scale(self._batch.size / self._batch.micro_batches)
         self._noise.begin(self._batch)
 
     def _new_noise(self) -> ShardedNoise:
@@ -142,8 +142,9 @@ class AdaptiveFSDP(torch.nn.Module):
         Raises:
             RuntimeError: it would add to gradients that the optimizer has used, which a change drops.
         """
-        if not self.stepping:
+        if current_session().dry:
             return
+        self._window.reducing(self._batch, self._ended)
         if self._stepped and not self._passed and current_dataloader() is not None:
             parts = (fully_shard.local(one.grad) for one in self._optimized() if one.grad is not None)
             if any(part.any() for part in parts):
@@ -153,6 +154,18 @@ class AdaptiveFSDP(torch.nn.Module):
                 )
         self._passed = True
         self._noise.reducing()
+
+    def _ended(self) -> None:
+        """Finish a backward pass. Called when its gradients are complete."""
+        batch = self._batch
+        self._noise.ended(batch)
+        if batch.accumulating:
+            self.gns.count_micro_batch()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; do nothing in the middle of an accumulation window."""
+        if self.begin_zero_grad():
+            super().zero_grad(set_to_none=set_to_none)
 
     def _optimized(self) -> Iterator[torch.Tensor]:
         return (one for group in self._optimizer.param_groups for one in group["params"])
@@ -188,6 +201,8 @@ class AdaptiveFSDP(torch.nn.Module):
 
         patiently(session, group, transfer)
         self._noise = self._new_noise()
+        self._window.reset()
+        self.gns.reset_accumulation()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -267,11 +282,17 @@ class AdaptiveFSDP(torch.nn.Module):
 
     @property
     def window_under_way(self) -> bool:
-        """False: the loader does not accumulate."""
-        return False
+        """Whether gradients have been accumulated since the last step."""
+        return self._window.under_way
 
     def drop_window(self) -> None:
-        """Do nothing: gradients that the script adds up itself stay, as without the library."""
+        """Drop the gradients of an accumulation window that will not be stepped."""
+        if self._window.under_way:
+            self._window.reset()
+            self._noise.drop()
+            self.gns.reset_accumulation()
+            self._passed = False
+            super().zero_grad(set_to_none=True)
 
     @property
     def progress(self) -> float:
@@ -308,14 +329,17 @@ class AdaptiveFSDP(torch.nn.Module):
 
     @property
     def stepping(self) -> bool:
-        """Whether `optimizer.step()` steps now: not in a batch that does not count."""
-        return not current_session().dry
+        """Whether `optimizer.step()` steps now: not in the middle of a window or in a dry batch."""
+        if current_session().dry:
+            return False
+        loader = current_dataloader()
+        return loader is None or not loader.training or bool(loader.is_optim_step())
 
     def begin_step(self, closure: bool = False) -> bool:
         """Return whether the optimizer is to step now. Called by the scaling rule.
 
         Raises:
-            RuntimeError: parameter groups were added.
+            RuntimeError: parameter groups were added, or a closure is used with gradient accumulation.
         """
         if len(self._optimizer.param_groups) != self.gns.groups:
             raise RuntimeError(
@@ -323,6 +347,11 @@ class AdaptiveFSDP(torch.nn.Module):
                 f"{self.gns.groups} when AdaptiveFSDP was made: add all groups before"
             )
         if not self.stepping:
+            if closure and not current_session().dry:
+                raise RuntimeError(
+                    "optimizer.step(closure) cannot be combined with gradient accumulation: call "
+                    "autoscale_batch_size(..., gradient_accumulation=False)"
+                )
             return False
         registry().speed.clock.stepping()
         self._noise.collect()
@@ -332,6 +361,7 @@ class AdaptiveFSDP(torch.nn.Module):
     def end_step(self, factor: float | Array) -> None:
         """Record that the optimizer has stepped at learning rates times `factor`. Called by scaling rules."""
         self._passed, self._stepped = False, True
+        self._window.reset()
         self._noise.close(self._batch)
         self.gns.advance(self.scale, self._batch.size)
         session = current_session()
@@ -343,11 +373,13 @@ class AdaptiveFSDP(torch.nn.Module):
         """Do nothing: a GradScaler is not supported."""
 
     def step_left_out(self) -> None:
-        """Do nothing: the loader does not accumulate."""
+        """Do nothing: the gradients of the window stay."""
 
     def begin_zero_grad(self) -> bool:
-        """Return True: `zero_grad` drops all gradients."""
-        if self.stepping:
+        """Return whether `zero_grad` is to drop all gradients now: not in the middle of a window."""
+        if self._window.under_way:
+            return False
+        if not current_session().dry:
             self._passed = self._stepped = False
             self._noise.drop()
         return True
@@ -362,7 +394,7 @@ class _Observer:
     @property
     def measuring(self) -> bool:
         """Whether the present backward pass is measured."""
-        return self._model.stepping and self._model._noise.measuring
+        return not current_session().dry and self._model._noise.measuring
 
     @property
     def by_rows(self) -> bool:
@@ -376,7 +408,9 @@ class _Observer:
     def weigh(self, gradients: torch.Tensor) -> None:
         """Multiply this replica's gradients by its share of the samples of the step."""
         batch = self._model._batch
-        gradients.mul_(batch.share * batch.weight)
+        weight = batch.share * batch.weight
+        if weight != 1.0:
+            gradients.mul_(weight)
 
     def own(self, gradients: fully_shard.Gradients) -> None:
         """Measure gradients before they are added up."""

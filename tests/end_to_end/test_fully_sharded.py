@@ -64,24 +64,28 @@ def assert_equal(mine: object, theirs: object) -> None:
             assert_equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("every", "options"), [(EVERY, []), (1, ["--most=3"])], ids=["by_hand", "by_the_loader"]
+)
 def test_resized_in_place_and_restarted_after_a_death_ends_as_an_undisturbed_plain_model(
-    tmp_path: Path,
+    every: int, options: list[str], tmp_path: Path
 ) -> None:
     plain, run_in = tmp_path / "plain", tmp_path / "run"
     plain.mkdir()
     run_in.mkdir()
     (plain / "hurry").touch()
-    command = [sys.executable, str(SCRIPT), str(plain), "--plain", f"--every={EVERY}"]
+    command = [sys.executable, str(SCRIPT), str(plain), "--plain", f"--every={every}"]
     done = subprocess.run(command, env=environment(), cwd=plain, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    options = [
+    launch = [
         "--standalone",
         "--nproc-per-node=1:3",
         "--rdzv-id=shards",
         "--no-autoscale",
         "--max-restarts=1",
     ]
-    with ElasticRun([*options, str(SCRIPT), str(run_in), f"--every={EVERY}"], tmp_path) as run:
+    script = [str(SCRIPT), str(run_in), f"--every={every}", *options]
+    with ElasticRun([*launch, *script], tmp_path) as run:
         run.wait_for_event("generation", replicas=1)
         for replicas in (2, 3, 2):
             seen = len(run.events)

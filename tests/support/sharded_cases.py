@@ -6,6 +6,7 @@ from typing import Any
 
 import insides
 import torch
+from fake_loader import FakeLoader
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,7 @@ from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch._process_group.backends import Gloo
 from adaptdl_elastic.torch._sharded import fully_shard as private
 from adaptdl_elastic.torch._sharded import reshard
+from adaptdl_elastic.torch.scaling_rules import SqrtScale
 
 
 def network(seed: int = 0) -> torch.nn.Sequential:
@@ -146,4 +148,54 @@ def noise(kind: str, passes: int, shard: bool, mixed: dict[str, Any]) -> dict[st
         "gain": gns.gain(4.0),
         "steps": gns.steps,
         "measured": sum(count for count, *_ in gns.state_dict()["moments"]["cells"]),
+    }
+
+
+def windows(
+    plan: list[list[list[int]]], batch_size: int, first: bool, set_to_none: bool = True
+) -> list[dict[str, Any]]:
+    """Train a plain and a sharded model on windows, [windows][micro-batches][replicas] samples each.
+
+    Args:
+        plan: The windows.
+        batch_size: Initial batch size.
+        first: Whether the loop calls `zero_grad` before the backward pass, or after the step.
+        set_to_none: Argument of `zero_grad`.
+    """
+    return [_windows(plan, batch_size, first, set_to_none, shard) for shard in (False, True)]
+
+
+def _windows(
+    plan: list[list[list[int]]], batch_size: int, first: bool, set_to_none: bool, shard: bool
+) -> dict[str, Any]:
+    net, rank = network(), torch.distributed.get_rank()
+    if shard:
+        fully_shard(net[0])
+        fully_shard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    wrap: Any = adl.AdaptiveFSDP if shard else adl.AdaptiveDataParallel
+    # not AdaScale, which depends on what is measured
+    model = wrap(net, optimizer, name=f"{shard} {first} {set_to_none}", scaling_rule=SqrtScale())
+    model.gns.cheap_schedule = model.gns.costly_schedule = Schedule(longest=1)
+    samples = torch.randn(1000, 5, generator=torch.Generator().manual_seed(7))
+    position = 0
+    for window in plan:
+        with FakeLoader(window, batch_size, current_local_bsz=max(map(max, window))) as loader:
+            for loader.chunk, sizes in enumerate(window):
+                start, count = position + sum(sizes[:rank]), sizes[rank]
+                x = samples[start : start + count] if count else samples[:1]  # a filler
+                if first:
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                (model(x) - x[:, :3].sin()).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                if not first:
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                position += sum(sizes)
+    insides.state(model).sync()
+    return {
+        "weights": {name: value.tolist() for name, value in weights(net).items()},
+        "noise": [model.gns.sqr_avg(), model.gns.var_avg()],
+        "progress": model.gns.get_progress(),
+        "steps": model.gns.steps,
     }

@@ -9,7 +9,6 @@ import replicas
 import sharded_cases
 import torch
 
-import adaptdl_elastic.torch as adl
 from adaptdl_elastic.torch._sharded import fully_shard as private
 
 pytestmark = pytest.mark.skipif(
@@ -55,17 +54,33 @@ def test_a_single_replica_compares_successive_steps() -> None:
     assert (twice["measured"], twice["steps"]) == (0, 20)
 
 
+EVEN = [[[2, 2]] * 3] * 8
+UNEVEN = [*EVEN, [[2, 2], [2, 1], [1, 0]], [[3, 2]], *EVEN]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(("first", "set_to_none"), [(True, True), (False, True), (False, False)])
+def test_windows_of_several_batches_train_as_those_of_a_plain_model(first: bool, set_to_none: bool) -> None:
+    (plain, sharded), _ = replicas.run(sharded_cases.windows, 2, UNEVEN, 4, first, set_to_none)
+    assert_same_training(plain, sharded)
+    # The sharded model compares six gradients in each window, the plain one two.
+    assert sharded["noise"] == pytest.approx(plain["noise"], rel=0.5)
+
+
 @pytest.mark.usefixtures("alone")
-def test_windows_of_several_batches_are_refused() -> None:
-    net, optimizer = sharded_cases.sharded()
-    model = adl.AdaptiveFSDP(net, optimizer)
-    inputs: Any = torch.ones(8, 5)
-    loader = adl.AdaptiveDataLoader(inputs, batch_size=4)
-    loader.autoscale_batch_size(8, gradient_accumulation=True)
+def test_windows_of_a_single_replica_train_and_are_measured_as_those_of_a_plain_model() -> None:
+    plan = [[[4]] * 3] * 8
+    plain, sharded = sharded_cases.windows([*plan, [[4], [3], [0]], *plan], 4, True)
+    assert_same_training(plain, sharded)
+    assert sharded["steps"] == 17
+    assert sharded["noise"] == pytest.approx(plain["noise"], rel=1e-4)
 
-    def train() -> None:
-        for batch in loader:
-            model(batch)
 
-    with pytest.raises(RuntimeError, match="leave out gradient_accumulation"):
-        train()
+def assert_same_training(plain: dict[str, Any], sharded: dict[str, Any]) -> None:
+    assert sharded["steps"] == plain["steps"]
+    assert sharded["weights"].keys() == plain["weights"].keys()
+    for name, value in plain["weights"].items():
+        torch.testing.assert_close(
+            torch.tensor(sharded["weights"][name]), torch.tensor(value), rtol=1e-4, atol=1e-5
+        )

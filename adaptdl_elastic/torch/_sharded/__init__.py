@@ -7,4 +7,5 @@
 | `reshard` | How do the rows move between replicas, and how is the model sharded again? |
 | `model_state` | What does a checkpoint hold of the model, and what does a newcomer receive? |
 | `noise` | How is gradient noise measured where each replica holds a part of the sums? |
+| `window` | What becomes of the gradients of an accumulation window between its passes? |
 """

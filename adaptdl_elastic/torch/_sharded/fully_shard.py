@@ -184,7 +184,7 @@ class GradientObserver(Protocol):
         """Prepare for gradients to be added up. Called before they are, maybe several times."""
 
     def weigh(self, gradients: torch.Tensor) -> None:
-        """Multiply this replica's gradients in place. Not called on a single replica."""
+        """Multiply this replica's gradients in place."""
 
     def own(self, gradients: Gradients) -> None:
         """Measure gradients before they are added up.
@@ -246,14 +246,17 @@ def observe(model: torch.nn.Module, observer: GradientObserver) -> None:
         if isinstance(module, FSDPModule):
             communication = Observed()
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                _note_gradients(group, communication)
+                _note_gradients(group, communication, observer)
             module.set_custom_reduce_scatter(communication)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _note_gradients(group: Any, communication: Any) -> None:
-    """Let `communication.handles` be the parameters whose gradients torch is about to add up."""
+def _note_gradients(group: Any, communication: Any, observer: GradientObserver) -> None:
+    """Let `communication.handles` be the parameters whose gradients torch is about to add up.
+
+    A single replica's gradients are weighed here, because torch does not call `communication` for them.
+    """
     original = group.post_backward
 
     def post_backward(*unused: Any) -> None:
@@ -263,6 +266,10 @@ def _note_gradients(group: Any, communication: Any) -> None:
             if hasattr(handle, "_unsharded_param")
             and (handle.unsharded_accumulated_grad is not None or handle.unsharded_param.grad is not None)
         ]
+        if group.reduce_grads and torch.distributed.get_world_size() == 1:
+            for handle in communication.handles:
+                if handle.unsharded_param.grad is not None:
+                    observer.weigh(handle.unsharded_param.grad)
         original(*unused)
 
     group.post_backward = post_backward

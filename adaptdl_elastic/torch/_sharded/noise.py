@@ -11,7 +11,8 @@ memory of the first one's input, and each replica divides its rows of the sum.
 
 A single replica has no other gradients to compare with. Torch's graph of a sharded model cannot be walked
 twice, so the gradients of two successive steps are compared, which `_gradient.estimator` calls a last resort.
-Steps of several backward passes are not measured there.
+Steps for which the script makes several backward passes are not measured there. In an accumulation window the
+gradient of the first micro-batch is compared with that of the window.
 """
 
 from __future__ import annotations
@@ -77,7 +78,6 @@ class ShardedNoise:
         self._whole: dict[tuple[int, ...], torch.Tensor] = {}
         self._forgotten = 0  # passes of this step that are not measured
         self._doubtful = False  # a pass was measured in a way that cannot be used
-        self._queued = False  # `_ended` will be called
         self._several = False  # the single replica makes several passes for a step, which are not measured
         self._said = False
 
@@ -93,7 +93,7 @@ class ShardedNoise:
 
     def begin(self, batch: Batch) -> None:
         """Begin a forward pass whose gradients are going to be used."""
-        if self._several:
+        if self._several and batch.micro_batches == 1:
             return
         if self._replicas == 1 and not self._said:
             self._said = True
@@ -109,9 +109,6 @@ class ShardedNoise:
         """Note that a backward pass adds to the gradients."""
         if not self.measuring:
             self._forgotten += 1
-        elif self._replicas == 1 and not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     def own(self, gradients: Gradients) -> None:
         """Measure gradients before they are added up; see `fully_shard.GradientObserver`."""
@@ -141,19 +138,23 @@ class ShardedNoise:
             self._said = True
             logger.warning("gradient noise of a step is not measured: %s", reason)
 
-    def _ended(self) -> None:
+    def ended(self, batch: Batch) -> None:
         """Measure the gradients at the end of a backward pass of a single replica."""
-        self._queued = False
-        if not self.measuring:
+        if not self.measuring or self._replicas > 1:
             return
         norms, current = self._hook.norms, self._passes[-1].recording
-        if len(self._passes) > 1 or current.own or self._forgotten:
-            self._doubtful = self._several = True
+        if len(self._passes) != batch.place + 1 or current.own or self._forgotten:
+            self._doubtful = True
+            self._several = self._several or batch.micro_batches == 1
             self._hook.kept = None
             return
         pairs = [
             (param, fully_shard.local(param.grad)) for param in self._parameters() if param.grad is not None
         ]
+        if batch.accumulating:
+            if batch.place == 0:
+                self._sampler.first_part((param, part / batch.share) for param, part in pairs)
+            return
         current.own.append(norms.squares(pairs))
         kept = self._hook.kept
         if kept is None:

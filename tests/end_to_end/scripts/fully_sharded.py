@@ -36,11 +36,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--every", type=int, default=1, help="batches per optimizer step")
+    parser.add_argument("--most", type=int, help="samples of a replica's batch; the loader accumulates")
     args = parser.parse_args()
     adl.init_process_group("gloo")
     inputs = torch.randn(SIZE, 6, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin(), torch.arange(SIZE))
     loader = adl.AdaptiveDataLoader(data, batch_size=BATCH, shuffle=True)
+    if args.most:
+        loader.autoscale_batch_size(BATCH, local_bsz_bounds=(1, args.most), gradient_accumulation=True)
     net = network()
     if not args.plain:
         for layer in net:
@@ -59,7 +62,8 @@ def main() -> None:
             if (turn + 1) % args.every == 0:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
-                scheduler.step()
+                if adl.is_optim_step():
+                    scheduler.step()
                 optimizer.zero_grad()
             local = adl.current_dataloader().local_samples
             fields = {
