@@ -83,6 +83,29 @@ def test_a_replica_lost_while_rank_0_opens_a_round_leaves_no_round_open() -> Non
     leader.boundary(NOW)  # would wait for ever
 
 
+def test_a_batch_size_of_an_earlier_generation_is_not_agreed_on() -> None:
+    """A newcomer that came in an evaluation loop had no loader yet that could change its batch size."""
+    leader, sent = replica(0)
+    want(leader, "switch")
+    better = {"kind": "batch_size", "atomic": 8, "accumulation": 0}
+    leader.polls.append(lambda: better if leader.session.generation == 1 else None)
+    insides.lead(leader, "tick", None)
+    leader.abandon()
+    leader.session.generation = 2  # type: ignore[misc]
+    insides.lead(leader, "renew", False)
+    assert sent == [("prepare", 1, 1)]
+    assert not leader.round_open
+    want(leader, "stop")
+    assert sent == [("prepare", 1, 1), ("prepare", 3, 2)], "the next round opens as ever"
+
+
+def test_a_batch_size_of_this_generation_is_agreed_on() -> None:
+    leader, sent = replica(0)
+    leader.polls.append(lambda: {"kind": "batch_size", "atomic": 8, "accumulation": 0})
+    insides.lead(leader, "tick", None)
+    assert sent == [("prepare", 1, 1)]
+
+
 def test_of_a_broken_round_only_what_must_not_be_lost_is_asked_for_again() -> None:
     leader, sent = replica(0)
     want(leader, "switch")

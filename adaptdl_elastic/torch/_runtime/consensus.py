@@ -76,6 +76,7 @@ INTERRUPTED = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT."""
 
 _KEPT = ("stop", "checkpoint")  # kinds of commands that are repeated after a replica has died
+_POLLED = "polled_in"  # key of a command that a poll has returned: the generation
 _OF_ROUNDS = ("want", "ready", "executed")  # kinds of control messages for rank 0's control thread
 _UNHEARD = 100  # most control messages that are kept for a listener that is not registered yet
 _START: Position = (-1, 0, 0)  # before every boundary
@@ -617,17 +618,23 @@ class RoundCoordinator:
             self._want({"kind": "checkpoint"})
         if control.polls and now >= self._next_poll:
             self._next_poll = now + _POLL_INTERVAL
+            generation = control.generation_of_round()
             for poll in list(control.polls):
                 command = poll()
                 if command is not None:
-                    self._want(command)
+                    self._want({**command, _POLLED: generation})
 
     def _open(self) -> None:
         generation = self._control.generation_of_round()
         if generation is None:
             return
+        # what pays in one generation may not in the next, whose newcomers may not know the loader yet
+        wanted = [c for c in self._wanted if c.get(_POLLED, generation) == generation]
+        self._wanted = []
+        if not wanted:
+            return
         self._number += 1
-        self.running, self._wanted = self._wanted, []
+        self.running = wanted
         self._ready, self._executed = {}, set()
         for rank in range(self._control.session.replicas):
             self._control._tell(rank, ("prepare", self._number, generation))
