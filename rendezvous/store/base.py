@@ -99,8 +99,9 @@ class Lease(ABC):
 
     @abstractmethod
     def remaining(self) -> float:
-        """Return the seconds for which the lease is certain to last, counted from the server's last answer.
+        """Return the seconds for which the lease is certain to last.
 
+        They are counted from the moment at which the last request was sent that the server answered.
         0 if it is lost. It may last longer: while the server is away, `lost` is not set.
         """
 

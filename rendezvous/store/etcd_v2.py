@@ -19,6 +19,7 @@ import functools
 import logging
 import math
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -342,7 +343,7 @@ class EtcdV2Lease(KeptLease):
     """A set of keys whose time to live this process refreshes."""
 
     def __init__(self, store: EtcdV2Store, ttl: float) -> None:
-        super().__init__(store._keepalive, ttl)
+        super().__init__(store._keepalive, ttl, asked=time.monotonic())  # its keys are put later
         self.id = uuid.uuid4().hex
         self._store = store
         self._lock = threading.Lock()

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from adaptdl_elastic.rendezvous.store.base import (
@@ -190,8 +191,9 @@ class EtcdV3Store(Store):
 
     def lease(self, ttl: float) -> EtcdV3Lease:
         """Return a new lease, renewed in the background. etcd counts whole seconds: `ttl` is rounded up."""
+        asked = time.monotonic()
         answer = self._call("/v3/lease/grant", {"TTL": str(math.ceil(ttl))})
-        lease = EtcdV3Lease(self, str(answer["ID"]), float(answer["TTL"]))
+        lease = EtcdV3Lease(self, str(answer["ID"]), float(answer["TTL"]), asked)
         self._keepalive.add(lease)
         return lease
 
@@ -301,8 +303,8 @@ class EtcdV3Store(Store):
 class EtcdV3Lease(KeptLease):
     """A lease of the server."""
 
-    def __init__(self, store: EtcdV3Store, id_: str, ttl: float) -> None:
-        super().__init__(store._keepalive, ttl)
+    def __init__(self, store: EtcdV3Store, id_: str, ttl: float, asked: float) -> None:
+        super().__init__(store._keepalive, ttl, asked)
         self.id = id_
         self._store = store
 

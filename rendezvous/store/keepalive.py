@@ -18,11 +18,20 @@ _RETRY = 0.2  # seconds after a failed attempt, but at most a third of the time 
 class KeptLease(Lease):
     """A lease that a `KeepAlive` renews; drivers implement the requests."""
 
-    def __init__(self, keeper: KeepAlive, ttl: float) -> None:
+    def __init__(self, keeper: KeepAlive, ttl: float, asked: float) -> None:
+        """Count the lease's time from the moment at which the server was asked for it.
+
+        The server counts from a later moment, so the lease never ends there before it ends here.
+
+        Args:
+            keeper: renews the lease.
+            ttl: time to live in seconds.
+            asked: monotonic seconds, taken before the request for the lease was sent.
+        """
         self.ttl = ttl
         self.lost = threading.Event()
-        self.due = time.monotonic() + ttl / 3
-        self._held_until = time.monotonic() + ttl
+        self.due = asked + ttl / 3
+        self._held_until = asked + ttl
         self._keeper = keeper
         self._trouble: type[Exception] | None = None  # type of the last attempt's error
 

@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,8 @@ class _Connection:
 class LocalLease(KeptLease):
     """A lease of the server that this process renews."""
 
-    def __init__(self, store: LocalStore, keeper: KeepAlive, ttl: float, number: int) -> None:
-        super().__init__(keeper, ttl)
+    def __init__(self, store: LocalStore, keeper: KeepAlive, ttl: float, number: int, asked: float) -> None:
+        super().__init__(keeper, ttl, asked)
         self.store, self.number = store, number
 
     def renew(self, timeout: float) -> bool:
@@ -267,7 +268,8 @@ class LocalStore(Store):
 
     def lease(self, ttl: float) -> LocalLease:
         """Return a new lease of `ttl` seconds, renewed in the background."""
-        lease = LocalLease(self, self._keeper, ttl, int(self.call(do="lease", ttl=ttl)))
+        asked = time.monotonic()
+        lease = LocalLease(self, self._keeper, ttl, int(self.call(do="lease", ttl=ttl)), asked)
         self._keeper.add(lease)
         return lease
 

@@ -22,6 +22,7 @@ from adaptdl_elastic.rendezvous.store.base import (
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 from adaptdl_elastic.rendezvous.store.etcd_v2 import EtcdV2Store
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
+from adaptdl_elastic.rendezvous.store.http import Http
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
 pytestmark = pytest.mark.etcd
@@ -83,6 +84,20 @@ def _pause(world, ttl: float, seconds: float) -> None:
     again = store.lease(ttl)
     store.put(world.prefix + "mine", "2", again)
     assert store.get(world.prefix + "mine").value == "2"
+
+
+@pytest.mark.parametrize("own_world", ["v3-3.5"], indirect=True)
+def test_a_lease_lasts_from_the_request_for_it_however_late_the_answer(own_world, monkeypatch):
+    store, call = own_world.client(), Http.call
+
+    def late(*given, **options):
+        answer = call(*given, **options)
+        threading.Event().wait(0.5)  # the answer is on its way
+        return answer
+
+    monkeypatch.setattr(Http, "call", late)
+    lease = store.lease(60)
+    assert lease.remaining() <= 59.5
 
 
 def test_a_partition_costs_the_lease_and_both_sides_learn_it(own_world, collect):

@@ -28,6 +28,7 @@ from adaptdl_elastic.rendezvous.store.base import (
     Watch,
 )
 from adaptdl_elastic.rendezvous.store.keepalive import KeepAlive, KeptLease
+from faultsim import threads
 from faultsim.etcd import Etcd, LeaseGoneError, Stream
 from faultsim.kernel import Kernel, Process
 from faultsim.threads import SimpleQueue
@@ -112,7 +113,8 @@ class SimClient(Store):
         return self._ask(lambda: self._etcd.delete_prefix(prefix))
 
     def lease(self, ttl: float) -> SimLease:
-        lease = SimLease(self, self._ask(lambda: self._etcd.grant(ttl)), ttl)
+        asked = threads.Time.monotonic()
+        lease = SimLease(self, self._ask(lambda: self._etcd.grant(ttl)), ttl, asked)
         self._keepalive.add(lease)
         return lease
 
@@ -212,8 +214,8 @@ class SimClient(Store):
 class SimLease(KeptLease):
     """A lease that the product's own thread keeps alive."""
 
-    def __init__(self, client: SimClient, number: int, ttl: float) -> None:
-        super().__init__(client._keepalive, ttl)
+    def __init__(self, client: SimClient, number: int, ttl: float, asked: float) -> None:
+        super().__init__(client._keepalive, ttl, asked)
         self.number, self._client = number, client
 
     def renew(self, timeout: float) -> bool:
