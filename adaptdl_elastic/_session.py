@@ -41,6 +41,7 @@ from adaptdl_elastic._interfaces import (
     Survivor,
     TorchGroup,
 )
+from adaptdl_elastic._past_results import Call, PastResults
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import Event, Hello, ReplicaMessage
@@ -103,6 +104,7 @@ class Session:
         self.checkpoints: Closable | None = None
         self.accumulators: Counter[int | None] = Counter()  # epoch → accumulators made so far
         self.last_summed: Summed | None = None  # the accumulator that was synchronised last
+        self.past_results = PastResults()  # of the script's collectives outside of data loops
         self.user_objects: list[weakref.ref[Any]] | None = None  # see eligibility; None: no search so far
         # torch's process group
         self.backend: str | None = None  # argument of init_process_group
@@ -188,6 +190,36 @@ class Session:
                 if self._rescaling is None:
                     self._rescaling = _installed().rescaling(self)
         return self._rescaling
+
+    @property
+    def in_data_loop(self) -> bool:
+        """Whether the script is in a data loop."""
+        return self.position is not None and self.position.looping
+
+    def past_call(self, what: str) -> Call | None:
+        """Count a collective that the script calls; return what identifies it among the past results.
+
+        Args:
+            what: Function and line of the script.
+
+        Returns:
+            None if its result is not kept: in a data loop, and without an agent, where no replica joins.
+        """
+        if self.channel is None or self.in_data_loop:
+            return None
+        loops = 0 if self.position is None else self.position.entered
+        return self.past_results.next_call(self.epoch, loops, what)
+
+    def past_result(self, call: Call | None) -> tuple[bool, Any]:
+        """Return whether this is a newcomer that knows the others' result of a collective, and the result."""
+        if call is None or not self.joining or env.secret() is None:
+            return False, None
+        return self.past_results.find(call)
+
+    def keep_result(self, call: Call | None, result: Any) -> None:
+        """Keep the result of a collective for replicas that join later."""
+        if call is not None and not self.joining:
+            self.past_results.keep(call, result)
 
     def report_eligibility(self) -> None:
         """Report to the scheduler whether the number of replicas can currently change in place."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from adaptdl_elastic import _frames, _secrets, _session, env
@@ -82,7 +83,8 @@ def allreduce(value: Any, reduce_fn: ReduceFn = default_reduce_fn, *, tag: str |
         RuntimeError: a replica is gone (`reducer.PeerLostError`), a replica has called another collective
             (`reducer.CollectiveMismatchError`), or the replicas are not connected.
     """
-    return _reducer().allreduce(value, reduce_fn, _tag("allreduce", tag), objects=True)
+    name = _tag("allreduce", tag)
+    return _once(name, lambda: _reducer().allreduce(value, reduce_fn, name, objects=True))
 
 
 def allreduce_async(value: Any, reduce_fn: ReduceFn = default_reduce_fn, *, tag: str | None = None) -> Future:
@@ -92,7 +94,13 @@ def allreduce_async(value: Any, reduce_fn: ReduceFn = default_reduce_fn, *, tag:
 
 def broadcast(value: Any, *, tag: str | None = None) -> Any:
     """Return rank 0's `value` on every replica; the others' values are ignored. Errors as `allreduce`."""
-    return _reducer().broadcast(value, _tag("broadcast", tag), objects=True)
+    name = _tag("broadcast", tag)
+    return _once(name, lambda: _reducer().broadcast(value, name, objects=True))
+
+
+def combine(value: Any, reduce_fn: ReduceFn, tag: str) -> Any:
+    """Return the values of all replicas combined, for the library: an `allreduce` that is not kept."""
+    return _reducer().allreduce(value, reduce_fn, _tag("allreduce", tag), objects=True)
 
 
 def share(value: Any, tag: str) -> Any:
@@ -103,6 +111,17 @@ def share(value: Any, tag: str) -> Any:
     if _session.current().joining:
         return value
     return _reducer().broadcast(value, _tag("broadcast", tag))
+
+
+def _once(name: str, call: Callable[[], Any]) -> Any:
+    """Return the result of a collective; in a newcomer, the one that the others have got before."""
+    session = _session.current()
+    past = session.past_call(name)
+    known, result = session.past_result(past)
+    if not known:
+        result = call()
+        session.keep_result(past, result)
+    return result
 
 
 def _reducer() -> Reducer:

@@ -47,6 +47,10 @@ class StepCounter(Protocol):
 
     step: int
     """Optimizer steps finished since the job began."""
+    looping: bool
+    """Whether a data loop is running."""
+    entered: int
+    """Data loops of the current epoch that this process has reached."""
 
 
 class Closable(Protocol):

@@ -21,7 +21,7 @@ from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._elastic.join import begin_joining
-from adaptdl_elastic.torch._process_group import backends, capability
+from adaptdl_elastic.torch._process_group import backends, capability, script_collectives
 from adaptdl_elastic.torch._process_group.setup import (
     connect_torch,
     listening_host,
@@ -121,6 +121,7 @@ def _checked_identity(known: Identity, world_size: Any, rank: Any) -> Identity:
 
 def _meet(session: Session, backend: str, init_method: str | None) -> None:
     session.backend = backend
+    script_collectives.watch()
     backends.kind(backend).place()
     capability.begin(session, backend)
     if os.environ.get(environment.JOIN):

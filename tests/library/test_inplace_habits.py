@@ -56,8 +56,8 @@ def test_every_collective_of_torchs_that_moves_data_ends_a_newcomer(tmp_path: Pa
 @pytest.mark.parametrize(
     ("habit", "named"),
     [
-        ("broadcast", "torch.distributed.broadcast ("),
-        ("objects", "torch.distributed.broadcast_object_list ("),
+        ("gather", "torch.distributed.all_gather ("),
+        ("large", "torch.distributed.broadcast ("),
     ],
 )
 def test_a_newcomer_gives_up_at_a_collective_of_torchs(start: Any, habit: str, named: str) -> None:
@@ -70,6 +70,18 @@ def test_a_newcomer_gives_up_at_a_collective_of_torchs(start: Any, habit: str, n
     job.wait_for("step", 2)
     job.rescale(1)
     job.finish()
+
+
+def test_a_newcomer_gets_the_results_of_collectives_that_the_others_have_passed(
+    start: Any, tmp_path: Path
+) -> None:
+    job = start(2, "results")
+    stays_in_place(job, tmp_path)
+    first, *others = [torch.load(tmp_path / f"results-{rank}") for rank in range(3)]
+    assert len(first) > 100  # of all epochs, and of before them
+    for other in others:
+        assert None in other
+        assert other == {epoch: first[epoch] for epoch in other}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 import adaptdl_elastic.torch as adl
+from adaptdl_elastic import collective
 
 S = {"habit": "", "given": False, "epochs": 120, "size": 48, "pace": 0.3, **json.loads(os.environ["LOOP"])}
 OUT = Path(os.environ["OUT"])
+OWN = torch.Generator()  # other numbers on each replica
+RESULTS = {}
 
 
 class Wrapped:
@@ -33,16 +36,35 @@ class Wrapped:
         self.inner.load_state_dict(state)
 
 
+def between(epoch):
+    """Agree on numbers that each replica has drawn by itself, in every way whose results are kept."""
+    own, names = torch.rand(3, generator=OWN), [OWN.initial_seed(), str(epoch)]
+    dist.broadcast(own, 0)
+    total = torch.rand(2, generator=OWN)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    dist.broadcast_object_list(names, src=0)
+    drawn = [collective.broadcast(torch.rand(1, generator=OWN).item()) for _ in range(2)]
+    drawn.append(collective.allreduce(torch.rand(1, generator=OWN).item(), max))
+    RESULTS[epoch] = [*own.tolist(), *total.tolist(), *names, *drawn]
+
+
 def main():
     habit = S["habit"]
     torch.manual_seed(3)
     adl.init_process_group("gloo")
+    if habit == "results":
+        OWN.manual_seed(os.getpid())
+        between(None)
     if habit == "broadcast":
         dist.broadcast(torch.ones(1), 0)
     elif habit == "barrier":
         dist.barrier()
     elif habit == "objects":
         dist.broadcast_object_list([None], 0)
+    elif habit == "gather":
+        dist.all_gather([torch.zeros(1) for _ in range(adl.world_size())], torch.ones(1))
+    elif habit == "large":
+        dist.broadcast(torch.ones(100_000), 0)
     elif habit == "new group":
         dist.new_group([0])
     elif habit == "plain DDP":
@@ -86,7 +108,10 @@ def main():
             net[0].requires_grad_(True)
         if habit == "late group" and epoch == 1:
             dist.new_group()
+        if habit == "results":
+            between(epoch)
     torch.save([p.detach() for p in net.parameters()], OUT / f"result-{adl.rank()}")
+    torch.save(RESULTS, OUT / f"results-{adl.rank()}")
 
 
 if __name__ == "__main__":

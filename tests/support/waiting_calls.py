@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from adaptdl_elastic.torch._process_group import placeholder
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch._process_group import placeholder, script_collectives
 
 SIZE = 3
 
@@ -48,6 +49,9 @@ def calls():
 
 def main():
     warnings.simplefilter("ignore")
+    _session.current().channel = object()  # as under an agent
+    script_collectives.watch()
+    assert dist.broadcast.__code__.co_filename == script_collectives.__file__
     placeholder.enter("gloo", 2, SIZE)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (2, SIZE, "gloo")
     dist.barrier()  # moves no data

@@ -195,7 +195,7 @@ class AccumulatorState(checkpoint.TensorState):
         """Add up the sums of all replicas. A collective."""
         self._settle()
         mine = self.updates, self.additions
-        total, self.additions = collective.allreduce(mine, merge_with_additions, tag=self.name)
+        total, self.additions = collective.combine(mine, merge_with_additions, self.name)
         self.add_total(total)
 
     def syncing(self) -> Callable[[], None]:

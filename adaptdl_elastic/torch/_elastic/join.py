@@ -48,6 +48,7 @@ class Newcomer:
         if epoch >= 0 and loop > BEHIND_ALL:  # with epoch < 0 the first epoch is still to come
             collective.give_up("the running replicas are behind their epochs, where no replica can join")
         self._at = (epoch, loop)
+        self.session.past_results.take(step["results"])
         checkpoint.restore_states(states)
 
     def _next(self) -> dict[str, Any]:

@@ -22,8 +22,9 @@ What is done, to form generation g + 1 while generation g trains:
    boundary is in the data loop at which the newcomers wait, the change is carried out; not after the loop's
    last batch, because no batch would be left for the newcomers, and not at an epoch's beginning, because
    it is not known there which loader's loop comes first. Otherwise rank 0 writes a new preview, and the
-   newcomers continue to the new place. A newcomer gives up if it calls a collective on its way, if it
-   reaches a loop over another loader than the others, or if it fails. Training then continues in g.
+   newcomers continue to the new place. A newcomer gives up if it calls a collective on its way whose
+   result the others have not kept (`_past_results`), if it reaches a loop over another loader than the
+   others, or if it fails. Training then continues in g.
 4. *Switch*, inside `__next__` of every loader. States are synchronised over the old process group, which is
    then destroyed. Replicas that are not in g + 1 exit. Rank 0 publishes an address, and all replicas of g + 1
    connect and form torch's process group. Newcomers receive every state from the memory of a replica of g.
@@ -187,7 +188,8 @@ class Rescaler:
             store = plan.meeting()
             store.set(f"preview/{attempt}", json.dumps(at))
             states = regroup.pack_states({**self._past, **checkpoint.snapshot_states(names)})
-            store.set(f"step/{attempt}", _codec.encode({"preview": states, "at": at}))
+            step = {"preview": states, "at": at, "results": self._session.past_results.to_plain()}
+            store.set(f"step/{attempt}", _codec.encode(step))
         except RuntimeError as error:  # the store is gone with its agent: training continues
             log.warning("generation %d can not begin in place: %s", plan.generation, error)
 

@@ -10,4 +10,5 @@
 | `selftest` | Does NCCL on this machine survive what a change in place does to it? |
 | `capability` | Have all nodes passed the self-test? |
 | `placeholder` | What is the group of a newcomer that has not joined yet? |
+| `script_collectives` | How does a newcomer get the results of collectives that the others have passed? |
 """

@@ -3,10 +3,11 @@
 It has the planned rank and size, so that a script finds what it asks for and models can be wrapped. No other
 process is connected. torch's `fake` backend would leave the tensors of a collective unchanged, or fill in
 this replica's own: a seed that rank 0 should broadcast would silently be 0 here and another value there. So a
-collective called by the script ends the newcomer, and training goes on without it. A barrier moves no data,
-and the others have passed it: it ends at once. So does every collective in a batch that does not count
-(`torch._elastic.dry_batch`). Collectives of AdaptiveDataParallel are answered as the `fake` backend does:
-their results are replaced by the others' state when the newcomer joins. The call stack tells the two apart.
+collective called by the script ends the newcomer, and training goes on without it, unless the others have
+kept its result (`script_collectives`). A barrier moves no data, and the others have passed it: it ends at
+once. So does every collective in a batch that does not count (`torch._elastic.dry_batch`). Collectives of
+AdaptiveDataParallel are answered as the `fake` backend does: their results are replaced by the others' state
+when the newcomer joins. The call stack tells the two apart.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import itertools
 import os
 import warnings
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ _BETWEEN = (
     str(warnings.__file__),
     "typing_extensions.py",
 )  # these files wrap torch's functions
+_PASSES_ON = str(Path(__file__).with_name("script_collectives.py"))  # its functions stand between, too
 _c10d: Any = torch.distributed.distributed_c10d
 _C10D = str(_c10d.__file__)
 _new_group = _c10d._new_process_group_helper
@@ -89,6 +91,11 @@ for _name in _BARRIERS:
     setattr(_WaitingGroup, _name, _barrier)
 
 
+def is_torch(code: CodeType) -> bool:
+    """Return whether `code` belongs to torch, or to a standard module that wraps torch's functions."""
+    return code.co_filename.startswith(_TORCH) or code.co_filename.endswith(_BETWEEN)
+
+
 def _only_for_us(method: str) -> None:
     """End the newcomer, unless this library calls torch, or a loop's body in a batch that does not count."""
     if _session.current().dry:
@@ -99,7 +106,7 @@ def _only_for_us(method: str) -> None:
         file = frame.f_code.co_filename
         if file == _C10D:
             name = f"torch.distributed.{frame.f_code.co_name}"
-        elif not file.startswith(_TORCH) and not file.endswith(_BETWEEN):
+        elif not is_torch(frame.f_code) and file != _PASSES_ON:
             found = frame
             break
     if found is not None and _frames.is_library(found.f_code):
