@@ -231,7 +231,7 @@ class Session:
         return self._consensus is not None and self._consensus.started
 
     def start(self) -> None:
-        """Send a hello to the agent, and take orders from the agent and the terminal.
+        """Send a hello to the agent, and begin to handle its messages and the signals SIGINT and SIGTERM.
 
         Further calls do nothing.
         """

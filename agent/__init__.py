@@ -1,1 +1,17 @@
-"""One node: `adaptdl-run`, the elastic agent, and the replica processes that it supervises."""
+"""One node: `adaptdl-run`, the elastic agent, and the replica processes that it supervises.
+
+| question | module or package |
+|---|---|
+| How does the command `adaptdl-run` start, and with which exit code does it end? | `cli` |
+| How do the command's options become an agent, its environment and its store? | `launch` |
+| Which options are there, and what does the user see? | `terminal` |
+| What does the agent do about an event? (pure) | `core` |
+| How is that carried out: processes, channels, the event loop? | `runtime` |
+| How does the agent use the store, and start a coordinator? | `cluster` |
+| What does the machine report about itself? | `machine` |
+| What does the node service do? | `service` |
+
+An option that sets a variable of the replicas' environment passes through `terminal.run_parser`,
+`terminal.run_options`, `launch` and `runtime.replica_environment`. `adaptdl_elastic.protocol.environment` has
+the variable's name, and `adaptdl_elastic.env` reads it in the replica.
+"""

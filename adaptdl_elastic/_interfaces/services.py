@@ -75,7 +75,7 @@ class Consensus(Protocol):
     polls: list[Callable[[], Command | None]]
 
     def start(self) -> None:
-        """Start to take orders from the agent and the terminal. Further calls do nothing."""
+        """Begin to handle the agent's messages, SIGINT and SIGTERM. Further calls do nothing."""
 
     def close(self) -> None:
         """End the threads, and restore the previous signal handlers."""

@@ -12,6 +12,22 @@
 
 Each name is imported at its first use (PEP 562), so that a script that needs only the loaders does not wait
 for the import of the other modules.
+
+| module | question that it answers |
+|---|---|
+| `data` | How does a script load data with a batch size and a position that survive a change? |
+| `s3_dataset`, `iterator` | How are objects in S3, or one long sequence of tokens, read? |
+| `parallel`, `fully_sharded` | What are AdaptiveDataParallel and AdaptiveFSDP? |
+| `scaling_rules` | How does the learning rate follow the batch size, and how is a rule added? |
+| `gradient_noise_scale` | What are the estimates of the gradient noise scale? |
+| `epoch` | How do epoch loops continue after a restart? |
+| `accumulator` | How are values summed over all samples of a loop? |
+| `_startup`, `_job_info` | How are replicas connected, and how does a script learn its rank? |
+| `_model_arguments` | Which arguments may the models get? |
+| `_bootstrap` | How are the parts of the library connected with the session? |
+
+The packages `_data`, `_gradient`, `_process_group`, `_sharded` and `_tuning` do the work of these modules.
+`_runtime` and `_elastic` let replicas act together and change their number. `frameworks` has the adapters.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class PolicyQuestion:
     fingerprint: Any  # questions with equal fingerprints and equal forecasts have the same answer
     forecasts: Mapping[str, float]  # job → predicted goodput for its present allocation
     undecidable: Mapping[str, str] = field(default_factory=dict)  # jobs that are left out, and why
-    # jobs whose size is changing: part of the question, but not decided
+    # jobs whose size is changing: asked about with their present size; the answer about them is not used
     unsettled: frozenset[str] = frozenset()
 
 

@@ -98,7 +98,7 @@ class Measured:
     def models(
         self, job: str, profile_key: str, hints: JobHints | None
     ) -> tuple[GoodputModel | None, dict[str, GoodputModel]]:
-        """Return a job's model, and its models by type of node, as `typed_models`."""
+        """Return a job's goodput model, and its models by type of node; see `typed_models`."""
         script = self.scripts.get(profile_key)
         of_script = self.of_scripts.get(profile_key, TypeRatios())
         return typed_models(job, hints, script, self.types, of_script, self.ratios)

@@ -251,10 +251,10 @@ def _fingerprint(job: JobView, condition: Condition, info: JobInfo, places: Mapp
 def targets(
     question: PolicyQuestion, decision: Decision, view: View, conditions: Mapping[str, Condition]
 ) -> dict[str, Target]:
-    """Return what each job is to have by the policy's answer.
+    """Return the target of each job, from the policy's answer.
 
-    Jobs whose size was changing are left out: nodes that were missing for a moment were not even part of the
-    question.
+    Leave out the jobs whose size was changing when the question was made. The question did not contain nodes
+    that were missing for a moment then.
     """
     found: dict[str, Target] = {}
     for name, allocation in decision.allocations.items():

@@ -250,6 +250,6 @@ def _late_in_place(
 
 
 def _before(plan: Plan) -> dict[str, int]:
-    """Return the allocation of the generation that a change in place follows."""
+    """Return the replicas by node in the generation that a change in place follows."""
     before = survivors.before(plan)
     return {one.node: one.replicas for one in plan.leaving if one.generation == before}

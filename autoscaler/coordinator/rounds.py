@@ -1,8 +1,9 @@
 """Rounds of the policy: the question, its computation, and the valid part of the answer.
 
-A round takes from milliseconds to seconds. Meanwhile the coordinator goes on deciding: nodes die, users ask
-for other sizes. So a `PolicyRound` holds everything that the policy reads, immutable, and may be computed in
-any thread; its `PolicyAnswer` is checked against the cluster as it is when it comes.
+A round takes from milliseconds to seconds. Meanwhile nodes die and users ask for other sizes, and the
+coordinator goes on deciding. So a `PolicyRound` holds an immutable copy of everything that the policy reads,
+and any thread may compute it. When its `PolicyAnswer` comes, the answer is checked against the present state
+of the cluster.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def consider(
     now, missing = view.now, any(condition.health.missing for condition in conditions.values())
     held_up_since = (now if memory.held_up_since is None else memory.held_up_since) if missing else None
     memory = replace(memory, held_up_since=held_up_since)
-    # the missing nodes are probably well, but the wait is bounded in case that others follow
+    # Missing nodes probably come back soon, so wait for them. The wait has a limit, because other nodes may
+    # go missing meanwhile.
     if held_up_since is not None:
         until = held_up_since + settings.steady + settings.node_ttl + settings.interval
         if now < until:

@@ -48,10 +48,10 @@ def exhausted(view: View, job: JobView, condition: Condition, settings: Coordina
 
 
 def loss_known_at(job: JobView, plan: Plan, settings: CoordinatorSettings) -> float:
-    """Return when it is known whether a failure is the loss of a node, on the view's clock; 0.0: it is none.
+    """Return when it will be known whether a node was lost, on the view's clock; 0.0 if none can have been.
 
-    Replicas that only lost a peer fail before the lease of a node that died runs out. The loss of a node is
-    no restart, so the last restart of a job waits for that.
+    Replicas that lose a peer fail before the lease of the peer's node runs out. The loss of a node does not
+    count against the restart budget. So a job without a restart left waits until that lease has run out.
     """
     generation = jobs.failed_generation(job, plan)
     failures = jobs.failures(job, generation)
@@ -129,7 +129,10 @@ def waited(job: JobView) -> float:
 
 
 def steps_waited(now: float, since: float) -> int:
-    """Return how many steps of `WAITED_STEP` are over; the next one ends after `now`, even if rounded."""
+    """Return how many steps of `WAITED_STEP` have passed between `since` and `now`.
+
+    A rounded quotient may be too small by one. This is corrected, so the next step always ends after `now`.
+    """
     steps = int((now - since) // WAITED_STEP)
     return steps + (since + (steps + 1) * WAITED_STEP <= now)
 
@@ -200,7 +203,8 @@ def _of_plan(job: JobView, plan: Plan, status: JobStatus, old: JobStatus) -> Job
         last_pause = jobs.pause(job, plan)
         if last_pause is not None and plan.cause in _PLANNED:
             pauses = (*pauses, last_pause)[-MAX_PAUSES:]
-    # up to two generations back, since a change in place may not have been made yet
+    # Search the plan's generation and the two before it. As long as a change in place has not been made,
+    # failures are reported for an earlier generation than the plan's.
     recent = (
         jobs.failures(job, generation) for generation in range(plan.generation, plan.generation - 3, -1)
     )

@@ -139,13 +139,13 @@ def _disturbed(
     now: float,
     settings: PolicySettings,
 ) -> bool:
-    """Return whether starting jobs that waited too long would take replicas from `fresh` jobs.
+    """Return whether jobs that have waited too long would start with replicas of protected jobs.
 
-    Where more jobs wait than there are slots, some job has always waited too long. If waiting jobs pushed out
-    running ones as soon as they could, the cluster would do nothing but pause. A last change need not be a
-    turn, however: it may be a recovery or the first decision of a new coordinator, and may happen repeatedly.
-    So no job is held up for longer than twice the time that turns of `max_wait` would take if all waiting
-    jobs had theirs before it.
+    The jobs in `fresh` are protected because they changed a short time ago. Without protection, a cluster
+    with more jobs than slots would do nothing but pause: some job has always waited too long. But the
+    protection may begin again although no waiting job has started, for example after a recovery or under a
+    new coordinator. So it no longer holds once one of the starting jobs has waited for `max_wait` and, for
+    each job that has waited too long, for twice that time more.
     """
     late = [job for job in jobs if objective.overdue(job, now, settings)]
     waits = [now - (job.waiting_since or 0.0) for job in late if after.get(job.name)]

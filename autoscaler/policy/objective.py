@@ -48,16 +48,19 @@ def remaining_seconds(jobs: Sequence[JobInfo], goodput_of_one: Array) -> Array:
 
 
 def remaining_work(job: JobInfo) -> float:
-    """Return the samples at the initial batch size that a job is expected to have still to do.
+    """Return how much work a job is expected to have left, in samples at the initial batch size.
 
-    `kind_totals` has the final or declared lengths of other jobs with the same command line. The mean
-    remainder of those that are longer than this job is now (their mean residual life) is expected. If the job
-    declares a later end, that end is expected; so a job gains nothing by declaring less than others.
+    The first rule that applies counts:
 
-    If no other job is longer, the declared end is expected until the job has outlived it. Without a declared
-    end, as much work again is expected as the job has done, as for heavy-tailed lengths (Harchol-Balter and
-    Downey, 1997). For a job that has outlived its declared end it is `OUTLIVED_FACTOR` times as much, so that
-    the job loses what it has gained by its declaration.
+    1. Some jobs with the same command line are longer than this job is now (`kind_totals` has their final or
+       declared lengths). They predict, on average, the part of their length that is beyond this job's
+       present work: its mean residual life. If the job itself declares a later end, that end counts. So a
+       job gains nothing by declaring less than others.
+    2. The job declares an end that it has not reached yet: that end counts.
+    3. The job has gone on beyond its declared end: `OUTLIVED_FACTOR` times the work that it has done. So it
+       loses what it has gained by its declaration.
+    4. Otherwise: as much work as the job has done, as for heavy-tailed lengths (Harchol-Balter and Downey,
+       1997).
     """
     longer = [total - job.attained for total in job.kind_totals if total > job.attained]
     if longer:

@@ -6,10 +6,11 @@ the slots among the jobs that have begun.
 
 A job begins when the slots of the cluster are enough for its least number of replicas beside those of the
 jobs before it. Jobs that have begun come first, then higher priorities, then earlier submissions. A priority
-counts up to what the job's owner may give. Earlier is what the store has got earlier. A job that
-has begun is never displaced. Later jobs that need fewer slots begin beside a job that waits for slots, if
-they were submitted within `OVERTAKING_SECONDS` after it. For jobs submitted later, its slots are kept. A job
-was submitted no earlier than the waiting ones that the store got before it, whatever time its owner signs.
+counts only up to the limit of the job's owner. Of two submissions, the earlier one is the one that the store
+got first. A job that has begun is never displaced. Later jobs that need fewer slots begin beside a job that
+waits for slots, if they were submitted within `OVERTAKING_SECONDS` after it. For jobs submitted later, its
+slots are kept. A job counts as submitted no earlier than the waiting jobs that the store got before it,
+whatever time its owner signs.
 """
 
 from __future__ import annotations

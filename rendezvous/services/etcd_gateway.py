@@ -48,7 +48,7 @@ class EtcdGateway:
             time.sleep(_LOOK_SECONDS)
 
     def must(self, path: str, **body: Any) -> None:
-        """Ask; EtcdError unless it is done now or was done before."""
+        """Send a request; raise EtcdError unless etcd carries it out now or has done so before."""
         status, said = self.ask(path, **body)
         if status != 200 and "already" not in said:
             raise EtcdError(f"etcd refuses {path}: {said}")

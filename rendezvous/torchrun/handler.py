@@ -116,7 +116,7 @@ class _Attempts:
 
 
 class _Connection:
-    """A handler's connection to the store; closed when the handler is garbage, or the process ends."""
+    """A handler's connection to the store; closed when the handler is garbage-collected, or at exit."""
 
     def __init__(self, store: Store, roster: Roster) -> None:
         self.store, self.roster = store, roster
@@ -135,7 +135,11 @@ class _Connection:
         self.store.close()
 
     def collected(self) -> None:
-        """Close the connection from a new thread: the collecting thread may hold any lock."""
+        """Close the connection because the handler was garbage-collected.
+
+        The garbage collector may run in a thread that holds a lock which `close` needs. So a new thread
+        closes the connection.
+        """
         threading.Thread(target=self.close, name="leave", daemon=True).start()
 
 

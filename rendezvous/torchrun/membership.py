@@ -84,7 +84,7 @@ class View:
 
     @property
     def number(self) -> int:
-        """Of the current round; 0 for none."""
+        """Number of the current round; 0 if there is none."""
         return self.round.number if self.round else 0
 
 
@@ -211,9 +211,10 @@ def decide(view: View, me: str, settings: MembershipSettings, now: float) -> Ent
 
 
 def nodes_waiting(view: View, me: str, number: int, settings: MembershipSettings, now: float) -> int:
-    """Return the number that a member in round `number` gives to torch's agent; above 0 restarts its workers.
+    """Return the number of waiting nodes that a member of round `number` reports to torch's agent.
 
-    Departed members count, too. (torch's own handlers count only newcomers, and so never shrink a run.)
+    torch's agent restarts its workers if the number is above 0. Members that have left count, too. (torch's
+    own handlers count only newcomers, so their runs never get smaller.)
     """
     if view.closed is not None:
         return 0 if view.closed.ok else 1

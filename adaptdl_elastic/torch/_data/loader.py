@@ -113,13 +113,13 @@ class AdaptiveDataLoaderHelper:
         self._running().index = index
 
     def leave_out_rest(self, end: int) -> None:
-        """Advance `current_index` to the end of the pass, at index `end`: the rest fills no window."""
+        """Leave out the rest of the pass, which fills no window: set `current_index` to the pass's `end`."""
         self._rest = self.current_index, end
         self.current_index = end
 
     @property
     def index_trained(self) -> int:
-        """The `current_index`, without a rest that was left out right before it.
+        """The `current_index`; the index before the rest of the pass if that rest was left out.
 
         Two replicas that have made the same optimizer steps have the same value.
         """
@@ -420,8 +420,9 @@ class AdaptiveDataLoaderHelper:
     def _poll(self) -> Command | None:
         """Return a command to change to a better batch size, if there is one. Runs in the control thread.
 
-        There is none before this loader's loop is entered in this generation. A replica that joined in
-        another loader's loop cannot carry the command out before that, and all settle the size there anyway.
+        There is none before the script enters this loader's loop in this generation. Until then, a replica
+        that joined in another loader's loop could not carry out the command. On entering the loop, all
+        replicas agree on the batch size anyway (`sync_local_bsz`).
         """
         session = _session.current()
         if self._generation != session.generation:
@@ -547,7 +548,8 @@ class AdaptiveDataLoaderHelper:
     def part_done(self) -> float:
         """Return the part of the running data loop that is done, from 0 to 1; 0 if its length is not known.
 
-        A window counts from its optimizer step on. With autoscaling the statistical progress counts.
+        The samples of a window are done when the optimizer has stepped. With autoscaling, the part is that of
+        the statistical progress.
         """
         if _session.current().dry:
             return 0.0

@@ -332,7 +332,10 @@ class Window:
             torch._foreach_mul_(grads, batch.weight * batch.share)
 
     def _finish_by_hand(self, batch: Batch) -> None:
-        """End a window that stays on this replica; the next one may have another A and other weights."""
+        """End a window that the script accumulates by hand: leave its sum in `.grad`, in units of 1.
+
+        The sum is not synchronised. The next window may have another A and other weights.
+        """
         if batch.weight == 0.0:
             self._drop()
             self._show()
@@ -386,10 +389,12 @@ def _reached(parameter: torch.Tensor) -> bool:
 
 
 def on_backward(output: Any, callback: Callable[[], None]) -> Any:
-    """Call `callback` whenever a backward pass reaches a tensor in `output`; return `output`.
+    """Call `callback` whenever a backward pass reaches a tensor in `output`.
 
     The call comes before the pass enters the module, and perhaps several times per pass. Nothing is copied.
-    Returns None if no tensor needs a gradient.
+
+    Returns:
+        `output`, with views in place of leaf tensors; None if no tensor needs a gradient.
     """
     tensors = tensors_with_gradients(output)
     if not tensors:

@@ -206,7 +206,7 @@ class HookState:
     def completion_is_unreliable(self) -> bool:
         """Whether completion must be polled, and a peer's death is not reported.
 
-        True if the backend completes futures when a collective is enqueued (NCCL).
+        True with NCCL, whose futures end when a collective is enqueued, if failures are absorbed (`absorb`).
         """
         return self.absorb and self.link is not None and self.link.completion_is_unreliable
 
@@ -214,7 +214,8 @@ class HookState:
     def tells_of_memory(self) -> bool:
         """Whether all replicas would find out that one of them has sent nan. The same on all of them.
 
-        NCCL's results are looked at only where the host waits for them, to survive the death of a peer.
+        The host waits for NCCL's results only in order to survive the death of a peer (`absorb`). Without
+        that wait it does not look at them.
         """
         if self.world_size == 1:
             return True
@@ -237,7 +238,7 @@ class HookState:
             logger.info("gradient synchronisation failed: %s", error)  # recovery logs the result
 
     def give_up(self, error: BaseException) -> None:
-        """End the waiting of a backward pass for other replicas. From any thread."""
+        """End a backward pass's wait for other replicas. Callable in any thread."""
         self.lost = error
         for reduction in list(self.under_way):
             reduction.settle(partial(self.fail, error))
@@ -357,7 +358,10 @@ def _arrived(
 
 
 def _given_up(state: HookState, bucket: GradBucket) -> Future:
-    """Set this bucket to zero; with the last one all of the step, once nothing writes into them any more."""
+    """Set this bucket to zero, because the step has failed.
+
+    At the last bucket, end all operations that still write into buckets, and set all buckets to zero.
+    """
     buffer = bucket.buffer()
     if bucket.is_last():
         assert state.link is not None

@@ -18,14 +18,20 @@ class BatchSizes:
         self.saved_last: int | None = None  # of the last loader used in that run
 
     def use(self, key: str, initial: int) -> int | None:
-        """Record the initial batch size of the present loader.
+        """Record the initial batch size of a loader, and compare it with the one in the checkpoint.
 
-        It is compared with that of the same loader in the checkpoint. If the checkpoint does not know the
-        first loader, its last one is taken for the predecessor.
+        The statistics in a checkpoint are in units of an initial batch size. If that has changed, the caller
+        converts them. The size in the checkpoint is that of the loader with the same key. For the first
+        loader of this run, if the checkpoint knows neither its key nor its size, it is the size of the
+        loader that was used last before the checkpoint.
+
+        Args:
+            key: Key of the loader.
+            initial: Its initial batch size.
 
         Returns:
-            The checkpoint's size if it differs, since all statistics are in units of it; else None. Only
-            once.
+            The size in the checkpoint, if it differs from `initial`; else None. After one call has returned
+            a size, all further calls return None, since the statistics are to be converted only once.
         """
         found = None
         if key not in self.current:
@@ -35,7 +41,7 @@ class BatchSizes:
             if found == initial:
                 found = None
             if found is not None:
-                self.saved = {}  # later loaders have other units
+                self.saved = {}  # the statistics will be converted: the saved sizes are no longer their units
         self.last = self.current[key] = initial
         return found
 

@@ -124,7 +124,7 @@ class BoundaryConsensus:
     # -- starting and ending -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start to take orders from the agent and the terminal. Further calls do nothing."""
+        """Begin to handle the agent's messages, SIGINT and SIGTERM. Further calls do nothing."""
         with self._condition:
             if self.started:
                 return
@@ -165,7 +165,7 @@ class BoundaryConsensus:
 
     def _install_handlers(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # Python sets signal handlers in the main thread only; the agent's orders still work
+            return  # Python sets signal handlers in the main thread only; the agent's messages still work
         self._previous = {
             number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
         }
@@ -229,7 +229,7 @@ class BoundaryConsensus:
     # -- messages ----------------------------------------------------------------------------------
 
     def _read_channel(self) -> None:
-        """Read the agent's orders. End the process if the agent ends: another replica then replaces it."""
+        """Handle the agent's messages. End the process if the agent ends: another replica replaces it."""
         channel = self.session.channel
         assert channel is not None
         session = self.session

@@ -179,9 +179,10 @@ class Chooser:
         return best if gained > THRESHOLD and self._certain(best) else None
 
     def _certain(self, best: BatchSize) -> bool:
-        """Return whether `best` is no larger, or also better where |G|² is a standard error larger.
+        """Return whether `best` would be better even if |G|² were larger by its standard error.
 
-        A larger |G|² makes every larger batch worth less.
+        A larger |G|² makes every larger batch worth less. So a batch that is no larger than the present one
+        is certain.
         """
         now, here = self.now, (self.nodes, self.replicas)
         if best.atomic_bsz * (best.accumulation_steps + 1) <= now.atomic_bsz * (now.accumulation_steps + 1):
@@ -197,10 +198,10 @@ class Chooser:
         return _Corrected(perf, self.grads, self.limits.init, self.measured, self.nodes, self.replicas)
 
     def _hopeful(self) -> PerfParams:
-        """Return θ; while only one atomic batch size was measured, as if every size took as long.
+        """Return θ; with one measured atomic batch size, a θ that predicts its compute time for all sizes.
 
-        How step times depend on the batch size is unknown then. So a larger batch is tried, unless its
-        samples would be worth too little even in that case. One trial shows it.
+        With one size, it is unknown how the time depends on the batch size. So a larger batch is tried,
+        unless its samples would be worth too little even if it took no longer. The trial measures the time.
         """
         sizes = {key.atomic_bsz for key in self.measured}
         if len(sizes) != 1:

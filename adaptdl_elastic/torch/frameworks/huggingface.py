@@ -195,7 +195,7 @@ class ElasticTrainerMixin:
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as transformers' Trainer does; a restarted job continues from its own checkpoint.
 
-        `resume_from_checkpoint` counts only where the job has no checkpoint of its own, which is newer.
+        `resume_from_checkpoint` is used only if the job has no checkpoint of its own: the job's own is newer.
         """
         if self._counters is not None:
             raise RuntimeError("an elastic Trainer can train() once per script")
@@ -218,7 +218,10 @@ class ElasticTrainerMixin:
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Restore the counters. Returns the finished epochs, and no steps to skip: the loader knows."""
+        """Restore the counters; return the number of finished epochs, and 0 steps to skip.
+
+        The Trainer need not skip steps, because the loader continues at its own position.
+        """
         parent: Any = super()
         epochs, batches = parent._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         self._steps_per_epoch = num_update_steps_per_epoch
@@ -261,7 +264,7 @@ class ElasticTrainerMixin:
         return wrapped, elastic
 
     def begin_training(self) -> None:
-        """Restore what the Trainer has set to its first values since the counters were restored."""
+        """Restore the counters again, since the Trainer has reset some; begin the loop over epochs."""
         assert self._counters is not None
         if self._counters.restored:
             self.take_counters(self._counters.saved or {})
@@ -298,12 +301,12 @@ class ElasticTrainerMixin:
     # -- one step ----------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, None]:
-        """Return all windows that are left of the epoch; losses are means, so no items are counted."""
+        """Return all windows that are left of the epoch, and no number of items, since losses are means."""
         self._batches = epoch_iterator
         return _Windows(self), None
 
     def windows(self) -> Iterator[Any]:
-        """Yield the first batch of each window. Stop only when the step before has been committed."""
+        """Yield the first batch of each window. Stop only when the previous step has been committed."""
         for batch in self._batches:
             if self._stops(ended=False):
                 return
@@ -338,12 +341,12 @@ class ElasticTrainerMixin:
         return loss / passes if self._counts() else torch.zeros_like(loss)
 
     def _counts(self) -> bool:
-        """Return whether the current step counts: its gradients have arrived, and its batch is no repeat."""
+        """Return whether the current step counts: its gradients have arrived, and its batch counts."""
         assert self._elastic_model is not None
         return adl.batch_counts() and self._elastic_model.failure is None
 
     def become_first(self) -> None:
-        """Start what only rank 0 has, on a replica that becomes rank 0: progress bar and trackers."""
+        """Start what only rank 0 has, progress bar and trackers, because this replica has become rank 0."""
         trainer = self._trainer()
         for one in trainer.callback_handler.callbacks:
             tracks = hasattr(one, "_initialized")  # the callbacks of transformers.integrations
@@ -362,7 +365,7 @@ class ElasticTrainerMixin:
         state.epoch = adl.finished_epochs() + min(done / self._steps_per_epoch, 1.0)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log, save and evaluate only behind a step that counts, and without its time in the step times."""
+        """Log, save and evaluate only after a step that counts; leave their time out of the step times."""
         trainer = self._trainer()
         loader: Any = adl.current_dataloader()
         control = trainer.control
@@ -401,7 +404,7 @@ class ElasticTrainerMixin:
         }
 
     def take_counters(self, saved: Mapping[str, Any]) -> None:
-        """Set the counters to `saved`, as far as the Trainer has them already."""
+        """Set to their values in `saved` the counters that the Trainer has already."""
         trainer = self._trainer()
         if hasattr(trainer, "state"):
             vars(trainer.state).update(saved["state"])

@@ -89,7 +89,7 @@ class _Counters(checkpoint.TensorState):
         self._loop.epoch_loop._batches_that_stepped = state_dict["stepped"]
 
     def begin(self, epochs: int) -> None:
-        """Set the counter of epochs to so many finished ones."""
+        """Set the counters of epochs to `epochs` finished ones."""
         progress = self._loop.epoch_progress
         for tracker in (progress.total, progress.current):
             tracker.ready = tracker.started = tracker.processed = tracker.completed = epochs
@@ -119,7 +119,7 @@ class _ElasticEpochLoop(_TrainingEpochLoop):
     """Run an epoch until the loader has ended, instead of a number of batches."""
 
     def run(self, data_fetcher: Any) -> None:
-        """Run the steps of an epoch; those that a death broke off again."""
+        """Run the steps of an epoch. Repeat a step that failed because a replica has died."""
         self.reset()
         strategy = self.trainer.strategy
         assert isinstance(strategy, ElasticStrategy)
@@ -139,7 +139,7 @@ class _ElasticEpochLoop(_TrainingEpochLoop):
                 finally:
                     self.on_iteration_done()
             ended = ended or strategy.ends(lambda: self.done)
-        if not ran and self._num_ready_batches_reached():  # the validation behind it was broken off
+        if not ran and self._num_ready_batches_reached():  # the validation after the steps was interrupted
             self._batches_that_stepped -= 1
             self.on_advance_end(data_fetcher)
 
@@ -276,7 +276,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         return _MANY_EPOCHS if epochs is None or epochs < 0 else int(epochs)
 
     def begin_epoch(self, loop: Any) -> None:
-        """Begin the next epoch of the job; the first one where the checkpoint has ended."""
+        """Begin the next epoch of the job. The first call continues at the position in the checkpoint."""
         assert self._counters is not None
         if not self._began:
             self._began = True
@@ -300,7 +300,10 @@ class ElasticStrategy(SingleDeviceStrategy):
             yield batch
 
     def _fetched(self) -> Any:
-        """Return the next batch of this replica that counts, or `_END`. This commits the step before."""
+        """Fetch the next batch of this replica that counts; return `_END` if none is left.
+
+        Fetching commits the previous step.
+        """
         batch, self._next = self._next, None
         if self._batches is None:
             self._batches = self._loader.batches()
@@ -317,7 +320,10 @@ class ElasticStrategy(SingleDeviceStrategy):
         loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
 
     def ends(self, done: Callable[[], bool]) -> bool:
-        """Return whether an epoch is over whose steps seem to be done: only if the last one was committed.
+        """Return whether the epoch is over, when all of its steps seem to be done.
+
+        Fetch the next batch first. That commits the last step; if a replica has died, it takes the step
+        back, and then the epoch is not over.
 
         Args:
             done: Function that returns whether the Trainer wants no more steps.

@@ -1,11 +1,11 @@
 """Make room for jobs that were given slots but found no place: other jobs move together, or wait.
 
-Sizes are chosen by counting slots. Slots in the wrong places are of no use to a job that needs a whole node,
-or nodes without another multi-node job. No later choice of sizes would find that out, and the job would wait
-for as long as the others live. So the jobs in its way are removed from a copy of the placement, the waiting
-job is placed, and the removed jobs are put back where there is room for them. The result counts if its value
-is larger than before. So jobs that can run elsewhere make room at once; a job stops only for one that has
-waited too long (`objective.OVERDUE_VALUE`).
+Sizes are chosen by counting free slots. These slots may be on the wrong nodes: a job may need a whole node,
+or nodes that no other multi-node job uses. Choosing sizes again would not change that, and the job would wait
+until other jobs end. So the jobs in its way are removed from a copy of the placement, the waiting job is
+placed, and the removed jobs are put back where there is room for them. The copy is used if its value is
+larger than before. So a job that can run elsewhere makes room at once. A job stops only to make room for a
+job that has waited too long (`objective.OVERDUE_VALUE`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def want_of(tables: Tables, row: int, column: int) -> Want:
 
 
 def _trials(tables: Tables, full: Board, rows: dict[str, int], row: int) -> Iterator[tuple[Board, list[int]]]:
-    """Yield boards with the job in its smallest size, and the rows taken off them, most valuable first."""
+    """Yield boards with the job in its smallest size, and the rows of the jobs removed for it.
+
+    The rows come in the order of the value of their jobs, the most valuable first.
+    """
     worth = {name: value(tables, other, full.placed.get(name), full) for name, other in rows.items()}
     sizes = tables.sizes
     for kind, several in product(range(len(sizes.types) + 1), (False, True)):

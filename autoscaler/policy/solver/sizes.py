@@ -128,8 +128,8 @@ def spread(
 ) -> set[tuple[int, ...]]:
     """Return how a job's nodes of several types could hold these numbers of replicas, as slots of each type.
 
-    Tried are two orders of the nodes: that of the types with the most room, and that of the least replicas
-    that a node takes.
+    Fill the nodes in order, those of the types with the most room first. If that finds no room, fill the
+    nodes with the smallest minimum of replicas first.
 
     Args:
         job: The job.

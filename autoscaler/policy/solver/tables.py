@@ -147,9 +147,12 @@ def _rooms_by_type(
 def _alone(
     jobs: Sequence[JobInfo], by_type: Mapping[str, Sequence[Room]]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the most replicas that each job can have on one type, and on each one together with others.
+    """Return how many replicas of each job the nodes of a type could hold.
 
-    Shapes (jobs,), 0 where it can run on no single type, and (jobs, types).
+    Returns:
+        The largest number on one type alone, shape (jobs,); 0 if the job can run on no type alone.
+        The number on each type, shape (jobs, types); it may be too small for the job to run on that type
+        alone.
     """
     room = np.array([[here.total for here in by_type[name]] for name in sorted(by_type)], dtype=int)
     runs = np.array(
@@ -172,10 +175,11 @@ def _across(
     alone: NDArray[Any],
     room: NDArray[Any],
 ) -> set[tuple[int, ...]]:
-    """Return sizes on several types for jobs whose own nodes of one type are too few for them.
+    """Return sizes on nodes of several types, for numbers of replicas that no type alone could hold.
 
-    In a small cluster they are all such sizes, else those that the job needs: its minimum and what was
-    requested.
+    In a small cluster these are all such numbers that a job may have. In a large cluster, or if a number was
+    requested for the job, they are only the numbers that it needs: its minimum, the smallest number that
+    fits, and the requested number.
     """
     found: set[tuple[int, ...]] = set()
     if room.shape[1] < 2:
@@ -198,7 +202,7 @@ def _pauses(
     """Return the seconds that a change to each size costs, shape (jobs, sizes)."""
     pause = np.array([settings.default_pause if job.pause is None else job.pause for job in jobs])
     away = [pause[i] if job.move_pause is None else job.move_pause for i, job in enumerate(jobs)]
-    # by job and type, whether the job has replicas there; those may stay
+    # (jobs, types): whether the job has replicas on nodes of the type; these replicas may stay
     there = np.array(
         [[name in {sizes.type_of.get(node) for node in found} for name in sizes.types] for found in had],
         dtype=bool,
