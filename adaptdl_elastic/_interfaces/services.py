@@ -34,12 +34,14 @@ class StepOutOfMemory(RuntimeError):
 
     Args:
         message: What has happened, for users.
-        largest: Largest local batch to try from now on.
+        largest: Largest local batch to try from now on in the outermost data loop; None: any.
+        inner: The same for data loops inside of it, by the keys of their loaders.
     """
 
-    def __init__(self, message: str, largest: int) -> None:
+    def __init__(self, message: str, largest: int | None, inner: dict[str, int] | None = None) -> None:
         super().__init__(message)
         self.largest = largest
+        self.inner = inner or {}
 
 
 class StepCounter(Protocol):

@@ -238,9 +238,17 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         return len(self._elastic_batches)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._iterate(current_dataloader() is None)
+
+    def _iterate(self, early: bool) -> Iterator[Any]:
+        """Yield the batches of a data loop.
+
+        Args:
+            early: Whether no data loop was running when this iterator was made.
+        """
         helper = self._elastic
         if current_dataloader() is not None:
-            yield from self._inside_another()
+            yield from self._inside_another(early)
             return
         with helper.context():
             if helper.skipdone():
@@ -256,15 +264,15 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 if helper.ended():
                     return
 
-    def _inside_another(self) -> Iterator[Any]:
+    def _inside_another(self, early: bool) -> Iterator[Any]:
         """Yield the batches of a loop inside the running one."""
         if self._stream:
             stream: Any = self.dataset
             batches = stream_batches(self._elastic, stream, super().__iter__)
-            yield from run_inner_loop(self._elastic, stream.parts, batches)
+            yield from run_inner_loop(self._elastic, stream.parts, batches, early)
             return
         batches = map_batches(self._elastic, self._elastic_batches, bool(self.drop_last), super().__iter__)
-        yield from run_inner_loop(self._elastic, 0, batches)
+        yield from run_inner_loop(self._elastic, 0, batches, early)
 
     def _dry_batch(self) -> Iterator[Any]:
         """Yield the loop's first batch, which does not count, to a process that gets no other batch."""

@@ -28,6 +28,7 @@ from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples, 
 from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._process_group import backends
+from adaptdl_elastic.torch._runtime.position import script_position
 from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
 
 __all__ = ["AdaptiveDataParallel"]
@@ -728,7 +729,14 @@ def _current_batch() -> Samples:
     loader = current_dataloader()
     if loader is None:
         return Samples()
-    return Samples(loader.local_samples, loader.sample_dimension, loader.training, _unbounded(loader))
+    inner = script_position().inner.innermost()
+    return Samples(
+        loader.local_samples,
+        loader.sample_dimension,
+        loader.training,
+        _unbounded(loader),
+        None if inner is None else (inner[0], inner[1].samples),
+    )
 
 
 def _unbounded(loader: ElasticLoader) -> int | None:

@@ -2,6 +2,9 @@
 
 The replicas share the samples as in any data loop, at the loader's initial batch size. Nothing is
 synchronised: every replica reads its share without waiting for the others.
+
+A batch that has not fitted into memory makes the batches of its loop smaller, so that the loop has more of
+them. If memory divides the batches of the outermost loop, those of a loop beside it are divided into as many.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler
 from adaptdl_elastic.torch._runtime.inner_loops import InnerLoop, InnerPosition
 from adaptdl_elastic.torch._runtime.position import script_position
+from adaptdl_elastic.torch._tuning.batch_size import local_batch
+from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +36,9 @@ Batches = Callable[[InnerLoop], Iterator[Any]]
 """Function that yields (batch, position behind it, whether it has samples of this replica)."""
 
 
-def run_inner_loop(helper: AdaptiveDataLoaderHelper, parts: int, batches: Batches) -> Iterator[Any]:
+def run_inner_loop(
+    helper: AdaptiveDataLoaderHelper, parts: int, batches: Batches, early: bool = False
+) -> Iterator[Any]:
     """Yield the batches of a data loop inside the running one.
 
     In a loop that ends in the body in which it began, a replica without samples of a batch gets none. With
@@ -41,6 +48,7 @@ def run_inner_loop(helper: AdaptiveDataLoaderHelper, parts: int, batches: Batche
         helper: The loader's helper.
         parts: Number of parts of the loader's stream; 0 for a map-style data set.
         batches: Function that yields the batches from a position on.
+        early: Whether the loop's iterator was made before the outermost loop began.
 
     Raises:
         RuntimeError: the loader adapts its batch size, or its loop is running already.
@@ -64,7 +72,7 @@ def run_inner_loop(helper: AdaptiveDataLoaderHelper, parts: int, batches: Batche
     again = True
     while again:
         inner = script_position().inner
-        loop = inner.enter(helper.key, _start(helper, parts))
+        loop = inner.enter(helper.key, _start(helper, parts), early)
         try:
             yield from _from_position(loop, helper, batches)
         finally:
@@ -88,7 +96,7 @@ def _from_position(loop: InnerLoop, helper: AdaptiveDataLoaderHelper, batches: B
     window, before, over = inner.window, _steps(), False
     while not over:
         helper.sync_local_bsz()
-        known, over = (session.generation, loop.changes), True
+        known, over = (session.generation, loop.changes, _sizes(helper, loop)), True
         for batch, position, mine in batches(loop):
             loop.position = position
             if not (mine or loop.open):
@@ -107,7 +115,7 @@ def _from_position(loop: InnerLoop, helper: AdaptiveDataLoaderHelper, batches: B
                     "the loop that trains be the outer one",
                     _MANY_STEPS,
                 )
-            if known != (session.generation, loop.changes):
+            if known != (session.generation, loop.changes, _sizes(helper, loop)):
                 over = False
                 break
     if spare is not None and not handed_out:
@@ -117,6 +125,26 @@ def _from_position(loop: InnerLoop, helper: AdaptiveDataLoaderHelper, batches: B
             session.rank,
         )
         yield spare
+
+
+def _sizes(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> tuple[int, int, int | None]:
+    """Return the samples of one replica in a batch, accumulation steps, and the samples of a full window.
+
+    The samples of a window are None if they are those of its full batches. A loop beside the outermost one
+    has as many batches in a window as the outermost loop, so that neither ends before the other.
+    """
+    outer, whole = registry().current, helper.current_local_bsz
+    if not loop.beside:
+        return min(whole, memory_limit().inner.get(helper.key, whole)), 0, None
+    if not isinstance(outer, AdaptiveDataLoaderHelper) or outer.adaptive or not outer.training:
+        return whole, 0, None
+    more, given = outer.accumulation, local_batch(helper.batch_size, helper.replicas)
+    if not more:
+        return whole, 0, None
+    divided = -(-given // (more + 1))
+    if -(-given // divided) != more + 1:
+        divided = max(given // (more + 1), 1)  # rather too many batches, which do not end the outermost loop
+    return divided, more, helper.replicas * given
 
 
 def _steps() -> list[int]:
@@ -145,7 +173,7 @@ def map_batches(
         if index >= batches.sampler.size:
             return
         batches.sampler.set_epoch(script_position().finished, index)
-        batches.local, batches.accumulation = helper.current_local_bsz, 0
+        batches.local, batches.accumulation, batches.step = _sizes(helper, loop)
         batches.drop_last, batches.fill = drop_last, True
         batches.read_by_loader = True
         plan = [*batches.plan()]
@@ -154,7 +182,8 @@ def map_batches(
         for window in plan:
             for chunk in window:
                 index += chunk
-                yield next(iterator), (index, seed, turn), share(chunk, session.replicas, session.rank) > 0
+                loop.samples = share(chunk, session.replicas, session.rank)
+                yield next(iterator), (index, seed, turn), loop.samples > 0
 
     return found
 
@@ -166,7 +195,7 @@ def stream_batches(
 
     def found(loop: InnerLoop) -> Iterator[Any]:
         session, (index, seed, turn, *counts) = _session.current(), loop.position
-        local = helper.current_local_bsz
+        local, _, _ = _sizes(helper, loop)
         stream.configure(
             Settings(seed, script_position().finished, session.replicas, session.rank, local, 1, turn), counts
         )
@@ -174,7 +203,7 @@ def stream_batches(
             index += item.size
             counts[item.part] += item.size
             turn = (item.part + 1) % stream.parts
-            mine = share(item.size, session.replicas, session.rank) > 0
-            yield item.samples, (index, seed, turn, *counts), mine
+            loop.samples = share(item.size, session.replicas, session.rank)
+            yield item.samples, (index, seed, turn, *counts), loop.samples > 0
 
     return found

@@ -106,7 +106,7 @@ class SurvivorReport:
     mark: int | None = None  # index of its Mark in the running data loop
     seeds: dict[str, int] = field(default_factory=dict)  # loader's key → seed of its order
     announced: Place = (0, 0)  # last data loop that the others were told
-    largest: int | None = None  # largest local batch that fits into memory
+    memory: dict[str, Any] = field(default_factory=dict)  # the limits of memory, see `MemoryLimit`
 
 
 class Recovery:
@@ -199,7 +199,7 @@ class Recovery:
         failure = next((m.failure for m in self._session.models if m.failure is not None), None)
         if not isinstance(failure, StepOutOfMemory):
             return False
-        memory_limit(self._session).lower(failure.largest, str(failure))
+        memory_limit(self._session).learn(failure)
         if self.broken and self._session.consensus.lost is not None and not script_position().outside:
             return False
         why = self.why_not_repeatable()
@@ -216,7 +216,7 @@ class Recovery:
         """Forget a step that did not fit into memory, in a loop that its body has left."""
         for model in self._session.models:
             if isinstance(model.failure, StepOutOfMemory):
-                memory_limit(self._session).lower(model.failure.largest, str(model.failure))
+                memory_limit(self._session).learn(model.failure)
                 model.clear_failure()
                 helper.fit_memory()
 
@@ -487,8 +487,7 @@ class Recovery:
             if one.position[0] == mine.position[0]:
                 script_position().seeds = {**one.seeds, **script_position().seeds}
             script_position().announced = max(script_position().announced, one.announced)
-        known = [one.largest for one in everybody if one.largest is not None]
-        memory_limit(session).largest = min(known, default=None)
+        memory_limit(session).agree(one.memory for one in everybody)
         self._same_sums(everybody)
         where = max(one.position for one in everybody)
         here = [one for one in everybody if one.position == where]
@@ -541,7 +540,7 @@ class Recovery:
             marked=mark is not None and any(own for _, own, _ in mark.sums.values()),
             seeds=dict(state.seeds),
             announced=state.announced,
-            largest=memory_limit(session).largest,
+            memory=memory_limit(session).state_dict(),
         )
 
     def _heal(self, mine: SurvivorReport, top: int, behind: list[int]) -> None:

@@ -12,6 +12,10 @@ other replicas, which wait for these gradients, find nan in the last bucket. All
 the memory of a replica is exhausted, or the gradients are really nan. If memory is exhausted, the step has
 failed on all replicas (`StepOutOfMemory`): the optimizer does not step, and the data loader hands out the
 same samples again in smaller batches (`Recovery.repeat_step`). A step without nan costs no question.
+
+If the backward pass is of a data loop inside another one, the whole body of the outer loop is repeated, and
+the inner loop gets the smaller batches. The sizes of the batches that the models have got since the last
+backward pass tell the two loops apart.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ log = logging.getLogger(__name__)
 SEARCHED: tuple[str, ...] = ("cuda",)
 """Types of devices on which the largest local batch is searched for."""
 
+_PASSES = 7  # forward passes that are remembered until their backward pass
 _STATES = 2  # optimizer states of a parameter (Adam) for which the search leaves room
 
 
@@ -68,12 +73,18 @@ class Samples:
         dimension: Dimension of tensors that counts samples; None: the first.
         trains: Whether models are trained with the loader.
         goal: Largest local batch that autoscaling might choose for want of a bound; None: there is a bound.
+        inner: Loader's key and this replica's samples of a data loop that runs in the loop's body, if any.
     """
 
     local: int | None = None
     dimension: int | None = None
     trains: bool = False
     goal: int | None = None
+    inner: tuple[str, int] | None = None
+
+
+Culprits = dict[str | None, int]
+"""Key of a loader → samples of its batch that has not fitted; None stands for the outermost data loop."""
 
 
 class MemoryGuard:
@@ -106,7 +117,8 @@ class MemoryGuard:
         self._views = ddp.gradient_as_bucket_view  # gradients are views, and have their versions in common
         self._largest: dict[bool, int] = {}  # samples of a chunk, with gradients and without
         self._told: tuple[int, int] | None = None  # (generation, limit) that the others were told last
-        self._exhausted: int | None = None  # samples of this replica's batch in a step that did not fit
+        self._exhausted: Culprits | None = None  # this replica's batches that did not fit in a step
+        self._passed: list[int] = []  # samples of the forward passes since the last backward pass
         self._graph_left = False  # the graph of a failed step may still be in memory
         # trained parameters, with their gradients and the gradients' versions before a backward pass
         self._marks: list[tuple[torch.nn.Parameter, torch.Tensor | None, int]] = []
@@ -125,6 +137,8 @@ class MemoryGuard:
         differentiates = torch.is_grad_enabled()
         if differentiates and not self._searched:
             self._search(args, kwargs)
+        if differentiates and args and isinstance(args[0], torch.Tensor):
+            self._passed = [*self._passed[-_PASSES:], *args[0].shape[:1]]
         largest, batch, samples, text = self._largest.get(differentiates), None, None, None
         if largest is not None:
             batch = self.batch()
@@ -222,16 +236,21 @@ class MemoryGuard:
         """Forget what `mark` recorded, because it keeps gradients in memory."""
         self._marks = []
 
-    def exhausted(self, waits: bool, samples: int) -> None:
+    def take_passed(self) -> list[int]:
+        """Return the samples of the forward passes since the last call."""
+        found, self._passed = self._passed, []
+        return found
+
+    def exhausted(self, waits: bool, culprits: Culprits) -> None:
         """Record that a backward pass has exhausted the memory of this replica.
 
         Args:
             waits: Whether DDP waits for gradients of the pass.
-            samples: Samples of this replica's batch.
+            culprits: This replica's batches that have not fitted.
         """
-        self._exhausted, self._graph_left = samples, True
+        self._exhausted, self._graph_left = culprits, True
         if self.hook.world_size == 1:
-            self.hook.fail(_failure([samples]))
+            self.hook.fail(_failure([culprits]))
         else:
             self.hook.spoilt = True
         if waits:
@@ -267,8 +286,8 @@ class MemoryGuard:
             hook.fail(error)
             self.drop_gradients()
             return None
-        samples = [size for size in found if size is not None]
-        return _failure(samples) if samples else None
+        culprits = [one for one in found if one is not None]
+        return _failure(culprits) if culprits else None
 
     def fail(self, failure: StepOutOfMemory) -> None:
         """Record `failure` as that of the current step, and drop its gradients."""
@@ -328,12 +347,34 @@ def _half(samples: int) -> int:
     return (samples + 1) // 2
 
 
-def _failure(samples: list[int]) -> StepOutOfMemory:
-    least = min(samples)
+def _failure(found: list[Culprits]) -> StepOutOfMemory:
+    keys = sorted({key for one in found for key in one}, key=str)
+    least = {key: min(one[key] for one in found if key in one) for key in keys}
+    sizes = " and ".join(str(size) for size in least.values())
     return StepOutOfMemory(
-        f"a batch of {least} samples does not fit into the memory of a replica; its step was repeated",
-        _half(least),
+        f"a batch of {sizes} samples does not fit into the memory of a replica; its step was repeated",
+        _half(least[None]) if None in least else None,
+        {key: _half(size) for key, size in least.items() if key is not None},
     )
+
+
+def find_culprits(outer: int, inner: tuple[str, int] | None, passed: list[int]) -> Culprits:
+    """Return the batches that have not fitted into memory in a backward pass, each of 2 samples or more.
+
+    Args:
+        outer: Samples of the outermost data loop's batch.
+        inner: Loader's key and samples of the loop in its body, if one runs.
+        passed: Samples of the forward passes that the backward pass may belong to; none if that is not known.
+    """
+    outermost: Culprits = {None: outer} if outer > 1 else {}
+    if inner is None or inner[1] <= 1:
+        return outermost
+    key, samples = inner
+    if samples not in passed:
+        return outermost if outer in passed and outermost else {key: samples}
+    others = [*passed]
+    others.remove(samples)
+    return {key: samples, **(outermost if outer in others else {})}
 
 
 def _one_sample(text: str) -> OneSampleError:
@@ -407,6 +448,8 @@ def _run(found: list[MemoryGuard], *args: Any, **kwargs: Any) -> None:
         _survive(found, waiting, text)
     for guard in waiting:
         guard.forget()
+    for guard in found:
+        guard.take_passed()
     settle(found)
 
 
@@ -418,13 +461,15 @@ def _survive(found: list[MemoryGuard], waiting: list[MemoryGuard], text: str) ->
         for guard in found:
             guard.drop_gradients()
         return
-    samples = found[0].batch().local
-    if samples is None:
+    batch, passed = found[0].batch(), [size for guard in found for size in guard.take_passed()]
+    if batch.local is None:
         raise torch.OutOfMemoryError(
             f"{text} (outside of an AdaptiveDataLoader's loop: the step cannot be repeated)"
         )
-    if samples <= 1:
+    culprits = find_culprits(batch.local, batch.inner, passed)
+    if not culprits:
         raise _one_sample(text)
+    samples = max(culprits.values())
     why = "several models wait for the gradients of one pass" if len(waiting) > 1 else None
     why = why or next((why for guard in found if (why := guard.why_not_survivable())), None)
     why = why or session.recovery.why_not_repeatable()
@@ -435,7 +480,7 @@ def _survive(found: list[MemoryGuard], waiting: list[MemoryGuard], text: str) ->
         )
     log.info("memory is exhausted in the backward pass of %d samples: %s", samples, text)
     for guard in found:
-        guard.exhausted(guard in waiting, samples)
+        guard.exhausted(guard in waiting, culprits)
 
 
 def settle(found: list[MemoryGuard]) -> None:

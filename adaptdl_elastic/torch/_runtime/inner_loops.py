@@ -34,6 +34,13 @@ class InnerLoop:
     changes: int = 0  # how often `position` was put back
     open: bool = False  # a window of the outermost loop has begun since this loop began
     outdated: bool = False  # another outermost loop has begun since
+    early: bool = False  # its iterator was made before the outermost loop began, as `zip` does
+    samples: int = 0  # samples of this replica in the batch that was handed out last
+
+    @property
+    def beside(self) -> bool:
+        """Whether the loop is read beside the outermost one, batch by batch, as the second one of a `zip`."""
+        return self.open or self.early
 
 
 class InnerLoops:
@@ -46,12 +53,13 @@ class InnerLoops:
         self._saved: dict[str, InnerPosition] = {}  # loader's key → position at which its next loop begins
         self._starts: dict[int, dict[str, InnerPosition]] = {}  # index of a window → positions at its start
 
-    def enter(self, key: str, fresh: InnerPosition) -> InnerLoop:
+    def enter(self, key: str, fresh: InnerPosition, early: bool = False) -> InnerLoop:
         """Begin a loop, or continue the loop that was open.
 
         Args:
             key: Key of the loader.
             fresh: Where a loop begins that was not open.
+            early: Whether the loop's iterator was made before the outermost loop began.
 
         Raises:
             RuntimeError: a loop over this loader is running.
@@ -62,8 +70,16 @@ class InnerLoops:
                 "data set"
             )
         self.begun += 1
-        loop = self._running[key] = InnerLoop(fresh, self._saved.pop(key, fresh))
+        loop = self._running[key] = InnerLoop(fresh, self._saved.pop(key, fresh), early=early)
         return loop
+
+    def innermost(self) -> tuple[str, InnerLoop] | None:
+        """Return the loader's key and the loop that began last, of those that run in the body of another one.
+
+        A loop that is read beside the outermost one is none of these.
+        """
+        found = ((key, loop) for key, loop in reversed(self._running.items()) if not loop.beside)
+        return next(found, None)
 
     def leave(self, key: str, loop: InnerLoop) -> None:
         """End a loop."""

@@ -3,14 +3,19 @@
 The limit is unknown until a batch did not fit, or until a search at the start has found it. It only ever
 becomes smaller. It is part of every checkpoint, replicas that join receive it, and the scheduling hints tell
 it to the coordinator.
+
+A data loop inside another one has a limit of its own. It holds for the loops over one loader, and no other
+part of the job needs to know it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic._interfaces import StepOutOfMemory
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, local_batch
 
@@ -29,14 +34,41 @@ class MemoryLimit(checkpoint.TensorState):
         super().__init__("adaptdl-memory")
         self._session = session
         self.largest: int | None = None  # None: not known
+        self.inner: dict[str, int] = {}  # key of a loader → limit of its loops inside other data loops
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the limit for checkpoints and newcomers."""
-        return {"largest": self.largest}
+        """Return the limits for checkpoints, newcomers and survivors."""
+        return {"largest": self.largest, "inner": dict(self.inner)}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take over the limit in `state_dict`."""
+        """Take over the limits in `state_dict`."""
         self.largest = state_dict["largest"]
+        self.inner = dict(state_dict.get("inner", {}))  # a checkpoint of an earlier version has none
+
+    def agree(self, states: Iterable[dict[str, Any]]) -> None:
+        """Take over the smallest limits in the replicas' `states`."""
+        known = list(states)
+        self.largest = min((one["largest"] for one in known if one["largest"] is not None), default=None)
+        keys = {key for one in known for key in one["inner"]}
+        self.inner = {key: min(one["inner"][key] for one in known if key in one["inner"]) for key in keys}
+
+    def learn(self, failure: StepOutOfMemory) -> None:
+        """Lower the limits of the loops whose batches have not fitted in a step."""
+        if failure.largest is not None:
+            self.lower(failure.largest, str(failure))
+        for key, largest in failure.inner.items():
+            known = self.inner.get(key)
+            if known is not None and known <= largest:
+                continue
+            self.inner[key] = largest
+            if self._session.rank == 0:
+                log.warning(
+                    "%s: from now on a data loop over loader %s inside another one has more batches, of at "
+                    "most %d samples of one replica",
+                    failure,
+                    key,
+                    largest,
+                )
 
     def lower(self, largest: int, why: str) -> bool:
         """Lower the limit to `largest`, and tell the user; return False if it is not above that.
