@@ -190,6 +190,53 @@ def test_a_second_loader_that_is_read_beside_the_first_goes_on_after_a_restart(
     assert run(stop=False) == [(4, 6), (6, 9), (0, 0), (2, 3), (4, 6), (6, 9)]
 
 
+def problems(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Problems that are reported from now on."""
+    found: list[str] = []
+    monkeypatch.setattr(
+        _session.current().metrics,
+        "report_problem",
+        lambda about, problem, *_, **__: None if problem is None else found.append(problem),
+    )
+    return found
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_shorter_second_loader_is_told(monkeypatch: pytest.MonkeyPatch, adaptive: bool) -> None:
+    """`zip` ends with it, and it was not said that the rest of the first one's samples was left out."""
+    told = problems(monkeypatch)
+    first = adl.AdaptiveDataLoader(numbers(8), batch_size=2)
+    second = adl.AdaptiveDataLoader(numbers(5), batch_size=2)
+    if adaptive:
+        first.autoscale_batch_size(4)
+    for _ in adl.remaining_epochs_until(2):
+        assert [int(mine[0]) for (mine,), _ in zip(first, second)] == [0, 2, 4]  # noqa: B905
+    assert len(told) == 2
+    assert "loader 0 ended after 6 of 8 samples, because loader 1" in told[0]
+
+
+def test_a_loop_that_is_left_beside_others_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(loader: Any) -> Any:
+        while True:
+            yield from loader
+
+    told = problems(monkeypatch)
+    first = adl.AdaptiveDataLoader(numbers(8), batch_size=2)
+    second = adl.AdaptiveDataLoader(numbers(4), batch_size=2)
+    same = adl.AdaptiveDataLoader(numbers(8), batch_size=2)
+    body = adl.AdaptiveDataLoader(numbers(2), batch_size=2)
+    for _ in adl.remaining_epochs_until(1):
+        for (batch,), _ in zip(first, endless(second)):  # noqa: B905
+            assert firsts(body) == [0]
+            if int(batch[0]) == 4:
+                break
+        assert len([*zip(first, same)]) == 4  # noqa: B905
+        for number, _ in enumerate(zip(first, second)):  # noqa: B905
+            if number == 1:  # the second one's last batch
+                break
+    assert not [problem for problem in told if "read beside" in problem]
+
+
 def test_shuffled_loops_inside_another_one_have_an_order_of_their_own_each() -> None:
     outer = adl.AdaptiveDataLoader(numbers(6), batch_size=2)
     inner = adl.AdaptiveDataLoader(numbers(8), shuffle=True)

@@ -72,11 +72,12 @@ def run_inner_loop(
     again = True
     while again:
         inner = script_position().inner
-        loop = inner.enter(helper.key, _start(helper, parts), early)
+        loop, exhausted = inner.enter(helper.key, _start(helper, parts), early), False
         try:
             yield from _from_position(loop, helper, batches)
+            exhausted = True
         finally:
-            inner.leave(helper.key, loop)
+            inner.leave(helper.key, loop, exhausted)
             if not loop.open:
                 session.metrics.pause()  # the step's time includes this loop
         again = loop.outdated

@@ -513,6 +513,7 @@ class AdaptiveDataLoaderHelper:
                 ended = True
                 if not self._skipped:
                     left = self._goes_on_at()
+                    self._tell_shorter(state.inner.exhausted(), left)
                     session.recovery.loop_left(self)
                 raise
         finally:
@@ -526,6 +527,23 @@ class AdaptiveDataLoaderHelper:
             self._registry.current = None
             self._loops = self._window = None
             self.pause()
+
+    def _tell_shorter(self, others: list[str], left: int) -> None:
+        """Report a problem if this loop ends at index `left` because loaders beside it have no batch left.
+
+        Args:
+            others: Keys of these loaders.
+            left: Samples of this loader that were used.
+        """
+        if not others or _session.current().dry:
+            return
+        used = f"{left} of {self.end_index} samples" if self.end_index else f"{left} samples"
+        _session.current().metrics.report_problem(
+            f"the loaders read beside loader {self.key}",
+            f"the loop over loader {self.key} ended after {used}, because loader {' and '.join(others)}, "
+            f"which is read beside it (as by zip), had no batch left: the rest is left out. Let the shorter "
+            f"loader begin again, or give it first",
+        )
 
     def _goes_on_at(self) -> int:
         """Return the index after the last optimizer step. For use in the loop's body."""

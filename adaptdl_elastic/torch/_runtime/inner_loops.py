@@ -49,6 +49,7 @@ class InnerLoops:
     def __init__(self) -> None:
         self.begun = 0  # loops begun since the start of the outermost loop's window
         self.window = -1  # index at which the window of the outermost loop began; -1: none yet
+        self._exhausted: set[str] = set()  # keys of loaders whose loops beside ended in this window
         self._running: dict[str, InnerLoop] = {}  # loader's key → its running loop
         self._saved: dict[str, InnerPosition] = {}  # loader's key → position at which its next loop begins
         self._starts: dict[int, dict[str, InnerPosition]] = {}  # index of a window → positions at its start
@@ -70,6 +71,7 @@ class InnerLoops:
                 "data set"
             )
         self.begun += 1
+        self._exhausted.discard(key)
         loop = self._running[key] = InnerLoop(fresh, self._saved.pop(key, fresh), early=early)
         return loop
 
@@ -81,10 +83,25 @@ class InnerLoops:
         found = ((key, loop) for key, loop in reversed(self._running.items()) if not loop.beside)
         return next(found, None)
 
-    def leave(self, key: str, loop: InnerLoop) -> None:
-        """End a loop."""
+    def leave(self, key: str, loop: InnerLoop, exhausted: bool = False) -> None:
+        """End a loop.
+
+        Args:
+            key: Key of the loader.
+            loop: The loop.
+            exhausted: Whether it has no batch left.
+        """
         if self._running.get(key) is loop:
             del self._running[key]
+        if exhausted and loop.beside and not loop.outdated:
+            self._exhausted.add(key)
+
+    def exhausted(self) -> list[str]:
+        """Return the keys of the loaders beside the outermost one that have no batch for this window.
+
+        Those that have begun again are left out.
+        """
+        return sorted(self._exhausted)
 
     def begin_window(self, index: int) -> None:
         """Begin the window of the outermost loop at `index`, perhaps once more."""
@@ -94,7 +111,7 @@ class InnerLoops:
             self._starts[index] = self._positions()
             for old in [*self._starts][1:-_WINDOWS]:
                 del self._starts[old]
-        self.window, self.begun = index, 0
+        self.window, self.begun, self._exhausted = index, 0, set()
         for loop in self._running.values():
             loop.open = True
 
@@ -128,3 +145,4 @@ class InnerLoops:
         for loop in self._running.values():
             loop.outdated = True
         self._running, self._saved, self._starts, self.window, self.begun = {}, {}, {}, -1, 0
+        self._exhausted = set()
