@@ -165,6 +165,11 @@ def hang_timeout() -> float | None:
     return _read(_seconds, environment.HANG_TIMEOUT) or None
 
 
+def memory_limit() -> int | None:
+    """Return the samples of one replica that fit into memory, as other jobs have learnt; None: not known."""
+    return _read(_count(1), environment.MEMORY_LIMIT)
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)

@@ -93,6 +93,8 @@ def replica_environment(
     }
     if job.rescale == "restart":  # otherwise the library decides, since it may survive an error
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if plan.memory_limit is not None:
+        values[environment.MEMORY_LIMIT] = plan.memory_limit
     if job.hang_timeout:
         values[environment.HANG_TIMEOUT] = f"{job.hang_timeout:g}"
     if job.threads is not None:

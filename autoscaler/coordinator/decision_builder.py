@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
@@ -22,6 +23,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Say,
 )
 from adaptdl_elastic.autoscaler.coordinator.job_phase import JobChange
+from adaptdl_elastic.autoscaler.coordinator.node_types import memory_limits
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, why_pending
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -221,6 +223,7 @@ class DecisionBuilder:
             predicted_goodput=change.predicted_goodput,
             late=self._late_nodes(job),
             restart_only=job.spec.record.run in self.restart_only,
+            memory_limit=self._memory_limit(job, change.allocation, agents),
         )
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
         self.actions.append(Say("plan", garbage_collection.plan_event(plan)))
@@ -229,6 +232,19 @@ class DecisionBuilder:
         if not change.midway:
             self._drop_target(job.job, change.allocation)
         return True
+
+    @cached_property
+    def _memory_limits(self) -> dict[str, list[tuple[frozenset[str], int]]]:
+        return memory_limits(self.view)
+
+    def _memory_limit(
+        self, job: JobView, allocation: Allocation, agents: Mapping[str, Observed[NodeRecord]]
+    ) -> int | None:
+        """Return the smallest limit of memory that jobs of the script have learnt on these nodes' types."""
+        assert job.spec is not None
+        types = {agents[node].record.node_type for node in allocation if node in agents}
+        known = self._memory_limits.get(job.spec.record.profile_key, ())
+        return min((limit for where, limit in known if where <= types), default=None)
 
     def _placed(
         self, job: JobView, mine: Plan | None, change: JobChange, agents: Mapping[str, Observed[NodeRecord]]

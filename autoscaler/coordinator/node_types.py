@@ -23,6 +23,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_models import (
     fitting,
     informed,
     model,
+    own_hints,
     reports_by_script,
 )
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
@@ -152,6 +153,18 @@ def on_types(hints: JobHints) -> dict[str, JobHints]:
             memory_limit=other.memory_limit,
             elsewhere=(),
         )
+    return found
+
+
+def memory_limits(view: View) -> dict[str, list[tuple[frozenset[str], int]]]:
+    """Return for each `profile_key` the limits of memory that jobs have learnt, with the types of nodes."""
+    found: dict[str, list[tuple[frozenset[str], int]]] = {}
+    for job in view.jobs.values():
+        key, hints = job.spec.record.profile_key if job.spec else "", own_hints(job)
+        for name, told in on_types(hints).items() if key and hints else ():
+            if told.memory_limit is not None:
+                types = frozenset(name.split(SEVERAL))
+                found.setdefault(key, []).append((types, told.memory_limit))
     return found
 
 

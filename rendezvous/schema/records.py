@@ -272,6 +272,8 @@ class Plan:
     # (node, agent) of nodes that did not start this run's replicas in time
     late: tuple[tuple[str, str], ...] = ()
     restart_only: bool = False  # a change in place has failed in this run, so changes are restarts
+    # samples of one replica that fit into memory, as other jobs of the script have learnt; None: not known
+    memory_limit: Annotated[int, Field(ge=1)] | None = None
     # set in an excerpt, whose placements and leaving name only some of the nodes
     extent: Extent | None = None
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from coordinator_pump import Pump
 
+from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, replica_environment
 from adaptdl_elastic.autoscaler.coordinator.job_models import Report, curve_of, informed
+from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 from adaptdl_elastic.sched_hints import JobHints
 
 
@@ -45,3 +49,39 @@ def test_the_smallest_limit_counts(
     found = informed("mine", mine, known)
     assert found is not None
     assert (found.local_bsz_bounds, found.gradient_accumulation) == (bounds, accumulates)
+
+
+@pytest.mark.parametrize(
+    ("key", "node_type", "limit"), [("k", "small", 48), ("k", "large", None), ("other", "small", None)]
+)
+def test_replicas_of_a_new_job_begin_with_what_others_have_learnt(
+    key: str, node_type: str, limit: int | None
+) -> None:
+    pump = Pump()
+    pump.job("a", profile_key="k")
+    node = pump.node("n0", "a", reports=False)
+    node.register(node_type="small")
+    pump.settle()
+    assert pump.plan("a").memory_limit is None
+    node.report(pump.plan("a"), node_type="small", memory_limit=48)
+    pump.settle()
+    pump.job("b", profile_key=key)
+    pump.node("n1", "b", reports=False).register(node_type=node_type)
+    pump.settle()
+    assert pump.plan("b").memory_limit == limit
+
+
+def test_the_agent_tells_the_limit_to_its_replicas() -> None:
+    pump = Pump()
+    pump.job("a")
+    pump.node("n0", "a")
+    pump.settle()
+    plan = pump.plan("a")
+    job = JobEnvironment("n0", "default", "", 120.0, 30.0, "", 3, None)
+    master = MasterRecord(plan.generation, "127.0.0.1", 1, 2)
+
+    def variables(limit: int | None) -> dict[str, str]:
+        return replica_environment(job, replace(plan, memory_limit=limit), master, 0, None, "", {})
+
+    assert variables(48)["ADAPTDL_MEMORY_LIMIT"] == "48"
+    assert "ADAPTDL_MEMORY_LIMIT" not in variables(None)

@@ -30,6 +30,7 @@ ALONE: dict[str, Any] = {
     "secret": None,
     "checkpoint_interval": 30.0,
     "hang_timeout": None,
+    "memory_limit": None,
 }
 
 # (function, variable of ours, text, value; torchrun's variable, text, value)
@@ -57,6 +58,7 @@ OURS_ALONE = [
     ("checkpoint_interval", "ADAPTDL_CHECKPOINT_INTERVAL", "0", 0.0),
     ("hang_timeout", "ADAPTDL_HANG_TIMEOUT", "20", 20.0),
     ("hang_timeout", "ADAPTDL_HANG_TIMEOUT", "0", None),
+    ("memory_limit", "ADAPTDL_MEMORY_LIMIT", "48", 48),
 ]
 
 MALFORMED = [

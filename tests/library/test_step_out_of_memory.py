@@ -122,3 +122,34 @@ def test_steps_in_smaller_batches_are_timed_also_where_these_are_not_equal(
             optimizer.step()
     assert len(timed) >= 2 * 3  # the first batches of an iterator, and a step that is repeated, do not count
     assert timed.count(True) == timed.count(False)
+
+
+def test_a_job_begins_with_the_limit_of_earlier_jobs_of_its_script(script: Script) -> None:
+    """No batch has more samples, so no step is lost; a limit of the job's own counts before it."""
+    script.set(ADAPTDL_MEMORY_LIMIT="4")
+    sizes: list[int] = []
+
+    def train(epochs: int) -> None:
+        if not torch.distributed.is_initialized():
+            adl.init_process_group("gloo")
+        data: Any = torch.randn(16, 2)
+        loader = adl.AdaptiveDataLoader(data, batch_size=8)
+        loader.autoscale_batch_size(8)
+        net = Net(2, 1)
+        net.most = 4
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = adl.AdaptiveDataParallel(net, optimizer)
+        for _ in adl.remaining_epochs_until(epochs):
+            for inputs in loader:
+                sizes.append(len(inputs))
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+
+    train(1)
+    assert sizes == [4, 4, 4, 4]
+    assert _session.current().step == 2
+    script.restart(ADAPTDL_MEMORY_LIMIT="3")
+    del sizes[:]
+    train(2)
+    assert max(sizes) == 4

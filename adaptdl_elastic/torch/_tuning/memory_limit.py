@@ -2,7 +2,7 @@
 
 The limit is unknown until a batch did not fit, or until a search at the start has found it. It only ever
 becomes smaller. It is part of every checkpoint, replicas that join receive it, and the scheduling hints tell
-it to the coordinator.
+it to the coordinator. The coordinator tells it to later jobs of the same script, which begin with it.
 
 A data loop inside another one has a limit of its own. It holds for the loops over one loader, and no other
 part of the job needs to know it.
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import _session, checkpoint, env
 from adaptdl_elastic._interfaces import StepOutOfMemory
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, local_batch
@@ -93,12 +93,20 @@ class MemoryLimit(checkpoint.TensorState):
 
 
 def memory_limit(session: Session | None = None) -> MemoryLimit:
-    """Return the limit of this process's session; the first call restores it from the checkpoint."""
+    """Return the limit of this process's session.
+
+    The first call restores it from the checkpoint, or else takes what earlier jobs of the script have learnt.
+    """
     session = session or _session.current()
     found = session.memory
     if found is None:
         found = session.memory = MemoryLimit(session)
         checkpoint.load_state(found)
+        told = env.memory_limit()
+        if found.largest is None and told is not None:
+            found.lower(
+                told, f"other jobs of this script ran out of memory above {told} samples of a replica"
+            )
     assert isinstance(found, MemoryLimit)
     return found
 
