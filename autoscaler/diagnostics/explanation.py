@@ -122,7 +122,7 @@ def explain(
     everywhere, free = rooms(view, job), rooms(view, job, ledger)
     size = sum(now.values())
     here = _option(curve, now, now, 0.0) if now else None
-    cost = pause if pause is not None else float(policy_settings.default_pause)
+    cost = policy_settings.pause(pause)
     status = job.status_now
     waits = why_pending(spec, everywhere, free, ledger) if condition.phase is Phase.EMPTY else ""
     return Explanation(

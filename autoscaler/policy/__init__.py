@@ -16,9 +16,8 @@ Weights are set in three places. A constant of `objective` weighs a term of the 
 `JobInfo.weight` is a job's own weight (`adaptdl-run --weight`). With the default objective,
 `objective.weights` multiplies it with the job's rank.
 
-The seconds of a pause come from the coordinator, as `JobInfo.pause` (`coordinator.policy_adapter`). If that
-is None, `PolicySettings.default_pause` is used: in `allocate`, `reasons` and `solver.tables`, and in
-`diagnostics.explanation`.
+The seconds of a pause come from the coordinator, as `JobInfo.pause` (`coordinator.policy_adapter`).
+`PolicySettings.pause` says what counts if that is None.
 """
 
 from adaptdl_elastic.autoscaler.policy.allocate import allocate

@@ -123,7 +123,7 @@ def _fresh(jobs: Sequence[JobInfo], now: float, settings: PolicySettings) -> dic
     for job in jobs:
         if job.last_change is None:
             continue
-        pause = settings.default_pause if job.pause is None else job.pause
+        pause = settings.pause(job.pause)
         ago, peace = now - job.last_change, min(objective.PAUSES_PER_HORIZON * pause, settings.max_wait)
         if ago < peace:
             others = f"it was changed {ago:.0f} s ago, and others wait"

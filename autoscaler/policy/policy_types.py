@@ -82,7 +82,7 @@ class JobInfo:
     attained: float = 0.0  # samples at the initial batch size done so far
     # final or declared lengths of other jobs of its command line, in samples at the initial batch size
     kind_totals: tuple[float, ...] = ()
-    pause: float | None = None  # measured seconds that a change costs; None: PolicySettings.default_pause
+    pause: float | None = None  # measured seconds that a change costs; None: see PolicySettings.pause
     # seconds of a change to nodes of another type, where no replica stays; None: as any other change
     move_pause: float | None = None
     submitted: float = 0.0
@@ -127,6 +127,10 @@ class PolicySettings:
     def __post_init__(self) -> None:
         if not FAIREST <= self.fairness <= LEAST_FAIR:
             raise ValueError(f"fairness {self.fairness:g} must be between {FAIREST:g} and {LEAST_FAIR:g}")
+
+    def pause(self, measured: float | None) -> float:
+        """Return the seconds that a change costs a job: what was measured, else `default_pause`."""
+        return self.default_pause if measured is None else measured
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _reason(
     settings: PolicySettings,
 ) -> Reason:
     had, has = _goodput(tables, row, before), _goodput(tables, row, after)
-    pause = settings.default_pause if job.pause is None else job.pause
+    pause = settings.pause(job.pause)
     if job.move_pause is not None and before and after and set(before).isdisjoint(after):
         pause = job.move_pause
     cost = pause if after and before and dict(after) != dict(before) else 0.0
@@ -132,7 +132,7 @@ def _sentence(
 
 
 def _pause(job: JobInfo, settings: PolicySettings) -> str:
-    return f"{settings.default_pause if job.pause is None else job.pause:.3g} s"
+    return f"{settings.pause(job.pause):.3g} s"
 
 
 def _cell(tables: Tables, values: NDArray[np.float64], row: int, allocation: Allocation) -> float | None:

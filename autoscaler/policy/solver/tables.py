@@ -200,7 +200,7 @@ def _pauses(
     jobs: Sequence[JobInfo], had: Sequence[Allocation], sizes: Sizes, settings: PolicySettings
 ) -> Array:
     """Return the seconds that a change to each size costs, shape (jobs, sizes)."""
-    pause = np.array([settings.default_pause if job.pause is None else job.pause for job in jobs])
+    pause = np.array([settings.pause(job.pause) for job in jobs])
     away = [pause[i] if job.move_pause is None else job.move_pause for i, job in enumerate(jobs)]
     # (jobs, types): whether the job has replicas on nodes of the type; these replicas may stay
     there = np.array(
