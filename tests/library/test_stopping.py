@@ -231,7 +231,7 @@ ENDED = "until(lambda: seen('left') and session.reducer.finished)"
             "until(lambda: seen('left'))\n"
             "if rank == 0:\n"
             "    control.leader._number, control.leader.running = 99, []\n"
-            "    control._tell(2, ('prepare', 99, session.generation))\n"
+            "    control.tell(2, ('prepare', 99, session.generation))\n"
             "until(lambda: rank == 0 or control.round_open)\n"
             "sign('asked')",
         ),

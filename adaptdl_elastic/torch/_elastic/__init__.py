@@ -6,6 +6,7 @@
 | `rescale` | How do the replicas that stay carry out a planned change? |
 | `join` | How does a newcomer reach the position of the running replicas? |
 | `recovery` | How do the survivors continue after a replica has died? |
+| `survivors` | What do the survivors tell each other, and who has the newest step and sums? |
 | `regroup` | Which steps do a planned change and a recovery share? |
 | `state_transfer` | How are states sent from one replica's memory to another's? |
 | `dry_batch` | How does a loop's body run once without any effect? |

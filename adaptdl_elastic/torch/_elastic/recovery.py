@@ -43,7 +43,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adaptdl_elastic import env
@@ -64,6 +64,14 @@ from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
 from adaptdl_elastic.torch._elastic.dry_batch import dry_batch
 from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot
+from adaptdl_elastic.torch._elastic.survivors import (
+    SurvivorReport,
+    UnrecoverableStateError,
+    Where,
+    knows_sums_alone,
+    newest_step,
+    newest_sums,
+)
 from adaptdl_elastic.torch._elastic.user_state import tensors_of_script
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.setup import disconnect_torch
@@ -76,8 +84,6 @@ T = TypeVar("T")
 
 _STEP = 0.3  # seconds that a running step has to notice a death by itself, before it is interrupted
 _ATTEMPTS = 10  # recoveries tried in a row, each interrupted by another death, before giving up
-Where = tuple[int, int, bool]
-"""(epoch, data loop, whether that loop is over). Orders replicas by how far they are in the script."""
 
 
 @dataclass(frozen=True)
@@ -87,26 +93,6 @@ class Mark:
     place: Place
     index: int  # samples handed out before this position
     sums: Sums
-
-
-@dataclass
-class SurvivorReport:
-    """Describe one replica to the other survivors."""
-
-    rank: int
-    step: int  # last committed step
-    position: Where
-    index: int  # samples of the data loop's committed steps
-    training: bool  # in a training loop
-    partially_restored: bool  # the donor of its model died during the transfer: the model is a mixture
-    buffers_diverged: bool  # the replicas' buffers may differ since a training loop ended
-    synced: dict[str, int] = field(default_factory=dict)  # accumulator → number of syncs
-    unsynced: tuple[str, ...] = ()  # accumulators with sums that only this replica has
-    marked: bool = False  # its Mark holds sums that only this replica has
-    mark: int | None = None  # index of its Mark in the running data loop
-    seeds: dict[str, int] = field(default_factory=dict)  # loader's key → seed of its order
-    announced: Place = (0, 0)  # last data loop that the others were told
-    memory: dict[str, Any] = field(default_factory=dict)  # the limits of memory, see `MemoryLimit`
 
 
 class Recovery:
@@ -469,7 +455,7 @@ class Recovery:
         found = session.reducer.allreduce([vars(mine)], tag="standing")
         everybody = [SurvivorReport(**one) for one in found]
         log.info("the survivors stand at %s", everybody)
-        top = _newest(everybody)
+        top = newest_step(everybody)
         if self._failed and mine.step == top:  # before the state is sent to others
             assert self._before is not None
             self._before.put_back(session)
@@ -500,9 +486,9 @@ class Recovery:
         self._even_buffers()
         if train:
             self._same_index(mine, where)
-            if _alone(everybody, everybody) and session.rank == 0:
+            if knows_sums_alone(everybody, everybody) and session.rank == 0:
                 log.warning("what the dead had added to accumulators in this data loop is lost")
-        elif _alone(here, everybody) if where[-1] else any(one.marked for one in here):
+        elif knows_sums_alone(here, everybody) if where[-1] else any(one.marked for one in here):
             raise UnrecoverableStateError(
                 "what the dead had added to accumulators outside of data loops is gone"
             )
@@ -569,7 +555,7 @@ class Recovery:
         """Take the accumulator sums of replicas that have finished a sync which failed on this replica."""
         session = self._session
         assert session.reducer is not None
-        newest = _newest_sums(everybody)
+        newest = newest_sums(everybody)
         uneven = {n for one in everybody for n, count in one.synced.items() if count < newest[n]}
         if not uneven:
             return
@@ -611,32 +597,3 @@ class Recovery:
             )
         script_position().index = self._mark.index
         put_sums(self._session, self._mark.sums)
-
-
-class UnrecoverableStateError(RuntimeError):
-    """Raised if the survivors have no common state from which to continue."""
-
-
-def _newest_sums(everybody: list[SurvivorReport]) -> dict[str, int]:
-    """Return for each accumulator the largest number of syncs that a survivor has seen."""
-    newest: dict[str, int] = {}
-    for one in everybody:
-        for name, count in one.synced.items():
-            newest[name] = max(count, newest.get(name, 0))
-    return newest
-
-
-def _alone(some: list[SurvivorReport], everybody: list[SurvivorReport]) -> bool:
-    """Return whether a replica in `some` has sums that only it knows.
-
-    Sums are known elsewhere if another replica has finished a sync that this replica has not finished.
-    """
-    newest = _newest_sums(everybody)
-    return any(one.synced[name] == newest[name] for one in some for name in one.unsynced)
-
-
-def _newest(everybody: list[SurvivorReport]) -> int:
-    steps = [one.step for one in everybody if not one.partially_restored]
-    if not steps:
-        raise UnrecoverableStateError("no survivor has a whole model")
-    return max(steps)

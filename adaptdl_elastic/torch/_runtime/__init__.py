@@ -4,6 +4,7 @@
 |---|---|
 | `position` | Which epochs and data loops has the script finished, and where is it in the current one? |
 | `consensus` | How do all replicas act at the same step? |
+| `rounds` | When does rank 0 ask all replicas to act, and at which step do they? |
 | `statements` | Which statement of the script is being executed? |
 | `heap` | Which objects of a type exist in this process? |
 | `inner_loops` | Where are the data loops that run inside another data loop? |

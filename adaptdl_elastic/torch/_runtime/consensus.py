@@ -69,20 +69,18 @@ from adaptdl_elastic.protocol.messages import (
     WithdrawPlan,
 )
 from adaptdl_elastic.reducer import AGREEMENT, CollectiveMismatchError, PeerFinishedError, PeerLostError
+from adaptdl_elastic.torch._runtime.rounds import KEPT, RoundCoordinator
 
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT."""
 
-_KEPT = ("stop", "checkpoint")  # kinds of commands that are repeated after a replica has died
-_POLLED = "polled_in"  # key of a command that a poll has returned: the generation
 _OF_ROUNDS = ("want", "ready", "executed")  # kinds of control messages for rank 0's control thread
 _UNHEARD = 100  # most control messages that are kept for a listener that is not registered yet
 _START: Position = (-1, 0, 0)  # before every boundary
 _DOUBLE_DELIVERY = 0.3  # seconds within which a second SIGINT is the launcher's copy of the same Ctrl-C
 _STEP_REPORT_INTERVAL = 1.0  # seconds between two reports of a finished step
-_POLL_INTERVAL = 0.2  # seconds between two polls for a better batch size
 
 
 class BoundaryConsensus:
@@ -99,7 +97,7 @@ class BoundaryConsensus:
         self.loops_over = False  # the last epoch loop has ended
         self.handlers = dict(handlers or {})  # kind of a command → function that carries it out
         self.polls: list[Callable[[], Command | None]] = []
-        self._clock = clock
+        self.clock = clock
         self._condition = threading.Condition()
         self._position: Position = _START
         self._round: int | None = None  # number of the open round, in which the next boundary waits
@@ -219,7 +217,7 @@ class BoundaryConsensus:
                 return
             if signal.SIGINT not in data or os.getpid() != self.session.pid:
                 continue
-            now = self._clock()
+            now = self.clock()
             if first is None or self.session.epoch is None:
                 first = now
             elif now - first > _DOUBLE_DELIVERY:
@@ -253,7 +251,7 @@ class BoundaryConsensus:
 
     def request(self, command: Command) -> None:
         """Request that every replica carries out `command` at the same boundary. Callable in any thread."""
-        if command["kind"] in _KEPT:
+        if command["kind"] in KEPT:
             self._asked.append(command)
         self._events.put(("want", 0, command))
 
@@ -266,7 +264,7 @@ class BoundaryConsensus:
                     return
                 self._round, self._decision = number, None
                 position = self._position
-            self._tell(0, ("ready", number, position))
+            self.tell(0, ("ready", number, position))
         elif kind == "decide":
             with self._condition:
                 if self._round == number:
@@ -337,7 +335,8 @@ class BoundaryConsensus:
         with self._condition:
             return None if self.between else self.session.generation
 
-    def _tell(self, rank: int, message: Any) -> None:
+    def tell(self, rank: int, message: Any) -> None:
+        """Send a control message to a replica, this one included."""
         if rank == self.session.rank:
             self.on_message(rank, message)
         elif self.session.reducer is not None:
@@ -356,7 +355,7 @@ class BoundaryConsensus:
                 if kind == "close":
                     return
                 if kind == "want" and self.session.rank != 0:
-                    self._tell(0, ("want", 0, body))
+                    self.tell(0, ("want", 0, body))
                 elif self.session.rank == 0:
                     if kind == "want" and isinstance(body, tuple):  # came from another replica
                         body = body[1]
@@ -418,7 +417,7 @@ class BoundaryConsensus:
         if any(command["kind"] == "checkpoint" for command in commands):
             self.session.recovery.mark()
         if self.session.generation == generation:  # a round ends with its generation: nothing to report then
-            self._tell(0, ("executed", number, None))
+            self.tell(0, ("executed", number, None))
 
     def abandon(self) -> None:
         """Drop the open round of a generation whose connections are closed."""
@@ -499,7 +498,7 @@ class BoundaryConsensus:
                 taken=taken,
             )
             for rank in range(session.replicas):
-                self._tell(rank, ("saved", 0, asked))
+                self.tell(rank, ("saved", 0, asked))
 
         self.saving = True
         try:
@@ -539,119 +538,11 @@ class BoundaryConsensus:
             return
         if session.last_step_time == self._told and not force:
             return
-        now = self._clock()
+        now = self.clock()
         if not force and not self._first_step and now - self._reported < _STEP_REPORT_INTERVAL:
             return
         self._first_step, self._reported, self._told = False, now, session.last_step_time
         session.send(StepFinished(session.step, session.last_step_time))
-
-
-class RoundCoordinator:
-    """Open one round at a time, on rank 0, for all commands that were requested since the last one."""
-
-    def __init__(self, control: BoundaryConsensus) -> None:
-        self._control = control
-        self._number = 0
-        self._wanted: list[Command] = []
-        self.running: list[Command] | None = None  # commands of the open round
-        self._ready: dict[int, Position] = {}
-        self._executed: set[int] = set()
-        self._next_save: float | None = None
-        self._next_poll = 0.0
-
-    def wait(self) -> float | None:
-        """Return the seconds until the next timed action; None if there is none. At most 1."""
-        control = self._control
-        if control.session.rank != 0 or not control.started:
-            return None
-        now = control._clock()
-        if self._next_save is None and env.checkpoint_path():
-            interval = env.checkpoint_interval()
-            self._next_save = now + interval if interval else float("inf")
-        dues = [] if self._next_save is None else [self._next_save]
-        if control.polls:
-            dues.append(self._next_poll)
-        left = min(dues, default=float("inf")) - now
-        return None if left == float("inf") else min(max(left, 0.0), 1.0)
-
-    def on_event(self, kind: str, sender: int, body: Any) -> None:
-        """Handle a request, a replica's message about the open round, a new generation, or a clock tick."""
-        if kind == "want":
-            self._want(body)
-        elif kind == "renew":
-            self._control.between = False  # here, so that no earlier request opens a round before `renew`
-            if body:  # the commands of the open round were not carried out
-                both = (*(self.running or ()), *self._wanted)
-                self._wanted = [c for c in both if c["kind"] in _KEPT]
-            self.running = None
-            self._number += 1  # late messages of the old round are ignored
-        elif kind == "ready" and body[0] == self._number:
-            self._ready[sender] = tuple(body[1])
-            self._decide()
-        elif kind == "finished" and self._control.finished is not None:  # not in an earlier generation
-            self._dismiss()
-        elif kind == "executed" and body[0] == self._number:
-            self._executed.add(sender)
-            if len(self._executed) == self._control.session.replicas:
-                self.running = None
-        self._tick()
-        control = self._control
-        if self.running is None and self._wanted and not control.between and control.finished is None:
-            self._open()
-
-    def _dismiss(self) -> None:
-        """Drop the open round, because a replica has ended regularly and may not have answered."""
-        if self.running is not None and len(self._ready) < self._control.session.replicas:
-            for rank in range(self._control.session.replicas):
-                self._control._tell(rank, ("dismiss", self._number, None))
-            self.running = None
-
-    def _want(self, command: Command) -> None:
-        same = [c for c in (*self._wanted, *(self.running or ())) if _covers(c, command)]
-        if not same:
-            self._wanted.append(command)
-
-    def _tick(self) -> None:
-        control, now = self._control, self._control._clock()
-        if self._next_save is not None and now >= self._next_save:
-            self._next_save = now + env.checkpoint_interval()
-            self._want({"kind": "checkpoint"})
-        if control.polls and now >= self._next_poll:
-            self._next_poll = now + _POLL_INTERVAL
-            generation = control.generation_of_round()
-            for poll in list(control.polls):
-                command = poll()
-                if command is not None:
-                    self._want({**command, _POLLED: generation})
-
-    def _open(self) -> None:
-        generation = self._control.generation_of_round()
-        if generation is None:
-            return
-        # what pays in one generation may not in the next, whose newcomers may not know the loader yet
-        wanted = [c for c in self._wanted if c.get(_POLLED, generation) == generation]
-        self._wanted = []
-        if not wanted:
-            return
-        self._number += 1
-        self.running = wanted
-        self._ready, self._executed = {}, set()
-        for rank in range(self._control.session.replicas):
-            self._control._tell(rank, ("prepare", self._number, generation))
-
-    def _decide(self) -> None:
-        if len(self._ready) < self._control.session.replicas:
-            return
-        after = max(self._ready.values())
-        for rank in range(self._control.session.replicas):
-            self._control._tell(rank, ("decide", self._number, (after, self.running)))
-
-
-def _covers(known: Command, new: Command) -> bool:
-    """Return whether carrying out `known` makes `new` unnecessary."""
-    if known["kind"] != new["kind"]:
-        return False
-    return known["kind"] == "stop" or known == new
 
 
 def _before(position: Position) -> Position:
