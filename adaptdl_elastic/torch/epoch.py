@@ -25,6 +25,7 @@ of an accumulation window that was left in the middle are dropped.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -36,9 +37,12 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.checks import integer
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._data.step_loop import StepLoopHelper, run_steps
+from adaptdl_elastic.torch._runtime.loop_names import names_read_behind
 from adaptdl_elastic.torch._runtime.position import script_position
 
 __all__ = ["continue_at", "current_epoch", "finished_epochs", "progress", "remaining_epochs_until", "steps"]
+
+log = logging.getLogger(__name__)
 
 
 def remaining_epochs_until(epoch: int) -> Iterator[int]:
@@ -60,7 +64,14 @@ def remaining_epochs_until(epoch: int) -> Iterator[int]:
     return _run(until, f"{until} epochs")
 
 
-def _run(until: int, what: str) -> Generator[int, None, None]:
+def _run(until: int, what: str, names: bool = True) -> Generator[int, None, None]:
+    """Yield the unfinished epochs below `until`.
+
+    Args:
+        until: Number of epochs that are finished at the end.
+        what: What the caller has declared, for messages.
+        names: Whether the body does not run at all in this process if all are finished.
+    """
     session, state = current_session(), script_position()
     if session.epoch is not None:
         raise RuntimeError(
@@ -70,9 +81,12 @@ def _run(until: int, what: str) -> Generator[int, None, None]:
     if session.consensus.loops_over:
         session.consensus.loops_over = False
         session.send(EpochsFinished(False))
-    state.until, state.body = until, _frames.script_frame().f_code
+    frame = _frames.script_frame()
+    state.until, state.body = until, frame.f_code
     state.epoch_loops += 1
     ran = False
+    if names and 0 < until <= state.finished and session.rank == 0:
+        _warn_of_names(what, names_read_behind(frame))
     try:
         while state.finished < until:
             yield state.begin_epoch()
@@ -94,6 +108,17 @@ def _run(until: int, what: str) -> Generator[int, None, None]:
         session.send(EpochsFinished(True))
     finally:
         session.epoch = None
+
+
+def _warn_of_names(what: str, missing: set[str]) -> None:
+    """Warn that the script fails behind a loop whose body does not run any more in this process."""
+    if missing:
+        log.warning(
+            "all %s were finished before this restart, and the body of their loop does not run again: what "
+            "is read behind the loop needs a value before it (%s)",
+            what,
+            ", ".join(sorted(missing)),
+        )
 
 
 class Steps:
@@ -123,7 +148,7 @@ class Steps:
             return
         until = (script_position().until or 0) + 1
         over = script_position().finished >= until
-        with closing(_run(until, f"{self._count} steps")) as epochs:
+        with closing(_run(until, f"{self._count} steps", names=False)) as epochs:
             for epoch in epochs:
                 if epoch == until - 1:  # an earlier one is a loop that was left by `break`: it ends here
                     yield from run_steps(self._helper, self._count)
