@@ -186,7 +186,7 @@ def test_a_hung_server_costs_no_more_than_the_time_out(own_world):
 
 
 def test_a_server_that_restarts_within_the_time_out_is_not_noticed(own_world):
-    store = own_world.client()
+    store = own_world.client(timeout=60.0)
     own_world.real.kill()
     thread = threading.Thread(target=own_world.real.start)
     thread.start()
@@ -211,7 +211,7 @@ def test_the_next_endpoint_is_tried(own_world, collect):
     (nobody,) = free_ports(1)
     real = own_world.real.endpoint
     with CuttingProxy(real) as one, CuttingProxy(real) as two:
-        store = own_world.client(f"127.0.0.1:{nobody},{one.endpoint},{two.endpoint}", timeout=4.0)
+        store = own_world.client(f"127.0.0.1:{nobody},{one.endpoint},{two.endpoint}", timeout=8.0)
         seen = collect(store.watch(own_world.prefix))
         store.put(own_world.prefix + "a", "1")
         seen.wait(1)
@@ -228,7 +228,7 @@ def test_the_next_endpoint_is_tried(own_world, collect):
 def test_nobody_there(kind):
     first, second = free_ports(2)
     urls = parse_endpoints(f"127.0.0.1:{first},127.0.0.1:{second}")
-    with kind(urls, StoreOptions(timeout=0.5)) as store:
+    with kind(urls, StoreOptions(timeout=2.0)) as store:
         with pytest.raises(StoreUnavailableError) as caught:
             store.get("/a")
         for port in (first, second):
@@ -250,7 +250,7 @@ def test_a_store_that_was_closed_says_so(own_world):
 
 def test_the_api_is_found_out():
     binary = etcd_binary("3.5") or pytest.skip("no etcd 3.5")
-    quick = StoreOptions(timeout=3)
+    quick = StoreOptions(timeout=20)
     with EtcdServer(binary=binary, v2=False) as server:
         with connect(server.endpoint, options=quick) as store:
             assert isinstance(store.driver, EtcdV3Store)
@@ -298,7 +298,7 @@ def test_something_else_listens_there(status, text, wanted):
         thread.start()
         try:
             with pytest.raises(StoreError, match=wanted):
-                connect(f"127.0.0.1:{server.server_address[1]}", options=StoreOptions(timeout=0.5))
+                connect(f"127.0.0.1:{server.server_address[1]}", options=StoreOptions(timeout=3))
         finally:
             server.shutdown()
             thread.join()
