@@ -75,7 +75,8 @@ class CuttingProxy:
         """Reset everything and end."""
         with self._lock:
             self._closed = True
-        self._wake.send(b"x")
+        with contextlib.suppress(OSError):  # the thread has woken by itself, and has closed everything
+            self._wake.send(b"x")
         self._thread.join()
 
     def __enter__(self) -> CuttingProxy:
