@@ -31,13 +31,17 @@ class TryAgainError(Exception):
         sent: the request was sent, so it may have been carried out.
         refused: which certificate was refused (the server's or the client's), so that a retry is useless; ""
             for other problems.
+        timed_out: the time of the attempt was over before the endpoint answered.
     """
 
-    def __init__(self, problem: str, *, sent: bool = True, refused: str = "") -> None:
+    def __init__(
+        self, problem: str, *, sent: bool = True, refused: str = "", timed_out: bool = False
+    ) -> None:
         super().__init__(problem)
         self.problem = problem
         self.sent = sent
         self.refused = refused
+        self.timed_out = timed_out
 
     @classmethod
     def from_error(cls, error: BaseException) -> TryAgainError:
@@ -53,9 +57,9 @@ class TryAgainError(Exception):
             closed = "refused" in str(error)
             return cls("connection refused" if closed else str(error).rpartition(": ")[2], sent=False)
         if isinstance(error, urllib3.exceptions.ConnectTimeoutError):
-            return cls("no connection in time", sent=False)
+            return cls("no connection in time", sent=False, timed_out=True)
         if isinstance(error, urllib3.exceptions.TimeoutError | TimeoutError):
-            return cls("no answer in time")
+            return cls("no answer in time", timed_out=True)
         return cls(f"{type(error).__name__}: {error}")
 
 
@@ -117,11 +121,14 @@ class Endpoints:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     break
-                endpoint = self.current
+                endpoint, seconds = self.current, remaining / left
                 try:
-                    return attempt(endpoint, remaining / left)
+                    return attempt(endpoint, seconds)
                 except TryAgainError as error:
-                    problems[endpoint] = error
+                    # an attempt that the deadline cuts short says less than what was found before it
+                    cut_short = error.timed_out and seconds < timeout / len(self.urls) / 2
+                    if not cut_short or endpoint not in problems:
+                        problems[endpoint] = error
                     if on_ambiguous and error.sent:
                         on_ambiguous()
                 self.switch_from(endpoint)

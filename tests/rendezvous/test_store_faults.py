@@ -6,6 +6,7 @@ import http.server
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -13,6 +14,7 @@ from cutting_proxy import CuttingProxy
 from etcd_binaries import etcd_binary
 from etcd_server import EtcdServer, free_ports
 
+from adaptdl_elastic.rendezvous.store import endpoints
 from adaptdl_elastic.rendezvous.store.base import (
     CompactedError,
     StoreError,
@@ -20,6 +22,7 @@ from adaptdl_elastic.rendezvous.store.base import (
     StoreUnavailableError,
 )
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
+from adaptdl_elastic.rendezvous.store.endpoints import TryAgainError
 from adaptdl_elastic.rendezvous.store.etcd_v2 import EtcdV2Store
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
 from adaptdl_elastic.rendezvous.store.http import Http
@@ -233,6 +236,31 @@ def test_nobody_there(kind):
             store.get("/a")
         for port in (first, second):
             assert f"127.0.0.1:{port}: connection refused" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        (lambda seconds: seconds > 0.5, "not JSON"),  # the server is slow, and the deadline near
+        (lambda seconds: seconds > 1.0, "no answer in time"),  # it has hung since the first attempt
+    ],
+)
+def test_an_attempt_that_the_deadline_cuts_short_hides_no_reason(monkeypatch, answers, reason):
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    def attempt(endpoint, seconds):
+        if answers(seconds):
+            raise TryAgainError("not JSON")
+        sleep(seconds)
+        raise TryAgainError.from_error(TimeoutError())
+
+    monkeypatch.setattr(endpoints, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with pytest.raises(StoreUnavailableError, match=rf"http://a:1: {reason}\)"):
+        endpoints.Endpoints(("http://a:1",)).run(attempt, 1.01)
+    assert now == [1.01]
 
 
 def test_connect_without_a_server_says_what_to_look_at():
