@@ -181,7 +181,8 @@ def test_clocks_that_differ_by_minutes_decide_nothing(cluster: Cluster, wrong: s
     second = cluster.start("second", TRAIN, *LONG, env=skew if wrong == "second" else None)
     cluster.scale(2, first)
     theirs = second.wait_for_event("started")
-    assert (began["time"] > theirs["time"] + 300) == (wrong == "first"), "the clocks do differ"
+    # by one clock the first is earlier
+    assert (began["time"] > theirs["time"]) == (wrong == "first"), "the clocks do differ"
     cluster.finish(first, second)
     assert [g["cause"] for g in first.of("generation")] == ["start", "manual"]
     told = cluster.store.get(cluster.recorder.keys.job("job", "status"))

@@ -39,7 +39,7 @@ class Runner:
         self.server, self.directory, self.number = server, directory, int(time.monotonic() * 1000)
         self.ended: dict[int, int] = {}  # exit codes by number
 
-    def news(self, timeout: float = 60) -> list[Spawned | Exited]:
+    def news(self, timeout: float = 200) -> list[Spawned | Exited]:
         assert select.select([self.server], [], [], timeout)[0], "the fork server is silent"
         news = self.server.receive()
         assert news is not None

@@ -170,12 +170,20 @@ def query(address: str, expression: str) -> list[dict[str, Any]]:
     return found
 
 
+def wait_for(address: str, expression: str) -> list[dict[str, Any]]:
+    """Return the answer once there is one: after a scrape that took too long there is none for a moment."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (found := query(address, expression)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
 def test_every_curve_of_the_dashboard_has_points_and_a_name_of_its_own(prometheus: str) -> None:
     board = json.loads((GRAFANA / "adaptdl.json").read_text())
     targets = [target for panel in board["panels"] for target in panel.get("targets", [])]
     empty, unnamed = [], []
     for target in targets:
-        found = query(prometheus, target["expr"].replace("$job_name", ".*"))
+        found = wait_for(prometheus, target["expr"].replace("$job_name", ".*"))
         if not found:
             empty.append(target["expr"])
         named = re.findall(r"{{(\w+)}}", target["legendFormat"])
@@ -185,9 +193,9 @@ def test_every_curve_of_the_dashboard_has_points_and_a_name_of_its_own(prometheu
 
 
 def test_a_job_is_told_from_the_scrape_job(prometheus: str) -> None:
-    found = query(prometheus, "adaptdl_job_replicas")
+    found = wait_for(prometheus, "adaptdl_job_replicas")
     assert {one["metric"]["job_name"] for one in found} == {"a", "b"}
     assert {one["metric"]["job"] for one in found} == {"adaptdl"}
     assert all("exported_job" not in one["metric"] for one in found)
-    assert query(prometheus, "process_resident_memory_bytes > 0")
-    assert query(prometheus, 'adaptdl_build_info{version="1.2.3"} == 1')
+    assert wait_for(prometheus, "process_resident_memory_bytes > 0")
+    assert wait_for(prometheus, 'adaptdl_build_info{version="1.2.3"} == 1')

@@ -24,10 +24,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[ElasticRun]:
+def options() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def run(tmp_path: Path, options: list[str]) -> Iterator[ElasticRun]:
     (tmp_path / "prey.py").write_text(PREY)
     arguments = ["--standalone", "--nproc-per-node=1:3", "--rdzv-id=prey", "--no-autoscale"]
-    arguments += ["--rescale-timeout=15", str(tmp_path / "prey.py"), "60", "0.05"]
+    arguments += [*options, str(tmp_path / "prey.py"), "60", "0.05"]
     with ElasticRun(arguments, tmp_path) as run:
         run.wait_for_event("generation")
         yield run
@@ -68,6 +73,7 @@ def test_who_reads_everything_learns_nothing_and_changes_nothing(run: ElasticRun
         assert bytes.fromhex(secret.decode()) not in value
 
 
+@pytest.mark.parametrize("options", [["--rescale-timeout=15"]], ids=["soon given up"])
 def test_who_writes_everything_and_connects_to_everything_runs_no_code(
     run: ElasticRun, attacker: Attacker
 ) -> None:

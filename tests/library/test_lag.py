@@ -126,20 +126,23 @@ def test_the_parts_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(directory: Path, part: str) -> tuple[list[dict[str, Any]], str]:
-    """The events of a job whose replica 1 is slow in that part of steps 8 to 24, and what was printed."""
+    """The events of a job whose replica 1 is slow in that part of steps 8 to 24, and what was printed.
+
+    Of the other replicas a busy machine may slow one down, too.
+    """
     settings = {"slow": {part: 0.3}, "from": 8, "until": 25, "samples": 24 * 200}
     arguments = ["--standalone", "--nproc-per-node=3", "--no-autoscale", SCRIPT]
     with ElasticRun(arguments, directory, {"LAG": json.dumps(settings)}) as job:
         assert job.wait() == 0, job.text()
-        return [e for e in job.events if e["event"].startswith("warning")], job.text()
+        warnings = [e for e in job.events if e["event"].startswith("warning")]
+        return [e for e in warnings if e["about"] == "the speed of replica 1"], job.text()
 
 
 @pytest.mark.slow
 def test_a_slow_replica_of_a_job_is_named_once_and_it_is_said_when_that_is_over(tmp_path: Path) -> None:
     (begun, over), text = run(tmp_path, "communication")
     assert (begun["event"], over["event"]) == ("warning", "warning_over")
-    assert begun["about"] == over["about"] == "the speed of replica 1"
     assert "slow in sending gradients" in begun["message"]
     assert 8 < begun["step"] <= 28
     assert begun["step"] < over["step"]
-    assert text.count("replica 1 on") == text.count("the problem is over") == 1
+    assert text.count("replica 1 on") == text.count("the speed of replica 1: the problem is over") == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from adaptdl_elastic import _codec, _door, _wire
 from adaptdl_elastic._codec import CodecError
@@ -393,8 +394,7 @@ def test_replicas_that_do_not_come_are_named() -> None:
 
 def test_who_comes_before_rank_0_waits_for_moments_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """AdaptDL sleeps five seconds when its first connection is refused."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port, me = free_port(), threading.current_thread()
     waited: list[float] = []
     rank_0: list[Reducer] = []
     thread = threading.Thread(target=lambda: rank_0.append(Reducer(0, 2, "127.0.0.1", port)))
@@ -408,7 +408,8 @@ def test_who_comes_before_rank_0_waits_for_moments_only(monkeypatch: pytest.Monk
         return connect(*arguments, **options)
 
     def wait(seconds: float) -> None:
-        waited.append(seconds)
+        if threading.current_thread() is me:
+            waited.append(seconds)
         sleep(seconds)
 
     monkeypatch.setattr(socket, "create_connection", refused_thrice)

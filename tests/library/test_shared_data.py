@@ -18,11 +18,15 @@ from adaptdl_elastic.torch._gradient.gradient_health import LEAST_STEPS, Gradien
 SCRIPT = Path(__file__).parents[1] / "support" / "shared_data_script.py"
 SAME_BATCHES = "trains adaptdl-dataparallel on the same batches: a plain DataLoader is read whole"
 SAME_INPUTS = "on the same inputs, though the loader hands out different samples"
+SPEED = ("the speed of replica", "the progress of replica")
 NO_VARIANCE = "the gradient has had no variance since step 0"
 
 
 def run(kind: str, replicas: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """The warnings among the events, and what all replicas printed."""
+    """The warnings about data among the events, and what all replicas printed.
+
+    On a busy machine one replica may really be slower than the others, which is a warning, too.
+    """
     log = folder / "events"
     log.touch()
     ended = generations.run(
@@ -31,7 +35,8 @@ def run(kind: str, replicas: int, folder: Path) -> tuple[list[dict[str, Any]], s
     output = "".join(one.output for one in ended)
     assert [one.code for one in ended] == [0] * replicas, output
     events = [json.loads(line) for line in log.read_text().splitlines()]
-    return [event for event in events if event["event"].startswith("warning")], output
+    warnings = [event for event in events if event["event"].startswith("warning")]
+    return [one for one in warnings if not one["about"].startswith(SPEED)], output
 
 
 @pytest.mark.processes

@@ -145,7 +145,7 @@ def test_agents_of_this_machine_come_and_go_with_their_job(
         until(there, lambda: at_work(there, 2) is not None)
         both = instances(there)
         scaled.run("scale", JOB, "--replicas=1")
-        until(there, lambda: len(instances(there)) == 1)
+        until(there, lambda: len(instances(there)) == 1 and at_work(there, 1) is not None)
         plan = at_work(there, 1)
         assert plan is not None
         assert [p.node for p in plan.placements] == list(instances(there).values())

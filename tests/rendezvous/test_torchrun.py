@@ -242,7 +242,8 @@ def test_a_node_alone_gives_up_in_time_with_one_reason(run: Run):
 
 def test_an_agent_that_is_stopped_in_a_round_does_not_hold_the_other(run: Run):
     """Its kernel takes connections, and nobody answers on them."""
-    conf = "--rdzv-conf=join_timeout=8,last_call_timeout=1,lease=60"
+    # as long as the two may be apart when torch is imported on a busy machine
+    conf = "--rdzv-conf=join_timeout=40,last_call_timeout=1,lease=60"
     first, second = run.agent(conf, nnodes="2:2"), run.agent(conf, nnodes="2:2", max_restarts=3)
     run.wait_for_size(2)
     pids = {rank: pid for pid, rank, _, _ in run.lines()}
@@ -252,7 +253,7 @@ def test_an_agent_that_is_stopped_in_a_round_does_not_hold_the_other(run: Run):
     try:
         for pid in pids.values():  # the other's agent comes back to the rendezvous
             psutil.Process(pid).kill()
-        assert other.wait(120) == 1
+        assert other.wait(250) == 1
     finally:
         rank_0.send_signal(signal.SIGCONT)
     number = run.agents.index(other)

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import psutil
 import pytest
+from ports import free_port
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -25,6 +26,7 @@ from adaptdl_elastic.rendezvous.torchrun import handler as module
 from adaptdl_elastic.rendezvous.torchrun import membership as m
 
 PREFIX = "/adaptdl/v1/default/torchrun/job/"
+PATIENCE = 120.0  # seconds, for what is only waited for when a test fails
 
 
 class Group:
@@ -37,7 +39,7 @@ class Group:
         self._pool = ThreadPoolExecutor(8)
 
     def handler(self, nodes: tuple[int, int] = (1, 3), **config: str) -> module.AdaptdlEtcdHandler:
-        settings = {"last_call": "0.1", "grace": "0.2", "timeout": "20", **config}
+        settings = {"last_call": "0.1", "grace": "0.2", "timeout": f"{PATIENCE:g}", **config}
         made = module.AdaptdlEtcdHandler(
             RendezvousParameters("adaptdl-etcd", "127.0.0.1:1", "job", *nodes, "127.0.0.1", **settings)
         )
@@ -48,7 +50,7 @@ class Group:
         return [self._pool.submit(handler.next_rendezvous) for handler in handlers]
 
     def ranks(self, futures: list[Future[RendezvousInfo]]) -> list[tuple[int, int]]:
-        found = [future.result(30) for future in futures]
+        found = [future.result(PATIENCE) for future in futures]
         for info in found:
             info.store.set(f"x{info.rank}", "1")
         for info in found:
@@ -69,14 +71,14 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
 
 
 def wait_until_waiting(handlers: list[module.AdaptdlEtcdHandler], count: int = 1) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while not all(handler.num_nodes_waiting() >= count for handler in handlers):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def wait_until_closed(handler: module.AdaptdlEtcdHandler) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while not handler.is_closed():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -136,7 +138,7 @@ def test_a_round_with_a_ghost_does_not_come_together(group: Group):
     group.store.put(PREFIX + "round", encode(m.MembershipRound(1, (name, "ghost"))))
     lease.abandon()
     group.store.client().watch(PREFIX).close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while not entering[0].done() and time.monotonic() < deadline:
         group.store.expire()
         time.sleep(0.02)
@@ -152,8 +154,8 @@ def test_the_rounds_store_listens_on_the_nodes_address_only(group: Group):
 
 
 def test_a_range_of_ports_is_kept_to_and_named_when_it_is_full(group: Group):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         handler = group.handler((1, 1), port_range=str(port))
         with pytest.raises(RendezvousConnectionError, match=f"{port}.*port_range=FIRST-LAST"):
             group.enter(handler)[0].result(30)
@@ -198,7 +200,7 @@ def test_spares_leave_as_the_job_does(group: Group):
     one, spare = group.handler((1, 1)), group.handler((1, 1))
     group.ranks(group.enter(one))
     waiting = group.enter(spare)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while len(group.store.range(PREFIX + "nodes/").items) < 2:
         assert time.monotonic() < deadline
     assert one.num_nodes_waiting() == 0
@@ -228,7 +230,7 @@ def test_a_lapsed_lease_disturbs_nobody(group: Group):
     lapsed = roster.lease
     lapsed.revoke()  # as the store does when it has not heard of us
     seen = threading.Event()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while roster.lease is lapsed or len(group.store.range(PREFIX + "nodes/").items) < 2:
         assert time.monotonic() < deadline
         seen.wait(0.01)

@@ -92,6 +92,15 @@ class Lab:
                 found.append(process)
         return found
 
+    def of(self, what: Callable[[psutil.Process], object]) -> list[psutil.Process]:
+        """Those of `processes` that are so; some, which check a signature, end while they are looked at."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if what(process):
+                    found.append(process)
+        return found
+
     def kill(self) -> None:
         """Kill what a test that has failed leaves behind."""
         while left := self.processes():  # a keeper may just have started another service
@@ -124,12 +133,12 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     assert refused.count("\n") == 1
     assert "node9: ssh cannot log in" in refused
     assert "cluster lab is not up yet" in lab.run("cluster", "status", code=1)
-    assert lab.processes() == []
+    lab.wait_for(lambda: lab.processes() == [])  # nothing was started; what ssh has asked there ends
     assert "node2: started" in lab.up("node1", "node2")
     again = lab.up()
     assert "node1: unchanged at 127.0.0.1, etcd, 1 slot" in again
     assert "node2: unchanged" in again
-    (etcd,) = (process for process in lab.processes() if process.name() == "etcd")
+    (etcd,) = lab.of(lambda process: process.name() == "etcd")
     listening = [one.laddr.port for one in etcd.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     assert listening == [lab.etcd_port]  # none for other members, who would be asked for no password
 
@@ -156,8 +165,7 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
 
     # a service that is killed comes back, and finds its agent
     before = lab.service("node1")
-    agents = {process.pid for process in lab.processes() if "--rdzv-id=train" in process.cmdline()}
-    assert agents
+    assert lab.of(lambda process: "--rdzv-id=train" in process.cmdline())
     os.kill(before, signal.SIGKILL)
     lab.wait_for(lambda: lab.service("node1") != before)
     assert "train is running: only a job that was stopped" in lab.run("resume", "train", code=1)
