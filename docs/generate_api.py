@@ -43,7 +43,7 @@ INTERNAL = {
         "AdaptiveDataLoaderHelper": "micro_batch window_samples local_samples gradient_weight adaptive "
         "training_loader_undecided settled resolve_batch_size train ended pause begin_window begin_batch "
         "end_batch epoch_done "
-        "may_accumulate accumulation sync_local_bsz",
+        "may_accumulate accumulation sync_local_bsz replaces",
     },
     "torch.parallel": {
         "AdaptiveDataParallel": "reinit_process_group absorb_failures giving_up stuck failure clear_failure "
@@ -77,6 +77,9 @@ INTERNAL = {
     "checkpoint": {"": "agree end_epoch restore_states snapshot_states"},
     "reducer": {"": "Reducer"},
 }
+INHERITED = {"LoaderBatchSize"}
+"""Base classes that have no place of their own on the page; their members stand below the derived class."""
+
 SECTIONS = re.compile(r"(Args|Raises|Returns|Yields|Attributes):\s*$")
 HEAD = """# API
 
@@ -130,6 +133,16 @@ class Module:
         module, original = self.imports.get(name, ("", ""))
         return Module(module).find(original) if module.startswith("adaptdl_elastic") else None
 
+    def methods(self, node: ast.ClassDef) -> list[ast.FunctionDef]:
+        """Return the methods of a class of this module, then those of its bases in `INHERITED`."""
+        found = methods(node)
+        for base in node.bases:
+            of = self.find(ast.unparse(base)) if ast.unparse(base) in INHERITED else None
+            if of is not None and isinstance(of[1], ast.ClassDef):
+                own = {member.name for member in found}
+                found += [member for member in Module(of[0]).methods(of[1]) if member.name not in own]
+        return found
+
 
 def markdown(docstring: str | None) -> str:
     """Convert a docstring to Markdown: literal blocks stay code, sections become lists."""
@@ -176,9 +189,9 @@ def decorators(node: ast.FunctionDef) -> set[str]:
     return {ast.unparse(decorator) for decorator in node.decorator_list}
 
 
-def render_members(node: ast.ClassDef, hidden: Collection[str]) -> Iterator[str]:
+def render_members(members: list[ast.FunctionDef], hidden: Collection[str]) -> Iterator[str]:
     """Public methods and properties that say something."""
-    for member in methods(node):
+    for member in members:
         text = ast.get_docstring(member)
         if member.name in hidden:
             continue
@@ -204,7 +217,7 @@ def lookup(module: Module, name: str) -> Definition | None:
         return found[1] if found else None
     owner = found[1]
     assert isinstance(owner, ast.ClassDef)
-    return next((method for method in methods(owner) if method.name == member), None)
+    return next((method for method in Module(found[0]).methods(owner) if method.name == member), None)
 
 
 def render_first() -> Iterator[str]:
@@ -252,17 +265,17 @@ def render() -> str:
             if name in hidden.get("", "").split():
                 continue
             seen.add((found[0], name))
-            parts += render_definition(found[1], hidden.get(name, "").split())
+            parts += render_definition(*found, hidden.get(name, "").split())
     parts += [LAST, "\n".join(render_last()) + "\n"]
     return "\n".join(part for part in parts if part)
 
 
-def render_definition(node: Definition, hidden: Collection[str] = ()) -> Iterator[str]:
+def render_definition(module: str, node: Definition, hidden: Collection[str] = ()) -> Iterator[str]:
     """Render a class with its members, or a function."""
     yield f"### `{signature(node)}`\n"
     yield markdown(ast.get_docstring(node))
     if isinstance(node, ast.ClassDef):
-        yield from render_members(node, hidden)
+        yield from render_members(Module(module).methods(node), hidden)
 
 
 def main() -> int:

@@ -2,7 +2,8 @@
 
 | module | question that it answers |
 |---|---|
-| `loader` | What do all elastic loaders share: position, batch size, the steps of a data loop? |
+| `loader` | What do all elastic loaders share: the position, the steps of a data loop? |
+| `loader_batch_size` | Which batch size does a loader have, and how do all replicas agree on it? |
 | `loader_mixin` | Which attributes and methods of a loader are public? |
 | `partition` | Which samples go to which replica? (pure) |
 | `sampler` | How does a pass start at any sample, on any number of replicas? |
@@ -15,6 +16,7 @@
 | `checks` | Which arguments may a script pass to data and epoch loops? |
 | `inner_loop` | How does a data loop run inside another data loop? |
 | `loop_length` | How much of a data loop is done, and how many batches are left? (pure) |
+| `loop_progress` | How far has training come in the running data loop? |
 | `step_loop` | How does a loop over step numbers, without a loader, run? |
 | `unequal_shares` | Which shares of a batch do replicas of unequal speed take? |
 """

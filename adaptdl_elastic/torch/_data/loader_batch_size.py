@@ -1,0 +1,291 @@
+"""Keep the batch size of a loader, which all replicas change at the same boundary between two steps.
+
+All replicas agree on it at the beginning of a generation. Later in the generation, rank 0 suggests a better
+one if the script has called `autoscale_batch_size`. Which one is better is decided in `_tuning.batch_size`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from adaptdl_elastic import _session, checkpoint, collective, env
+from adaptdl_elastic._checks import flag, integer
+from adaptdl_elastic._interfaces import Command, ElasticLoader
+from adaptdl_elastic.torch._data.checks import check_bounds
+from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic.torch._data.unequal_shares import UnequalShares
+from adaptdl_elastic.torch._runtime.position import script_position
+from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial, local_batch, misfit
+from adaptdl_elastic.torch._tuning.memory_limit import limited, memory_limit, split
+from adaptdl_elastic.torch._tuning.shares import Shares
+
+logger = logging.getLogger(__name__)
+
+
+class LoaderBatchSize(ElasticLoader):
+    """Keep the batch size of one loader. `AdaptiveDataLoaderHelper` adds the data loop to it.
+
+    Args:
+        batch_size: Initial number of samples per optimizer step, over all replicas.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        size = integer(batch_size)
+        if size is None or size < 1:
+            raise ValueError(
+                f"batch_size={batch_size!r}: give the number of samples per step over all replicas, 1 or more"
+            )
+        self.batch_size = batch_size = size
+        self.registry = registry()
+        self.key = self.registry.key()
+        self.registry.unrepeatable += 1
+        self._max_batch_size: int | None = None
+        self._local_bounds: tuple[int, int] | None = None
+        self._accumulation = False
+        self._atomic = local_batch(batch_size, self.replicas)
+        self._accum = 0
+        self._generation: int | None = None  # generation whose batch size has been settled
+        self._repeats = 0  # how often the batches have become smaller, or have been repeated, in this process
+        self.unequal = UnequalShares(self.registry.speed, self.key)
+        self.trained = False  # a model has been trained with this loader in this process
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that share the data."""
+        return _session.current().replicas
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Largest batch size that autoscaling may choose; None without autoscaling."""
+        return self._max_batch_size
+
+    @property
+    def local_bsz_bounds(self) -> tuple[int, int] | None:
+        """Smallest and largest batch of one replica; None if there are no bounds."""
+        return self._local_bounds
+
+    @property
+    def current_local_bsz(self) -> int:
+        """Samples of a full batch on this replica: the atomic batch size."""
+        return self._atomic
+
+    @property
+    def current_batch_size(self) -> int:
+        """Samples of a full optimizer step, over all replicas."""
+        known = self.step_samples
+        if known is not None:
+            return known
+        return self.replicas * self._atomic * (self._accum + 1 if self.training else 1)
+
+    @property
+    def largest_pass(self) -> int | None:
+        """Samples of one replica that fit into memory in training; None: not known."""
+        return memory_limit().largest if self.training else None
+
+    @property
+    def step_samples(self) -> int | None:
+        """Samples of a full step, if they are fewer than its full batches have; else None.
+
+        Without autoscaling, a step has the same samples when memory forces a smaller local batch.
+        """
+        if self.adaptive or not (self.training and self._accum):
+            return None
+        return self.replicas * local_batch(self.batch_size, self.replicas)
+
+    @property
+    def may_accumulate(self) -> bool:
+        """Whether the gradients of several batches may be accumulated before a step."""
+        return self._limits.accumulation
+
+    @property
+    def accumulation(self) -> int:
+        """Batches without an optimizer step in a full window."""
+        return self._accum
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the batch size is chosen during training (`autoscale_batch_size` was called)."""
+        return self._max_batch_size is not None
+
+    @property
+    def training(self) -> bool:
+        """Whether models are trained with this loader."""
+        return self.registry.training is self
+
+    @property
+    def training_loader_undecided(self) -> bool:
+        """Whether no loader has been used for training yet."""
+        return self.registry.training is None and script_position().trainer is None
+
+    @property
+    def settled(self) -> tuple[int, int, int, int, Shares | None]:
+        """Generation, batch of one replica, accumulation steps, count of repeated steps, unequal shares.
+
+        If this value changes, the replicas' shares or the position have changed, and the iterator must be
+        made again.
+        """
+        return _session.current().generation, self._atomic, self._accum, self._repeats, self.unequal.shares
+
+    def train(self) -> None:
+        """Make this the loader that models are trained with.
+
+        AdaptiveDataParallel calls this when a module in training mode gets a batch of this loader.
+
+        Raises:
+            RuntimeError: another loader, with autoscaling, is the training loader already.
+        """
+        known = self.registry.training
+        if known is self:
+            return
+        if known is not None and known.adaptive and not self.replaces(known):
+            raise RuntimeError(
+                "a second loader would be used for training: autoscale_batch_size was called on another one"
+            )
+        self.registry.training = self
+        self.trained = True  # if several loaders train in turn, this one will train again
+        script_position().trainer = self.key
+        self._announce()
+
+    def _announce_limits(self) -> None:
+        limits = self._limits
+        _session.current().metrics.set_batch_size(
+            limits.init, limits.maximum, limits.bounds, limits.accumulation
+        )
+
+    def _announce(self) -> None:
+        self._announce_limits()
+        _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
+
+    def fit_memory(self) -> None:
+        """Choose batches that fit into the new, smaller memory limit. On all replicas at one boundary."""
+        fitting = split(BatchSize(self._atomic, self._accum), memory_limit().largest)
+        self._atomic, self._accum = fitting.atomic_bsz, fitting.accumulation_steps
+        self.unequal.share_equally(self._limits.bounds, self._accum + 1)
+        self._repeats += 1
+        self._announce()
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+    ) -> None:
+        """Let the batch size be chosen during training, and make this the training loader.
+
+        Once the job's goodput is known, the scheduler assigns no number of replicas that does not fit these
+        limits. The job can still have such a number, for example after the loss of a node. It then logs a
+        warning and continues:
+
+        - No batch of a replica is above the upper bound.
+        - Nothing is accumulated unless allowed, so the batch size may be below `batch_size`.
+        - If the lower bound and `max_batch_size` contradict each other, `max_batch_size` holds.
+
+        Args:
+            max_batch_size: Largest batch size over all replicas (the equal shares of it are rounded up).
+            local_bsz_bounds: Smallest and largest batch of one replica, as its memory allows; None: no bound.
+            gradient_accumulation: Whether gradients of several batches may be accumulated before a step.
+
+        Raises:
+            ValueError: the arguments contradict each other, or the initial batch size does not fit them on
+                the number of replicas with which the job begins.
+            RuntimeError: this method was called on another loader already.
+        """
+        largest = integer(max_batch_size)
+        bounds = check_bounds(self.batch_size, max_batch_size, largest, local_bsz_bounds)
+        gradient_accumulation = flag("gradient_accumulation", gradient_accumulation)
+        problem = misfit(Limits(self.batch_size, largest, bounds, gradient_accumulation), self.replicas)
+        if problem is not None and _begins():
+            raise ValueError(problem)
+        known = self.registry.training
+        self._generation = None
+        if known is not None and known is not self and known.adaptive:
+            if not self.replaces(known):
+                raise RuntimeError(
+                    "autoscale_batch_size was called on another loader already; only one trains"
+                )
+            assert isinstance(known, LoaderBatchSize)
+            if known.batch_size == self.batch_size:
+                self._atomic, self._accum, self._generation = known._atomic, known._accum, known._generation
+            polls = _session.current().consensus.polls
+            polls[:] = [self._poll if poll == known._poll else poll for poll in polls]
+            _session.current().consensus.handlers["batch_size"] = self._change
+        self._max_batch_size, self._local_bounds = largest, bounds
+        self._accumulation = gradient_accumulation
+        self.registry.training = self
+        self._announce()
+
+    def replaces(self, known: ElasticLoader) -> bool:
+        """Return whether the script has made this loader to replace `known`, e.g. one loader per epoch."""
+        return known.key == self.key and self.registry.current is not known
+
+    def sync_local_bsz(self) -> int:
+        """Settle the batch size of this generation on all replicas, and return the batch of one replica."""
+        session = _session.current()
+        if self._generation != session.generation:
+            self._generation = session.generation
+            self._atomic, self._accum = self._initial()
+            if self.training:
+                self._announce_limits()
+            if self.adaptive:
+                problem = misfit(self._limits, self.replicas)
+                if problem is not None and session.rank == 0:
+                    logger.warning(
+                        "%s; until there are others, a batch is %d", problem, self.current_batch_size
+                    )
+                best = session.metrics.best_batch_size() if session.rank == 0 else None
+                chosen = None if best is None else (best.atomic_bsz, best.accumulation_steps)
+                chosen = collective.share(chosen, "batch size")
+                if chosen is not None:
+                    self._atomic, self._accum = chosen
+                session.consensus.handlers["batch_size"] = self._change
+                if self._poll not in session.consensus.polls:
+                    session.consensus.polls.append(self._poll)
+                    session.consensus.poll_soon()
+            if self.training:
+                session.metrics.set_current_batch_size(self._atomic, self._accum)
+            self.unequal.share_equally(self._limits.bounds, self._accum + 1)
+        return self._atomic
+
+    def _initial(self) -> tuple[int, int]:
+        """Return the batch of one replica and the accumulation steps that make up the initial batch size."""
+        given = initial(self._limits, self.replicas)
+        return given.atomic_bsz, given.accumulation_steps
+
+    @property
+    def _limits(self) -> Limits:
+        given = Limits(self.batch_size, self._max_batch_size, self._local_bounds, self._accumulation)
+        return limited(given, memory_limit().largest) if self.training else given
+
+    def _poll(self) -> Command | None:
+        """Return a command to change to a better batch size, if there is one. Runs in the control thread.
+
+        There is none before the script enters this loader's loop in this generation. Until then, a replica
+        that joined in another loader's loop could not carry out the command. On entering the loop, all
+        replicas agree on the batch size anyway (`sync_local_bsz`).
+        """
+        session = _session.current()
+        if self._generation != session.generation:
+            return None
+        better = session.metrics.suggestion()
+        if better is None or (better.atomic_bsz, better.accumulation_steps) == (self._atomic, self._accum):
+            return None
+        return {
+            "kind": "batch_size",
+            "atomic": better.atomic_bsz,
+            "accumulation": better.accumulation_steps,
+        }
+
+    def _change(self, command: Command) -> None:
+        """Change the batch size, as `command` says. Runs on every replica at the same boundary."""
+        largest = memory_limit().largest
+        if largest is not None and command["atomic"] > largest:
+            return  # it was chosen before the limit was known
+        self._atomic, self._accum = command["atomic"], command["accumulation"]
+        self.unequal.limit(self._limits.bounds, self._accum + 1)
+        _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
+
+
+def _begins() -> bool:
+    """Return whether the run has just begun: no restart, no join and no checkpoint came before."""
+    fresh = env.num_restarts() == 0 and not _session.current().joining
+    return fresh and checkpoint.loaded_id() is None
