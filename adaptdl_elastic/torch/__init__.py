@@ -23,6 +23,7 @@ for the import of the other modules.
 | `epoch` | How do epoch loops continue after a restart? |
 | `accumulator` | How are values summed over all samples of a loop? |
 | `_startup`, `_job_info` | How are replicas connected, and how does a script learn its rank? |
+| `_optimizer_steps` | When does the optimizer of a model step, and what is recorded then? |
 | `_model_arguments` | Which arguments may the models get? |
 | `_bootstrap` | How are the parts of the library connected with the session? |
 

@@ -18,15 +18,15 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
-from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.measurement import Sampler
 from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
-from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples, guards, settle
+from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples
 from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
+from adaptdl_elastic.torch._optimizer_steps import OptimizerSteps
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._runtime.position import script_position
 from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
@@ -36,7 +36,7 @@ __all__ = ["AdaptiveDataParallel"]
 logger = logging.getLogger(__name__)
 
 
-class AdaptiveDataParallel(DistributedDataParallel):
+class AdaptiveDataParallel(OptimizerSteps):
     """Train a model like DistributedDataParallel, measure gradient noise, and scale the learning rate.
 
     Use it like `DistributedDataParallel`, also on one replica, after
@@ -243,11 +243,6 @@ class AdaptiveDataParallel(DistributedDataParallel):
         """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
         return DataParallelSnapshot(self, last)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the gradients of the current step could not be synchronised; None if they could."""
-        return self._hook.failure
-
     def clear_failure(self) -> None:
         """Forget a failure, and drop the gradients of the step that failed."""
         self._hook.failure = self.irreparable = None
@@ -275,52 +270,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
     # Attributes for scripts.
 
     @property
-    def gain(self) -> float:
-        """Steps at the initial batch size that a step at the current one is worth, from 1 to `scale`."""
-        return self.gns.gain(self.scale)
-
-    @property
-    def scale(self) -> float:
-        """Batch size of the current step / initial batch size; 1 without an AdaptiveDataLoader."""
-        return self._batch.scale
-
-    @property
     def initial_batch_size(self) -> int | None:
         """Batch size over all replicas that the data loader was made with; None before its first batch."""
         return self._batch_sizes.last
-
-    @property
-    def lr_factor(self) -> float | Array:
-        """Current factor of the learning rate by the scaling rule: a number, or one per parameter group."""
-        return self.scaling_rule.scale_lr(self.scale)
-
-    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
-        """Write gradient statistics, gain, progress and learning-rate factors to TensorBoard.
-
-        Does nothing on ranks other than 0. `Learning_Rate_Factor` is the mean over parameter groups,
-        `Learning_Rate_Factor/0` is the factor of the first group.
-
-        Args:
-            writer: A torch.utils.tensorboard.SummaryWriter.
-            global_step: Step under which the values are written.
-            tag_prefix: Prefix of the tags; a `/` is appended if it lacks one.
-        """
-        if current_session().rank != 0:
-            return
-        prefix = tag_prefix if not tag_prefix or tag_prefix.endswith("/") else tag_prefix + "/"
-        scalars = {
-            "Gradient_Norm_Sqr": self.gns.sqr_avg(),
-            "Gradient_Variance": self.gns.var_avg(),
-            "Gain": self.gain,
-            "Scale": self.scale,
-            "Progress": self.gns.get_progress(),
-        }
-        factor, groups = self.lr_factor, len(self._optimizer.param_groups)
-        scalars["Learning_Rate_Factor"] = _mean(factor)
-        if groups > 1 and not isinstance(factor, float | int):
-            scalars |= {f"Learning_Rate_Factor/{index}": float(factor[index]) for index in range(groups)}
-        for tag, scalar in scalars.items():
-            writer.add_scalar(prefix + tag, scalar, global_step)
 
     # Forward and backward pass, and step.
 
@@ -535,126 +487,6 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 f"they are to train"
             )
 
-    @property
-    def stepping(self) -> bool:
-        """Whether `optimizer.step()` steps now: not in the middle of a window or in a dry batch."""
-        if current_session().dry:
-            return False
-        loader = current_dataloader()
-        return loader is None or not loader.training or bool(loader.is_optim_step())
-
-    def begin_step(self, closure: bool = False) -> bool:
-        """Return whether the optimizer is to step now. Called by scaling rules.
-
-        Args:
-            closure: Whether the script gave a closure to `optimizer.step`.
-
-        Raises:
-            RuntimeError: parameter groups were added, a closure is used with gradient accumulation, or
-                `zero_grad` was called in some batches of the window only.
-        """
-        if len(self._optimizer.param_groups) != self.gns.groups:
-            raise RuntimeError(
-                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
-                f"{self.gns.groups} when AdaptiveDataParallel was made: add all groups before, with "
-                f"requires_grad or a learning rate of 0 for those that are to train later"
-            )
-        if not self.stepping:
-            if closure:
-                raise RuntimeError(
-                    "optimizer.step(closure) cannot be combined with gradient accumulation: call "
-                    "autoscale_batch_size(..., gradient_accumulation=False)"
-                )
-            self.step_left_out()
-            return False
-        if self._hook.suspect:
-            settle(guards())
-        if self._window.apart and self._hook.failure is None:
-            raise RuntimeError(
-                "optimizer.step() with gradients of a backward pass that zero_grad() has dropped so far, in "
-                "other batches: with gradient accumulation call zero_grad() at the same place of every batch"
-            )
-        if self._hook.failure is not None:
-            self.irreparable = grad_scaler.why_irreparable(self._mp_scaler)
-            current_session().recovery.before_step(left_out=True)
-            return False
-        self._hook.clock.stepping()
-        loader = current_dataloader()
-        if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
-            loader.train()
-        self._sampler.collect()
-        self._sampler.before_step()
-        current_session().recovery.before_step(left_out=False)
-        return True
-
-    def end_step(self, factor: float | Array) -> None:
-        """Record that the optimizer has stepped at learning rates times `factor`. Called by scaling rules."""
-        if grad_scaler.skipped(self._optimizer):
-            self.skipped_step()
-            return
-        self._sampler.close(self._batch.size)
-        self._window.reset()
-        if not self._looked_for_scheduler:
-            self._look_for_scheduler()
-        self.gns.advance(self.scale, self._batch.size)
-        session, progress = current_session(), self.gns.get_progress()
-        metrics, models = session.metrics, session.models
-        if len(models) > 1:  # models may step at different rates, as in a GAN: take the largest progress
-            progress = max(model.progress for model in models)
-        metrics.update_progress(progress)
-        self._sampler.report(metrics, self.name)
-        metrics.update_gain(self.name, self.gain, _mean(factor))
-
-    def _look_for_scheduler(self) -> None:
-        """Warn, at the first step, of a scheduler that is in no checkpoint as the model was not given it."""
-        self._looked_for_scheduler = True
-        if self._lr_scheduler is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
-            logger.warning(
-                "%s has a learning-rate scheduler that AdaptiveDataParallel was not given: it is in no "
-                "checkpoint, and begins anew after a restart, unless a State of yours keeps it; pass it as "
-                "lr_scheduler",
-                type(self._optimizer).__name__,
-            )
-
-    def skipped_step(self) -> None:
-        """Record that the optimizer did not step as gradients were inf or nan. Called by GradScaler hooks."""
-        if self.failure is not None:
-            current_session().recovery.before_step(left_out=True)
-            return
-        self._sampler.drop()
-        self._window.reset()
-        self.gns.reset_accumulation()
-        self.gns.skipped += 1
-        self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self._mp_scaler)))
-        current_session().metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
-        logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
-
-    def step_left_out(self) -> None:
-        """Record a call of `optimizer.step()` in the middle of a window, which does not step."""
-        self._window.step_left_out()
-
-    def drop_window(self) -> None:
-        """Drop the gradients of an accumulation window that will not be stepped."""
-        if self._window.under_way:
-            self._sampler.drop()
-            self._window.reset()
-            self.gns.reset_accumulation()
-            super().zero_grad(set_to_none=True)
-
-    def begin_zero_grad(self) -> bool:
-        """Return whether `zero_grad` is to drop all gradients now. Called by scaling rules.
-
-        In the middle of a window, only the gradients since the last `optimizer.step()` call are dropped, and
-        the result is False.
-        """
-        if self._window.under_way:
-            if self._window.drop_since_step(self._batch.place):
-                self._sampler.drop_passes()
-            return False
-        self._window.reset()
-        self._sampler.drop()
-        return True
-
 
 # For torch.compile(model): the code that runs before and after the module is not compiled. Otherwise torch
 # would compile it again for every batch of an accumulation window.
@@ -752,10 +584,6 @@ def _evaluating() -> bool:
     if loader is None or loader.training:
         return False
     return not (loader.training_loader_undecided and torch.is_grad_enabled())
-
-
-def _mean(factor: float | Array) -> float:
-    return float(factor) if isinstance(factor, float | int) else float(sum(factor) / len(factor))
 
 
 def _added(
