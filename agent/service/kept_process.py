@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -101,12 +102,10 @@ class KeptProcess:
         try:
             if self.child is not None:
                 self.child.wait(seconds)
-            else:
-                psutil.Process(self.pid).wait(seconds)
-        except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
+            elif self.alive:
+                return _has_ended(self.pid, seconds)
+        except subprocess.TimeoutExpired:
             return False
-        except psutil.NoSuchProcess:
-            pass
         return True
 
     def forget(self) -> None:
@@ -121,6 +120,20 @@ def _is_alive(pid: int, created: float) -> bool:
         return abs(process.create_time() - created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+def _has_ended(pid: int, seconds: float) -> bool:
+    """Wait for the end of a process that need not be a child, and that its parent need not collect."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(seconds * 1000))
+    finally:
+        os.close(descriptor)
 
 
 def last_line(path: Path) -> str:
