@@ -7,7 +7,7 @@ import getpass
 import json
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -160,8 +160,8 @@ def with_options(
     return replace(context, nodes=every, **given)
 
 
-def _bring_up(context: ClusterContext) -> None:
-    reports = bring_up.bring_up(context, lambda text: click.echo(text, err=True))
+def _bring_up(context: ClusterContext, dispensable: Collection[str] = ()) -> None:
+    reports = bring_up.bring_up(context, lambda text: click.echo(text, err=True), dispensable)
     for one in reports:
         what = "etcd, " if one.etcd else ""
         state = "started" if one.changed else "unchanged"
@@ -174,17 +174,20 @@ def _bring_up(context: ClusterContext) -> None:
 @click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
 @cluster_option
 def add(name: str | None, nodes: tuple[str, ...]) -> None:
-    """Add NODEs to a cluster."""
+    """Add NODEs to a cluster. Other nodes need not be reachable, but for the first, which runs etcd."""
     context = _own(name)
     with contexts.locked(context.name):
-        _bring_up(with_options(contexts.choose(context.name), False, nodes, {}))
+        context = contexts.choose(context.name)
+        others = set(context.nodes[1:]) - set(nodes)
+        _bring_up(with_options(context, False, nodes, {}), others)
 
 
 @cluster.command()
 @click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
 @click.option("--purge", is_flag=True, help="Delete what is there: output, files and checkpoints of jobs.")
+@click.option("--lost", is_flag=True, help="A NODE may be one that cannot be reached and does not come back.")
 @cluster_option
-def remove(name: str | None, nodes: tuple[str, ...], purge: bool) -> None:
+def remove(name: str | None, nodes: tuple[str, ...], purge: bool, lost: bool) -> None:
     """Take NODEs out of a cluster; their replicas save and leave first."""
     context = _own(name)
     with contexts.locked(context.name):
@@ -196,7 +199,7 @@ def remove(name: str | None, nodes: tuple[str, ...], purge: bool) -> None:
             )
         if context.nodes[0] in nodes:
             raise CommandError(f"{context.nodes[0]} runs etcd: adaptdl cluster down ends the cluster")
-        bring_up.take_down(context, nodes, purge)
+        bring_up.take_down(context, nodes, purge, lost)
         contexts.save(replace(context, nodes=tuple(node for node in context.nodes if node not in nodes)))
     for node in nodes:
         click.echo(f"{node} is not in cluster {context.name} any more")

@@ -157,7 +157,8 @@ def submit(
         found = reader.read(None)
         drafts = [_named(draft, found, job is not None) for draft in drafts]
         _check_after(drafts[0], found)
-        packed = bundles.pack(workdir, Path(folder) / "bundle", max_size << 20)
+        private = (contexts.config_directory(), Path.home() / ".ssh")
+        packed = bundles.pack(workdir, Path(folder) / "bundle", max_size << 20, private)
         if dry_run:
             _tell(drafts, packed, found, as_json, dry_run=True)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import adaptdl_elastic
 from adaptdl_elastic.autoscaler.provisioning import nodes, store_users, wheel
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
 from adaptdl_elastic.autoscaler.provisioning.nodes import NodeFacts, Wanted
-from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, on_every
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, UnreachableError, on_every
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
@@ -30,12 +30,15 @@ class NodeReport:
     etcd: bool
 
 
-def bring_up(context: ClusterContext, say: Callable[[str], None]) -> list[NodeReport]:
+def bring_up(
+    context: ClusterContext, say: Callable[[str], None], dispensable: Collection[str] = ()
+) -> list[NodeReport]:
     """Have a service run on every node of a cluster, and etcd on the first; write the context.
 
     Args:
         context: The cluster as it is to be.
         say: Prints a line for the user.
+        dispensable: Nodes that are left as they are if they cannot be reached.
 
     Raises:
         ProvisionError: a node cannot be used; none of the nodes was changed if the look at them failed.
@@ -46,7 +49,20 @@ def bring_up(context: ClusterContext, say: Callable[[str], None]) -> list[NodeRe
         except ValueError as error:
             raise ProvisionError(f"{error}; give the node an alias in ~/.ssh/config") from None
     ssh, wanted = Ssh(context.ssh_config), wanted_of(context)
-    facts = on_every(context.nodes, lambda node: nodes.probe(ssh, node, wanted))
+
+    def look(node: str) -> NodeFacts | UnreachableError:
+        try:
+            return nodes.probe(ssh, node, wanted)
+        except UnreachableError as error:
+            if node not in dispensable:
+                raise
+            return error
+
+    found = on_every(context.nodes, look)
+    facts = {node: one for node, one in found.items() if isinstance(one, NodeFacts)}
+    for one in found.values():
+        if isinstance(one, UnreachableError):
+            say(f"{one}; until then it is left as it is")
     first = facts[context.nodes[0]]
     credentials = Credentials(context)
     credentials.prepare()
@@ -70,12 +86,12 @@ def bring_up(context: ClusterContext, say: Callable[[str], None]) -> list[NodeRe
             node == first.node,
         )
 
-    on_every(context.nodes, install)  # before the password changes, so that every node has the next one
+    on_every(facts, install)  # before the password changes, so that every node has the next one
     reports = [start(first.node)]  # the other services need its etcd
-    if credentials.password_is_shared:
+    if credentials.password_is_shared and len(facts) == len(found):
         _end_sharing(context, credentials, say)
-    others = on_every(context.nodes[1:], start)
-    return reports + [others[node] for node in context.nodes[1:]]
+    others = on_every([node for node in facts if node != first.node], start)
+    return reports + list(others.values())
 
 
 def _end_sharing(context: ClusterContext, credentials: Credentials, say: Callable[[str], None]) -> None:
@@ -145,8 +161,14 @@ def _etcd_of(
     return EtcdConfig(first.etcd, context.etcd_port)
 
 
-def take_down(context: ClusterContext, names: Sequence[str], purge: bool) -> None:
+def take_down(context: ClusterContext, names: Sequence[str], purge: bool, lost: bool = False) -> None:
     """Stop the services of these nodes, the first node of the cluster last: the others need its etcd.
+
+    Args:
+        context: The cluster.
+        names: The nodes.
+        purge: Whether everything is deleted there.
+        lost: Whether a node may be one that cannot be reached.
 
     Raises:
         ProvisionError: a service cannot be stopped.
@@ -154,7 +176,13 @@ def take_down(context: ClusterContext, names: Sequence[str], purge: bool) -> Non
     ssh, wanted = Ssh(context.ssh_config), wanted_of(context)
 
     def stop(node: str) -> None:
-        nodes.stop_service(ssh, node, wanted, purge)
+        try:
+            nodes.stop_service(ssh, node, wanted, purge)
+        except UnreachableError as error:
+            if lost:
+                return
+            again = f"; a node that does not come back is taken out by adaptdl cluster remove --lost {node}"
+            raise UnreachableError(str(error) + (again if node != context.nodes[0] else "")) from None
 
     on_every([node for node in names if node not in context.nodes[:1]], stop)
     on_every([node for node in names if node in context.nodes[:1]], stop)

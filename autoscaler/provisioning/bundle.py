@@ -45,13 +45,20 @@ class Bundle:
     files: int
 
 
-def pack(directory: Path, target: Path, most_bytes: int = MOST_BYTES) -> Bundle:
+def pack(directory: Path, target: Path, most_bytes: int = MOST_BYTES, private: Sequence[Path] = ()) -> Bundle:
     """Write the archive of a directory to `target`.
 
+    Args:
+        directory: The working directory.
+        target: The file to write.
+        most_bytes: How many bytes of files may travel.
+        private: Directories of which no file may travel, as they hold keys.
+
     Raises:
-        ProvisionError: the directory cannot be read, or is too large.
+        ProvisionError: the directory cannot be read, is too large, or has files of `private`.
     """
     names = list_files(directory)
+    _check_private(directory, names, private)
     _check_size(directory, names, most_bytes)
     try:
         with _archive(target) as tar:
@@ -169,6 +176,18 @@ def _walk(directory: Path, below: str) -> Iterator[str]:
             path = Path(root, name)
             if path.is_symlink() or path.is_file():
                 yield path.relative_to(directory).as_posix()
+
+
+def _check_private(directory: Path, names: list[str], private: Sequence[Path]) -> None:
+    folder = directory.resolve()
+    for kept in (path.resolve() for path in private):
+        if kept.is_relative_to(folder):
+            below = kept.relative_to(folder)
+            if any(Path(name).is_relative_to(below) for name in names):
+                raise ProvisionError(
+                    f"{directory.absolute()} holds your keys, in {below}, which would travel to the nodes: "
+                    f"give the job a directory of its own, or name {below} in .gitignore"
+                )
 
 
 def _check_size(directory: Path, names: list[str], most_bytes: int) -> None:

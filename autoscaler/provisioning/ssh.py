@@ -20,6 +20,10 @@ class ProvisionError(Exception):
     """A node cannot be used, or refuses; the message is one line with the remedy."""
 
 
+class UnreachableError(ProvisionError):
+    """ssh does not get as far as to run a command on the node."""
+
+
 @dataclass(frozen=True)
 class Ssh:
     """How nodes are reached.
@@ -40,7 +44,8 @@ class Ssh:
             seconds: How long it may take.
 
         Raises:
-            ProvisionError: the node cannot be reached, or the command fails.
+            UnreachableError: the node cannot be reached.
+            ProvisionError: the command fails.
         """
         line = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
         if self.config:
@@ -54,7 +59,7 @@ class Ssh:
             raise ProvisionError(f"{node}: `{command[0]}` has not ended after {seconds:g} s") from None
         said = _last_line(done.stderr)
         if done.returncode == _SSH_FAILED:
-            raise ProvisionError(
+            raise UnreachableError(
                 f"{node}: ssh cannot log in: {said or 'it says nothing'}; `ssh {node} true` has to work "
                 f"without a password (a key and its agent)"
             )

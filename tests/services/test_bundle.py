@@ -76,6 +76,21 @@ def test_a_directory_that_is_too_large_names_its_largest_files(work: Path, tmp_p
         bundle.pack(work, tmp_path / "a", 2 << 20)
 
 
+@needs_git
+@pytest.mark.parametrize("start", [".config", "."])
+def test_keys_do_not_travel(work: Path, tmp_path: Path, start: str) -> None:
+    """Who submits from the home directory sent the cluster's keys and passwords to every node."""
+    private = [tmp_path / "elsewhere", work / ".config" / "adaptdl", work / ".ssh"]
+    assert bundle.pack(work, tmp_path / "a", private=private).files == 4  # there are no keys
+    (work / ".config" / "adaptdl" / "default").mkdir(parents=True)
+    (work / ".config" / "adaptdl" / "default" / "identity").write_text("a key")
+    message = r"holds your keys, in (\.config/)?adaptdl, .*a directory of its own.*\.gitignore"
+    with pytest.raises(ProvisionError, match=message):
+        bundle.pack(work / start, tmp_path / "a", private=private)
+    (work / start / ".gitignore").write_text("adaptdl\n")
+    bundle.pack(work / start, tmp_path / "a", private=private)
+
+
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ProvisionError, match="--workdir"):
         bundle.list_files(tmp_path / "gone")

@@ -115,11 +115,12 @@ class Lab:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Lab]:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     with ExitStack() as stack:
         try:
-            nodes = stack.enter_context(SshNodes(tmp_path / "nodes", "node1", "node2"))
+            names = getattr(request, "param", ("node1", "node2"))
+            nodes = stack.enter_context(SshNodes(tmp_path / "nodes", *names))
         except NoSshError as error:
             pytest.skip(str(error))
         made = Lab(nodes, tmp_path)
@@ -231,6 +232,28 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     assert lab.processes() == []
     assert not lab.directory("node1").path.exists()
     assert "knows no cluster" in lab.run("cluster", "status", code=1)
+
+
+@pytest.mark.parametrize("lab", [("node1", "node2", "node3")], indirect=True)
+def test_a_node_that_cannot_be_reached_hinders_no_change_of_the_others(lab: Lab) -> None:
+    lab.up("node1", "node2")
+    lab.nodes.stop("node2")
+    added = lab.run("cluster", "add", "node3")
+    assert "node2: ssh cannot log in" in added
+    assert "until then it is left as it is" in added
+    assert "node1: unchanged" in added
+    assert "node3: started" in added
+    found = json.loads(lab.run("cluster", "status", "--json"))
+    assert [row["state"] for row in found["nodes"]] == ["up", "up", "up"]  # its service goes on
+    refused = lab.run("cluster", "remove", "node2", code=1)
+    assert refused.count("\n") == 1
+    assert "adaptdl cluster remove --lost node2" in refused
+    assert "node2 is not in cluster lab any more" in lab.run("cluster", "remove", "--lost", "node2")
+    assert "node3: unchanged" in lab.up()
+    lab.nodes.start("node2")
+    assert "node2: unchanged" in lab.up("node2")
+    assert "nothing of it is left" in lab.run("cluster", "down", "--purge")
+    assert lab.processes() == []
 
 
 def test_a_node_lost_with_its_disk_costs_no_step_of_a_checkpoint(lab: Lab) -> None:
