@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo cluster-demo ec2-demo soak chaos simulate-faults planted-defects api quick test test-integrations matrix lint clean
+.PHONY: help install demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects api quick test test-integrations matrix lint clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -27,6 +27,9 @@ demo: $(STAMP) ## the main job: an elastic run on this machine, with a summary a
 
 cluster-demo: $(STAMP) ## three agents on this machine: one joins late, one is drained, one is killed
 	@$(BIN)/python examples/cluster_demo.py
+
+team-demo: $(STAMP) ## two people share three nodes over ssh; one node is unplugged, another is added
+	@$(BIN)/python examples/team_demo.py
 
 ec2-demo: $(STAMP) ## an auto-scaling group without an account: grows, is interrupted, shrinks
 	@$(BIN)/python examples/ec2_demo.py
@@ -96,4 +99,4 @@ matrix-%: .venv-matrix/%/.installed
 	@touch $@
 
 clean: ## remove what was built here
-	rm -rf $(VENV) $(INTEGRATIONS) .venv-matrix build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .ec2-demo .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(INTEGRATIONS) .venv-matrix build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .team-demo .ec2-demo .hypothesis .import_linter_cache
