@@ -168,6 +168,28 @@ def resume(store: Store, keys: Keys, context: ClusterContext, client: ServiceCli
     return f"{job} belongs to {request.submission.owner}: it goes on if {context.person} is an administrator"
 
 
+def check_owner(store: Store, keys: Keys, context: ClusterContext, client: ServiceClient, job: str) -> None:
+    """Check that a job is this person's, was not submitted, or that the person is an administrator.
+
+    It keeps people from changing each other's jobs by mistake: the store lets everybody write requests.
+
+    Args:
+        store: The store.
+        keys: Keys of the cluster.
+        context: The cluster.
+        client: Asks nodes as the person.
+        job: Name of the job.
+
+    Raises:
+        RequestError: it is another person's.
+        SignatureError: the person's key cannot be used.
+    """
+    found = SubmissionReader(store, keys, context.cluster_id).read(None)
+    request = found.find(job)
+    if request is not None:
+        _check_allowed(client, found, request.submission, context.person)
+
+
 def _check_allowed(client: ServiceClient, found: Submitted, submission: Submission, person: str) -> None:
     """Raise RequestError if a node says that a job of another person is none of this person's business.
 

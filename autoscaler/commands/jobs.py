@@ -22,6 +22,7 @@ from adaptdl_elastic.autoscaler.cli import (
 )
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.commands import job_requests
+from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of
 from adaptdl_elastic.autoscaler.commands.tables import (
     cost_text,
     find_job,
@@ -37,6 +38,7 @@ from adaptdl_elastic.autoscaler.diagnostics.rows import LOST, Row, job_row
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest
+from adaptdl_elastic.rendezvous.services.signatures import SignatureError
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
@@ -206,8 +208,16 @@ def _newer(view: View, name: str, newest: str | None) -> bool:
 
 
 def _open(where: Where, job: str) -> tuple[Store, Keys]:
-    store, cluster = where.connect(job)
-    return store, Keys(cluster)
+    """Return the store of a job that this person may change; raise CommandError if it is another person's."""
+    place = where.locate(job)
+    store, keys, context = where.open(place), Keys(place.cluster), place.context
+    if context is not None:
+        try:
+            job_requests.check_owner(store, keys, context, client_of(context), job)
+        except (job_requests.RequestError, SignatureError) as error:
+            store.close()
+            raise CommandError(str(error)) from None
+    return store, keys
 
 
 def _ask(

@@ -52,16 +52,22 @@ class Actions:
             return found
 
         with self._connect() as store:
+            self._check_owner(store, job)
             job_requests.change(store, self._keys, job, lambda old: replace(old, replicas=replicas), look)
         return f"{job}: sized by the policy again" if replicas is None else f"{job}: {replicas} asked for"
 
     def stop(self, job: str) -> str:
         """Ask a job to save and end. Return what was done."""
         with self._connect() as store:
+            self._check_owner(store, job)
             job_requests.change(
                 store, self._keys, job, lambda old: replace(old, stop=True), lambda view: _running(view, job)
             )
         return f"{job} is stopping"
+
+    def _check_owner(self, store: Store, job: str) -> None:
+        if self._context is not None and self._client is not None:
+            job_requests.check_owner(store, self._keys, self._context, self._client, job)
 
     def cancel(self, job: str) -> str:
         """End a submitted job, or take it out of the queue. Return what was done."""

@@ -542,3 +542,22 @@ def test_who_may_not_cancel_a_job_is_told_so_and_leaves_no_record(world: World) 
     assert store.get(keys.cancellation("other")) is None
     # no node has seen this one yet
     assert "if alice is an administrator" in job_requests.cancel(store, keys, hers, alice, "new")
+
+
+def test_jobs_of_others_are_neither_stopped_nor_sized_by_mistake(world: World) -> None:
+    store, keys = MemoryStore(), Keys("lab")
+    for job, owner in (("other", "admin"), ("hers", "alice")):
+        record = Submission(job, owner, "script", ("train.py",), "0" * 64)
+        sign = functools.partial(signatures.sign, world.keys[owner])
+        store.put(keys.submission(job), sign_record(ID, record, owner, sign))
+    store.put(keys.service(world.record.node), encode(world.record))
+    contexts = {person: replace(world.context, person=person) for person in ("alice", "admin")}
+    alice = Actions(store.client, keys, contexts["alice"], world.client("alice"))
+    admin = Actions(store.client, keys, contexts["admin"], world.client("admin"))
+    for request in (lambda: alice.stop("other"), lambda: alice.scale("other", 1)):
+        with pytest.raises(RequestError, match="n1 refuses: job other belongs to admin"):
+            request()
+    assert store.get(keys.job("other", "request")) is None
+    for request in (lambda: alice.stop("hers"), lambda: admin.stop("hers"), lambda: alice.stop("unknown")):
+        with pytest.raises(RequestError, match="has begun"):  # this far it is allowed
+            request()
