@@ -203,6 +203,9 @@ def nodes(where: Where, as_json: bool) -> None:
         return
     from adaptdl_elastic.autoscaler.commands.tables import show_table
 
+    empty = "no node is registered"
+    if not rows and any(place.context is not None for place in where.places()):
+        empty = "no node has a job's agent now; adaptdl cluster status shows the nodes of the cluster"
     show_table(
         ("NODE", "TYPE", "SLOTS", "FREE", "HOST", "JOBS", "STATE"),
         [
@@ -217,7 +220,7 @@ def nodes(where: Where, as_json: bool) -> None:
             )
             for row in rows
         ],
-        empty="no node is registered",
+        empty=empty,
     )
 
 
@@ -262,6 +265,8 @@ def drain(
     with where.open(place) as store:
         view = read(store, keys)
         known = {name for agents in view.nodes.values() for name in agents}
+        if place.context is not None:  # its nodes have agents only while jobs run there
+            known.update(place.context.nodes)
         if cancel:
             if not store.delete(keys.drain(node)):
                 raise CommandError(f"{node} is not being drained by request")

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import click
 
@@ -32,6 +33,7 @@ _WAIT_SECONDS = 5
 _LOOK_SECONDS = 1.0  # between two looks at the job's state
 _LAST_LOOK_SECONDS = 0.1  # between two reads of the output of processes that are about to end
 _RETRY_SECONDS = 2.0  # until a node that does not answer is asked again
+_NODES_AT_A_TIME = 16  # most nodes that are asked for their last output at the same time
 
 _RANK = re.compile(r"\[rank(\d+)\]: ")
 
@@ -102,11 +104,10 @@ class Followers:
 
     def __init__(self, client: ServiceClient, job: str, ranks: Sequence[int], to_the_end: bool) -> None:
         self._client, self._job, self._ranks, self._to_the_end = client, job, ranks, to_the_end
-        self._threads: dict[str, threading.Thread] = {}
         self._services: dict[str, ServiceRecord] = {}
+        self._offsets: dict[str, int] = {}  # of what is printed, by node
+        self._silent: set[str] = set()  # nodes of which was said that they do not answer
         self._over = threading.Event()
-        if not to_the_end:
-            self._over.set()
         self._refusal = ""
         self._refused = threading.Event()
         self._printing = threading.Lock()
@@ -115,10 +116,10 @@ class Followers:
         """Follow every node that is not followed yet."""
         self._services.update(found.services)
         for node in found.services:
-            if node not in self._threads:
-                thread = threading.Thread(target=self._follow, args=(node,), name=node, daemon=True)
-                self._threads[node] = thread
-                thread.start()
+            if node not in self._offsets:
+                self._offsets[node] = 0
+                if self._to_the_end:
+                    threading.Thread(target=self._follow, args=(node,), name=node, daemon=True).start()
 
     def wait(self, seconds: float) -> None:
         """Wait; CommandError if a node refuses to show the output."""
@@ -126,49 +127,73 @@ class Followers:
             raise CommandError(self._refusal)
 
     def finish(self) -> None:
-        """Print the output that exists, and the last output of processes that are about to end."""
+        """Print the output that exists, and the last output of processes that are about to end.
+
+        Requests that nodes keep until there is more output are not waited for.
+        """
         self._over.set()
-        for thread in self._threads.values():
-            thread.join()
+        with ThreadPoolExecutor(max_workers=_NODES_AT_A_TIME) as pool:
+            list(pool.map(self._end, list(self._offsets)))
         self.wait(0)
 
     def _follow(self, node: str) -> None:
-        offset = 0
-        silent = False
-        while True:
-            over = self._over.is_set()
+        """Print what a node has, until the job is over."""
+        while not self._over.is_set() and not self._refused.is_set():
             try:
-                answer = self._client.get_json(
-                    self._services[node],
-                    f"/v1/logs/{self._job}",
-                    after=offset,
-                    wait=0 if over else _WAIT_SECONDS,
-                )
+                self._show(node, _WAIT_SECONDS)
             except ServiceRefusedError as error:
-                if error.status == 404 and not over:  # the node has not read the submission yet
-                    self._over.wait(_LOOK_SECONDS)
-                    continue
                 if error.status != 404:
-                    self._refusal = str(error)
-                    self._refused.set()
-                return
-            except ServiceError as error:
-                if not silent:
-                    click.echo(f"adaptdl: {error}; what it has of the output is not shown", err=True)
-                    silent = True
-                if over:
+                    self._refuse(error)
                     return
+                self._over.wait(_LOOK_SECONDS)  # the node has not read the submission yet
+            except ServiceError as error:
+                self._tell(node, error)
                 self._over.wait(_RETRY_SECONDS)
-                continue
-            silent = False
-            offset = int(answer["offset"])
-            with self._printing:
+
+    def _end(self, node: str) -> None:
+        """Print what a node still has."""
+        try:
+            while True:
+                more, running = self._show(node, 0)
+                if not more and not (self._to_the_end and running):
+                    return
+                if not more:
+                    time.sleep(_LAST_LOOK_SECONDS)
+        except ServiceRefusedError as error:
+            if error.status != 404:
+                self._refuse(error)
+        except ServiceError as error:
+            self._tell(node, error)
+
+    def _show(self, node: str, seconds: float) -> tuple[bool, bool]:
+        """Print what a node has beyond what is printed; wait for it so many seconds.
+
+        Returns:
+            Whether there was more, and whether the job has an agent there.
+
+        Raises:
+            ServiceError: the node does not answer, or refuses.
+        """
+        after = self._offsets[node]
+        where = f"/v1/logs/{self._job}"
+        answer = self._client.get_json(self._services[node], where, after=after, wait=seconds)
+        self._silent.discard(node)
+        with self._printing:
+            if self._offsets[node] == after:  # else `_end` has printed it meanwhile
+                self._offsets[node] = int(answer["offset"])
                 for line in chosen(str(answer["text"]).splitlines(), self._ranks, node):
                     click.echo(line)
-            if over and not answer["text"]:
-                if not (self._to_the_end and answer["running"]):
-                    return
-                time.sleep(_LAST_LOOK_SECONDS)
+        return bool(answer["text"]), bool(answer["running"])
+
+    def _refuse(self, error: ServiceRefusedError) -> None:
+        self._refusal = str(error)
+        self._refused.set()
+
+    def _tell(self, node: str, error: ServiceError) -> None:
+        """Say once that a node does not answer."""
+        if node not in self._silent:
+            self._silent.add(node)
+            click.echo(f"adaptdl: {error}; what it has of the output is not shown", err=True)
 
 
 def chosen(lines: Sequence[str], ranks: Sequence[int], node: str) -> Iterator[str]:

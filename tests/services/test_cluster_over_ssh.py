@@ -250,6 +250,9 @@ def test_a_node_that_cannot_be_reached_hinders_no_change_of_the_others(lab: Lab)
     assert refused.count("\n") == 1
     assert "adaptdl cluster remove --lost node2" in refused
     assert "node2 is not in cluster lab any more" in lab.run("cluster", "remove", "--lost", "node2")
+    assert "adaptdl cluster status" in lab.run("nodes")  # no job has begun
+    assert "node3 is being drained" in lab.run("drain", "node3")
+    assert "node3 may be used again" in lab.run("drain", "node3", "--cancel")
     assert "node3: unchanged" in lab.up()
     lab.nodes.start("node2")
     assert "node2: unchanged" in lab.up("node2")
