@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 
 from adaptdl_elastic import _frames
 from adaptdl_elastic.torch._runtime import hang_watch
-from adaptdl_elastic.torch._runtime.hang_watch import PATIENCE, Answer, HangWatch, describe, hanging
+from adaptdl_elastic.torch._runtime.hang_watch import (
+    PATIENCE,
+    Answer,
+    HangWatch,
+    describe,
+    hanging,
+    left_before,
+)
 from adaptdl_elastic.torch._runtime.step_clock import Stage
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "lag_script.py")
@@ -44,6 +51,21 @@ def test_at_the_same_place_it_is_the_one_that_does_not_wait() -> None:
     answers = {0: at(1, 1, 1 << 62, 0, waits=True), 1: at(1, 1, 1 << 62, 0, waits=True)}
     assert hanging(answers, 2, 20) == []  # all wait for each other: unknown
     assert hanging({**answers, 1: at(1, 1, 1 << 62, 0)}, 2, 20) == [1]
+
+
+def test_who_waits_in_a_loop_that_others_have_left_is_told_how_to_leave_it() -> None:
+    """A newcomer's `islice(loader, 20)` counts from 0: it stays in the loop when the others leave it."""
+    behind = at(1, 1, 1 << 62, 0, 0, waits=True)
+    waiting = at(1, 1, 64, 1, Stage.GRADIENTS, waits=True)
+    answers = {0: behind, 1: waiting, 2: behind}
+    assert hanging(answers, 3, 20) == [1]
+    assert left_before(1, answers) == [0, 2]
+    assert left_before(1, {**answers, 0: at(2, 1, 8, 0, 2)}) == [0, 2]  # as far as the next epoch
+    assert "current_index" in describe(1, waiting, [0, 2])
+    for other in (at(1, 1, 64, 1, Stage.BODY, waits=True), at(1, 1, 64, 1, Stage.STEP, waits=True)):
+        assert left_before(1, {**answers, 1: other}) == []  # it may hang for another reason
+    assert left_before(1, {0: waiting, 1: waiting, 2: waiting}) == []
+    assert left_before(1, {0: behind, 2: behind}) == []
 
 
 def test_a_replica_that_moves_on_does_not_hang() -> None:

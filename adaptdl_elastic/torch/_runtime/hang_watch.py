@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from adaptdl_elastic import _frames, env
@@ -78,6 +78,19 @@ def hanging(answers: Mapping[int, Answer], replicas: int, patience: float) -> li
     if len(behind) == replicas or any(answers[rank].still < patience for rank in behind):
         return []
     return behind
+
+
+def left_before(rank: int, answers: Mapping[int, Answer]) -> list[int]:
+    """Return the replicas that left a data loop at another batch: `rank` waits for their gradients in it."""
+    answer = answers.get(rank)
+    if answer is None or answer.place[2] == _NO_INDEX or answer.place[4] != Stage.GRADIENTS:
+        return []
+    in_loop = answer.place[:2]
+    return [
+        other
+        for other, one in sorted(answers.items())
+        if one.place[:2] > in_loop or (one.place[:2] == in_loop and one.place[2] == _NO_INDEX)
+    ]
 
 
 class HangWatch:
@@ -186,7 +199,7 @@ class HangWatch:
         self._named = found
         for rank in found:
             answer = answers.get(rank)
-            message = describe(rank, answer)
+            message = describe(rank, answer, left_before(rank, answers))
             session.metrics.report_problem(_about(rank), message, every_time=True)
             host, stack = (answer.host, answer.stack) if answer else ("", "")
             session.emit("hang", rank=rank, host=host, message=message, stack=stack, step=session.step)
@@ -205,12 +218,24 @@ class HangWatch:
             self._say([], {})
 
 
-def describe(rank: int, answer: Answer | None) -> str:
-    """Return what is known about a replica that hangs."""
+def describe(rank: int, answer: Answer | None, left: Sequence[int] = ()) -> str:
+    """Return what is known about a replica that hangs.
+
+    Args:
+        rank: The replica.
+        answer: Its answer, if it has answered.
+        left: Replicas that have left its data loop.
+    """
     if answer is None:
         return (
             f"the others wait for replica {rank}, which does not answer: its process is stopped, or runs "
             f"code that never releases the interpreter's lock"
+        )
+    if left:
+        return (
+            f"replica {rank} on {answer.host} waits for gradients of replicas that have left its data loop "
+            f"({', '.join(map(str, left))}): all have to leave it at the same batch, and a newcomer's "
+            f"counters begin at 0, so decide it by adl.current_dataloader().current_index (docs/loops.md)"
         )
     return (
         f"the others wait for replica {rank} on {answer.host}, which has not moved on for "
