@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window
 from adaptdl_elastic.torch._gradient.comm_hook import HookState
@@ -139,6 +139,7 @@ class OptimizerSteps(DistributedDataParallel):
             loader.train()
         self._sampler.collect()
         self._sampler.before_step()
+        registry().comparison.options(self.name, self._optimizer)
         current_session().recovery.before_step(left_out=False)
         return True
 

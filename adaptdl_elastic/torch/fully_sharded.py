@@ -355,6 +355,7 @@ class AdaptiveFSDP(torch.nn.Module):
             return False
         registry().speed.clock.stepping()
         self._noise.collect()
+        registry().comparison.options(self.name, self._optimizer)
         current_session().recovery.before_step(left_out=False)
         return True
 

@@ -467,6 +467,19 @@ def test_a_large_average_is_put_back_however_it_is_kept(tmp_path: Path, large: s
     assert bool(undisturbed["average"]) == (large == "averaged")
 
 
+@pytest.mark.parametrize("name", ["rank 1 dies in a late bucket", "one is a step behind"])
+def test_a_learning_rate_that_the_loop_sets_is_put_back(tmp_path: Path, name: str) -> None:
+    """Many loops have no scheduler, nanoGPT's for one: a death made such a job restart."""
+    (undisturbed,) = train(tmp_path / "undisturbed", 1, kind="rate by hand")
+    results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]}, kind="rate by hand")
+    assert len(results) == 2
+    for result in results:
+        assert result["samples"] == undisturbed["samples"] == [480, 480]
+        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
+        assert result["optimizer"]["param_groups"] == undisturbed["optimizer"]["param_groups"]
+    same(results)
+
+
 @pytest.mark.parametrize(
     ("large", "why"),
     [

@@ -47,6 +47,7 @@ def run(kind: str, replicas: int, folder: Path) -> tuple[list[dict[str, Any]], s
         ("equal noise", [SAME_INPUTS, NO_VARIANCE]),
         ("divided stream", ["the replicas read different samples from the stream of loader 0"]),
         ("remade", ["another loader reads the samplers of an AdaptiveDataLoader"]),
+        ("own rate", ["such as its learning rate, differ between the replicas"]),
     ],
 )
 def test_wrong_data_are_said_once_with_a_remedy(kind: str, messages: list[str], tmp_path: Path) -> None:

@@ -214,8 +214,9 @@ def main():
     optimizer = optimizer_for(net)
     scheduler = scaler = None
     if S["kind"] != "lbfgs":
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=TOTAL + 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=7)
+    if S["kind"] not in ("lbfgs", "rate by hand"):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=TOTAL + 1)
     model = adl.AdaptiveDataParallel(
         net,
         optimizer,
@@ -245,6 +246,9 @@ def main():
             mark("begun", at)
             draws[at] = (torch.rand(1).item(), random.random())
             optimizer.zero_grad()
+            if S["kind"] == "rate by hand":
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.99
             bias = net.layers[-1].bias.detach()
             if S["large"] == "before" or (S["large"] == "before once" and at == 20):
                 large.add(bias)
@@ -309,7 +313,8 @@ def step(model, optimizer, scheduler, scaler, x, y):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     scaler.step(optimizer)
     scaler.update()
-    scheduler.step()
+    if scheduler is not None:
+        scheduler.step()
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def main() -> None:
         if KIND == "remade":
             loader = DataLoader(data, batch_sampler=loader.batch_sampler)
     model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    rate = 0.001 * (adl.rank() + 1) if KIND == "own rate" else 0.001
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     model = adl.AdaptiveDataParallel(model, optimizer)
     model.own_random_streams = KIND != "equal noise"
     for _ in adl.remaining_epochs_until(int(EPOCHS)):
@@ -49,6 +50,8 @@ def main() -> None:
             if "noise" in KIND:
                 x = torch.randn(4, 1)
             optimizer.zero_grad()
+            if KIND == "own rate":  # as a loop does that computes it from a counter of its own
+                optimizer.param_groups[0]["lr"] = rate
             (model(x) - 2 * x + 1).square().mean().backward()
             optimizer.step()
             if int(EPOCHS) > 100:

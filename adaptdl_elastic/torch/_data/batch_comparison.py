@@ -6,7 +6,8 @@ training raises no error. But all replicas compute the same gradient, or most sa
 What is done. Each replica computes a digest of the first data that it reads in a generation and sends the
 digest to rank 0 as a control message. No replica waits for it. Rank 0 compares the digests: the inputs of a
 model in training must differ between replicas; a stream, of which each replica takes its share, must be the
-same on all of them.
+same on all of them. So must the options of an optimizer, such as the learning rate: if they differ, the
+replicas' parameters drift apart.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ KIND = "digest"
 COMPARED_INPUTS = 3
 """Forward passes compared per generation; a problem is reported if the inputs of all of them are equal."""
 
+COMPARED_STEPS = 3
+"""Optimizer steps at the beginning of a generation whose options are compared; later every 100th is."""
+
+_STEPS_APART = 100
 _NUMBERS = 4096  # most numbers of each tensor that enter its digest, spread over the tensor
 _PENDING = 64  # most comparisons that may wait for further digests; the oldest is dropped
 
@@ -81,6 +86,7 @@ class BatchComparison:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._passes: dict[str, tuple[int, int]] = {}  # model → (generation, passes compared in it)
+        self._steps: dict[str, tuple[int, int]] = {}  # model → (generation, steps in it)
         self._waiting: dict[Key, dict[int, str]] = {}  # on rank 0: digests received so far, by rank
         self._equal: dict[tuple[int, str], int] = {}  # on rank 0: number of passes with equal inputs
         session.consensus.listen(KIND, self._take)
@@ -103,6 +109,21 @@ class BatchComparison:
         found = digest(inputs) if counts else None
         mine = f"none on rank {self._session.rank}" if found is None else found
         self._send(f"{'shared' if shared else 'own'} inputs of {model}", str(count), mine)
+
+    def options(self, model: str, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the options with which a model's optimizer is about to step, as the script has set them.
+
+        Args:
+            model: Name of the model.
+            optimizer: Its optimizer.
+        """
+        generation = self._session.generation
+        known, count = self._steps.get(model, (generation, 0))
+        count = count if known == generation else 0
+        self._steps[model] = (generation, count + 1)
+        step = self._session.step
+        if count < COMPARED_STEPS or step % _STEPS_APART == 0:
+            self._send(f"options of {model}'s optimizer", str(step), options_text(optimizer))
 
     def same(self, what: str, place: str, found: str | None) -> None:
         """Send the digest of `what` at `place`, which must be equal on all replicas, if there is one."""
@@ -134,12 +155,26 @@ class BatchComparison:
             problem = None if equal else _different_streams(what)
         elif what.startswith("order"):
             problem = None if equal else _different_orders(what)
+        elif what.startswith("options"):
+            problem = None if equal else _different_options(what)
         elif equal:
             count = self._equal[generation, what] = self._equal.get((generation, what), 0) + 1
             problem = equal_inputs(what) if count >= COMPARED_INPUTS else None
             if problem is None:
                 return
         self._session.metrics.report_problem(f"the {what}", problem)
+
+
+def options_text(optimizer: torch.optim.Optimizer) -> str:
+    """Return the numbers among the options of an optimizer's parameter groups, to six digits."""
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    numbers = [
+        leaf.item() if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 else leaf
+        for leaf in pytree.tree_leaves(groups)
+    ]
+    return " ".join(f"{number:.6g}" for number in numbers if isinstance(number, int | float))
 
 
 def equal_inputs(what: str) -> str:
@@ -172,4 +207,13 @@ def _different_orders(what: str) -> str:
         f"the {what}, which its sampler gives, differs between the replicas: samples are handed out twice or "
         f"not at all. Let the sampler draw from its `generator`, from torch's, NumPy's or Python's global "
         f"stream, or by set_epoch(epoch), and not from a generator of another name"
+    )
+
+
+def _different_options(what: str) -> str:
+    return (
+        f"the {what}, such as its learning rate, differ between the replicas, whose parameters drift apart: "
+        f"a newcomer's variables have their first values. Give the scheduler to the model as lr_scheduler, "
+        f"compute the learning rate from adl.progress() or the number of adl.steps, or keep what it follows "
+        f"from in a checkpoint.State"
     )

@@ -63,10 +63,9 @@ class DataParallelSnapshot:
             return "what it had accumulated by hand in no_sync(), over several batches, is lost"
         if model.attempted_steps != self._attempted:
             return "a part of the step was taken already (several models or several steps in one batch)"
-        if model.lr_scheduler is None and _hyperparameters(model.optimizer) != self._hyperparameters:
-            return (
-                "the step has changed the learning rate, and AdaptiveDataParallel was given no lr_scheduler"
-            )
+        unknown = model.lr_scheduler is None and hasattr(model.optimizer.step, "_wrapped_by_lr_sched")
+        if unknown and _hyperparameters(model.optimizer) != self._hyperparameters:
+            return "a scheduler changed the learning rate, and AdaptiveDataParallel was given no lr_scheduler"
         return None
 
     def put_back(self) -> None:
