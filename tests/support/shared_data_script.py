@@ -42,7 +42,10 @@ def main() -> None:
     model = torch.nn.Linear(1, 1)
     rate = 0.001 * (adl.rank() + 1) if KIND == "own rate" else 0.001
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    model = adl.AdaptiveDataParallel(model, optimizer)
+    scheduler = None
+    if KIND in ("sound", "plain"):  # another learning rate in every step, and the same on all replicas
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+    model = adl.AdaptiveDataParallel(model, optimizer, scheduler)
     model.own_random_streams = KIND != "equal noise"
     for _ in adl.remaining_epochs_until(int(EPOCHS)):
         for batch in loader:
@@ -54,6 +57,8 @@ def main() -> None:
                 optimizer.param_groups[0]["lr"] = rate
             (model(x) - 2 * x + 1).square().mean().backward()
             optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
             if int(EPOCHS) > 100:
                 time.sleep(0.01)
         if Path("end").exists():

@@ -29,7 +29,7 @@ COMPARED_INPUTS = 3
 """Forward passes compared per generation; a problem is reported if the inputs of all of them are equal."""
 
 COMPARED_STEPS = 3
-"""Optimizer steps at the beginning of a generation whose options are compared; later every 100th is."""
+"""Optimizer steps at the beginning of a generation whose options are compared; then every 100th is."""
 
 _STEPS_APART = 100
 _NUMBERS = 4096  # most numbers of each tensor that enter its digest, spread over the tensor
@@ -121,9 +121,10 @@ class BatchComparison:
         known, count = self._steps.get(model, (generation, 0))
         count = count if known == generation else 0
         self._steps[model] = (generation, count + 1)
-        step = self._session.step
-        if count < COMPARED_STEPS or step % _STEPS_APART == 0:
-            self._send(f"options of {model}'s optimizer", str(step), options_text(optimizer))
+        if count < COMPARED_STEPS or count % _STEPS_APART == 0:
+            # both numbers: the session counts no steps in loops without a loader of ours
+            step = f"{self._session.step} {count}"
+            self._send(f"options of {model}'s optimizer", step, options_text(optimizer))
 
     def same(self, what: str, place: str, found: str | None) -> None:
         """Send the digest of `what` at `place`, which must be equal on all replicas, if there is one."""
