@@ -105,6 +105,7 @@ class View:
     usage: Mapping[str, Observed[records.NodeUsage]] = field(default_factory=_empty)
     steady_since: float = float("-inf")  # since when the store has answered without a break
     revision: int = 0
+    led: bool = True  # whether the leader's key existed at `revision`, even with an invalid value
 
     def agents(self, job: str) -> Mapping[str, Observed[records.NodeRecord]]:
         """Return the registrations of one job, by node."""
@@ -231,6 +232,7 @@ class ClusterCache:
             autoscaler=self._autoscaler,
             steady_since=steady_since,
             revision=self._revision,
+            led=self.led,
         )
 
     # Decoding

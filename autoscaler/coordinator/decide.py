@@ -79,12 +79,15 @@ def decide(
 
 
 def deposed(view: View, fence: int) -> bool:
-    """Return whether another coordinator was elected after the one with this `fence`.
+    """Return whether the coordinator with this `fence` has lost its lease, even if it does not know it yet.
 
-    Then the older one has lost its lease, even if it does not know it yet. It might have seen its successor's
-    plans, so a compare-and-swap alone would not reject its writes.
+    Then another one was elected after it, or its key is gone: a successor may have been elected, have written
+    plans and have ended. The older one has seen these plans, so a compare-and-swap alone would not reject its
+    writes.
     """
-    return view.leader is not None and view.leader.revision > fence
+    if view.leader is not None and view.leader.revision > fence:
+        return True
+    return not view.led and view.revision >= fence
 
 
 def decide_at_once(

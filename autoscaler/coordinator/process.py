@@ -219,7 +219,7 @@ class Term:
         self._memory = Memory()
         self._wake_at = owner._clock()
         self._answers: queue.SimpleQueue[PolicyAnswer] = queue.SimpleQueue()
-        self.deposed = False  # another coordinator was elected after this one
+        self.deposed = False  # the lease was lost, as the store shows
         self._asked: tuple[int, float] | None = None  # number and start of the round under way
 
     def close(self) -> None:
@@ -281,7 +281,7 @@ class Term:
             started = owner._clock()
             view = self.cache.view(started, owner._wall(), self.follower.steady_since)
             if deposed(view, self._fence):
-                logger.warning("another coordinator leads: it was elected after fence %d", self._fence)
+                logger.warning("no longer the leader: the lease of fence %d was lost", self._fence)
                 self.deposed = True
                 return
             decided = decide(

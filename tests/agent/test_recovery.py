@@ -425,5 +425,9 @@ def test_the_loss_of_a_node_there_disturbs_nobody() -> None:
 
 
 def test_but_that_of_rank_0_does() -> None:
-    _, actions = lost_node(first="there")
+    agent, actions = lost_node(first="there")
     assert kinds(actions) == ["TellPlan"]
+    ended = agent(d.ReplicaExited(0, 0, 0, 6.0, ""))
+    assert outcomes(ended) == [(0, Outcome.STOPPED), (1, Outcome.FAILED)]
+    (failure,) = [a.record.failure for a in ended if isinstance(a, d.WriteEnded) and a.record.failure]
+    assert failure.message == "rank 0 was lost after the last epoch, before its script had ended"

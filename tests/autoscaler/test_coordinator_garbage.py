@@ -392,6 +392,7 @@ def _survives(seed: int) -> None:
     garbage = Garbage(seed, keys)
     keeper, memory, now = ClusterCache(keys), Memory(), 100.0
     keeper.load(garbage.snapshot(), now)
+    keeper.note(keys.coordinator_leader, records.LeaderRecord("this", "host"), 1, now)
     revision = len(garbage.items)
     for _ in range(6):
         view = keeper.view(now, now + 1e9)

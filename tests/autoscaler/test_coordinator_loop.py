@@ -17,7 +17,7 @@ from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, Term
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import Plan, decode
+from adaptdl_elastic.rendezvous.schema.records import LeaderRecord, Plan, decode, encode
 from adaptdl_elastic.rendezvous.store.base import Lease
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -63,7 +63,8 @@ class World:
         )
         submit(self.store, self.keys, spec_of("a"))
         self.agent = FakeAgent(self.store, self.keys, "n0", "a", 4, clock=self.clock).register()
-        self.term = Term(self.owner, 1, self.store.lease(1e9))
+        fence = self.store.put(self.keys.coordinator_leader, encode(LeaderRecord("this", "host")))
+        self.term = Term(self.owner, fence, self.store.lease(1e9))
         self.owner.follower.load()
 
     def step(self, times: int = 1) -> None:

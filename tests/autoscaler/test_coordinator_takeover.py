@@ -53,6 +53,18 @@ def test_a_leader_that_sees_another_one_elected_after_it_decides_nothing(pump: P
     assert pump.later(120).placed("a") == {"n0": 1}
 
 
+def test_a_leader_whose_key_is_gone_writes_nothing_over_a_successor_that_has_ended(pump: Pump) -> None:
+    """It lost its lease while it was cut off. Its successor has written a plan and ended meanwhile."""
+    elastic(pump)
+    fence = pump.fence
+    pump.take_over().settle()
+    pump.store.delete(pump.keys.coordinator_leader)
+    before, pump.fence = pump.plan("a"), fence
+    pump.ask("a", replicas=1)
+    pump.later(120)
+    assert pump.plan("a") == before
+
+
 def test_an_old_leader_can_write_nothing_after_a_takeover(pump: Pump) -> None:
     elastic(pump)
     pump.job("waiting", min_replicas=3)

@@ -140,6 +140,7 @@ def test_rights() -> None:
 
 def test_versions_of_the_others_and_a_cluster_without_a_leader() -> None:
     pump = Pump()
+    pump.store.delete(pump.keys.coordinator_leader)
     pump.job("a")
     pump.node("n0", "a").register(version="9.9")
     found = checks.check_cluster(pump.view(), "n1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 import pytest
 from faultsim.agents import Job
@@ -24,21 +25,61 @@ from adaptdl_elastic.rendezvous.schema.records import (
 def test_a_job_whose_rank_0_is_lost_behind_the_last_epoch_goes_on(
     rescale: Rescale, drained: bool, nodes: int, seed: int
 ) -> None:
+    def crash(world: World, replica: Replica) -> None:
+        replica.machine.crash()
+
+    def notice_first(world: World, replica: Replica) -> None:
+        if drained:
+            world.kernel.after(0.1, replica.agent.notice, signal.SIGTERM)
+
+    assert_done_after_the_loss_of_rank_0(seed, nodes, rescale, crash, notice_first)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("rescale", [Rescale.RESTART, Rescale.INPLACE])
+@pytest.mark.parametrize("replicas", [None, 1])
+def test_a_job_whose_rank_0_is_killed_behind_the_last_epoch_goes_on(
+    replicas: int | None, rescale: Rescale, nodes: int, seed: int
+) -> None:
+    """Other replicas come to the end of the script, but do not do what rank 0 does there."""
+
+    def kill(world: World, replica: Replica) -> None:
+        world.kernel.kill(replica, -signal.SIGKILL, "(the test)")
+
+    def ask_first(world: World, replica: Replica) -> None:
+        if replicas is not None:
+            ask(world, replicas)
+
+    assert_done_after_the_loss_of_rank_0(seed, nodes, rescale, kill, ask_first)
+
+
+def ask(world: World, replicas: int) -> None:
+    world.etcd.put(world.keys.job("a", "request"), encode(JobRequest(replicas=replicas)), None)
+
+
+def assert_done_after_the_loss_of_rank_0(
+    seed: int,
+    nodes: int,
+    rescale: Rescale,
+    lose: Callable[[World, Replica], None],
+    before: Callable[[World, Replica], None],
+) -> None:
+    """Run a job, call `before` with its rank 0 behind the last epoch, and `lose` a second later."""
     world, lost = World(seed), list[Replica]()
 
-    def crash(replica: Replica) -> None:
+    def loses(replica: Replica) -> None:
         world.truth.job("a").deaths += 1
         world.truth.excuse()
-        replica.machine.crash()
+        lose(world, replica)
 
     def lose_rank_0() -> None:
         living = [one for found in world.truth.live.values() for one in found if one.alive]
         if lost or len(living) < nodes or not all(one.over for one in living):
             return
         lost.extend(one for one in living if one.rank == 0)
-        if drained:
-            world.kernel.after(0.1, lost[0].agent.notice, signal.SIGTERM)  # type: ignore[attr-defined]
-        world.kernel.after(1.0, crash, lost[0])
+        before(world, lost[0])
+        world.kernel.after(1.0, loses, lost[0])
 
     world.on_script_end.append(lose_rank_0)
     with world.running():
@@ -46,7 +87,7 @@ def test_a_job_whose_rank_0_is_lost_behind_the_last_epoch_goes_on(
         world.jobs["a"] = Job(spec, Script(steps=120, tail_seconds=12.0))
         for index in range(nodes):
             world.kernel.after(float(index), world.start_agent, world.machine(f"n{index}", 1), "a")
-        world.etcd.put(world.keys.job("a", "request"), encode(JobRequest(replicas=nodes)), None)
+        ask(world, nodes)
         world.kernel.run(400.0)
     assert lost
     assert not lost[0].finished

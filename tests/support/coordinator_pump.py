@@ -108,7 +108,7 @@ class Pump:
     )
     clock: Clock = field(default_factory=Clock)
     keys: Keys = field(default_factory=Keys)
-    fence: int = 1
+    fence: int = field(init=False)
     store: MemoryStore = field(init=False)
     agents: list[FakeAgent] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
@@ -123,6 +123,12 @@ class Pump:
         self.store = MemoryStore(self.clock)
         self.keeper = ClusterCache(self.keys)
         self.steady_since = float("-inf")
+        self._elect()
+
+    def _elect(self) -> None:
+        """Write the leader's key; its revision is the fence."""
+        leader = records.encode(records.LeaderRecord("coordinator", "host"))
+        self.fence = self.store.put(self.keys.coordinator_leader, leader)
 
     # -- moving
 
@@ -198,7 +204,7 @@ class Pump:
 
     def take_over(self) -> Pump:
         """Another coordinator leads: a higher fence, and nothing in its memory."""
-        self.fence += 1
+        self._elect()
         self.memory = Memory()
         self.keeper = ClusterCache(self.keys)
         self.steady_since = self.clock()
