@@ -315,9 +315,9 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
         return _depart(state, newest, now)
     if plan is None or not newest or not _names_us(state, plan):
         return state, []
-    # this node's survivors, which the plan counts on, have died meanwhile
+    # this node's survivors, which the plan counts on, have ended meanwhile
     if plan.transition is Transition.RECOVER:
-        return _answer_for_the_dead(state, plan)
+        return _answer_for_the_ended(state, plan)
     # survivors of a change in place never leave; if they are gone, the plan is started from scratch
     join = plan.transition is Transition.INPLACE and not _all_gone(state, plan)
     if not join and not _all_gone(state, plan):
@@ -339,8 +339,13 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
     return replace(state, held=held, acted=plan.generation), actions
 
 
-def _answer_for_the_dead(state: State, plan: Plan) -> tuple[State, list[Action]]:
+def _answer_for_the_ended(state: State, plan: Plan) -> tuple[State, list[Action]]:
+    """Report that this node's survivors came to the end of their script, or that they have died."""
     me = state.me
+    last = max((g for g, node in state.ended if node == me.node and g < plan.generation), default=-1)
+    if state.ended.get((last, me.node)) is Outcome.DONE:
+        state, answer = _answer(replace(state, outcome=Outcome.DONE), plan.generation, Outcome.DONE)
+        return state, [answer]
     state, answer = _answer(state, plan.generation, Outcome.ABORTED)
     return state, [WritePeerLoss(PeerLossRecord(me.node, plan.generation, plan.slots(me.node))), answer]
 

@@ -26,9 +26,6 @@ def report_end(state: State, held: LocalGeneration, now: float) -> tuple[State, 
     if change is not None and len(change.plan.ranks(state.me.node)):
         after = replace(record, generation=change.plan.generation)
         if change.switched or held.recovering:  # the failure happened in the new generation
-            if record.outcome is Outcome.DONE and _rank_0_was_lost(state.me, held, change):
-                failure = Failure(0, 1, "rank 0 was lost after the last epoch, before its script had ended")
-                after = replace(after, outcome=Outcome.FAILED, exit_code=1, failure=failure)
             records = [EndedRecord(state.me.node, held.generation, Outcome.STOPPED, 0), after]
         else:
             outcome = Outcome.DONE if record.outcome is Outcome.DONE else Outcome.ABORTED
@@ -41,18 +38,6 @@ def report_end(state: State, held: LocalGeneration, now: float) -> tuple[State, 
     last = records[-1].outcome
     state = replace(state, held=None, ended=ended, acted=acted, outcome=last, outcome_at=now)
     return state, [WriteEnded(r) for r in records]
-
-
-def _rank_0_was_lost(me: AgentIdentity, held: LocalGeneration, change: StateChange) -> bool:
-    """Return whether the new rank 0 is on this node, and came to the script's end without becoming it.
-
-    Then nobody has done what the lost rank 0 had still to do, such as saving the model. The job has to
-    continue from its checkpoint.
-    """
-    first = next((slot for slot, rank in change.plan.rank_by_slot(me.node).items() if rank == 0), None)
-    if not held.recovering or first is None or first in change.switched:
-        return False
-    return any(replica.local_rank == first and replica.rank != 0 for replica in held.replicas)
 
 
 def _over_before(held: LocalGeneration, change: StateChange) -> bool:

@@ -64,16 +64,16 @@ def _has_stepped(job: JobView, generation: int) -> bool:
 def _before_the_first_step(job: JobView, generation: int, lived: float) -> bool:
     """Return whether a generation failed before its first step, as far as is known.
 
-    A script without the library reports no steps. Then the generation's life on a node counts, measured by
-    that node's clock.
+    Survivors that failed before they had formed the generation have made their steps in an earlier one. A
+    script without the library reports no steps. Then the generation's life on a node counts, measured by that
+    node's clock.
     """
     if _has_stepped(job, generation):
         return False
     running = {node: seen.record for (g, node), seen in job.running.items() if g == generation}
+    ended = {node: seen.record for (g, node), seen in job.ended.items() if g == generation}
+    if any(record.last_step is not None for node, record in ended.items() if node not in running):
+        return False
     if any(record.library for record in running.values()):
         return True
-    return all(
-        seen.record.time - running[node].time < lived
-        for (g, node), seen in job.ended.items()
-        if g == generation and node in running
-    )
+    return all(record.time - running[node].time < lived for node, record in ended.items() if node in running)

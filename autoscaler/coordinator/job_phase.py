@@ -141,6 +141,8 @@ def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Con
         phase = Phase.CHANGING
     if phase is Phase.FINISHED and (unheard := survivors.unheard(job, plan)):
         phase, health = _without_word(view, job, unheard, health, settings)
+    if phase is Phase.FINISHED and (failed := survivors.failed_before(job, plan)):
+        phase, health = Phase.BROKEN, replace(health, failed=tuple(failed))
     return Condition(phase, health, plan)
 
 
@@ -239,7 +241,9 @@ def failures(job: JobView, generation: int) -> tuple[Failure, ...]:
 
 
 def failed_generation(job: JobView, plan: Plan) -> int:
-    """Return the generation that failed: the plan's, or the one that a change in place has not left yet."""
+    """Return the generation that failed: the plan's, or the one that ran last if the plan's did not run."""
+    if plan.transition is Transition.RECOVER and survivors.failed_before(job, plan):
+        return survivors.last_that_ran(job, plan)
     if plan.transition is Transition.INPLACE and not failures(job, plan.generation):
         failed = set(failed_before(job, plan))
         before = [

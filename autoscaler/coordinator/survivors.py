@@ -83,13 +83,35 @@ def unheard(job: JobView, plan: Plan) -> list[Placement]:
     nodes are done because the script ended in the earlier generation. That is certain only if every node of
     the earlier generation has reported its end.
     """
-    generation = plan.generation
-    if not plan.placements or (generation, plan.placements[0].node) in job.running:
+    ran = last_that_ran(job, plan)
+    if ran == plan.generation:
         return []
-    ran = max((g for g, _ in job.running if plan.first <= g < generation), default=-1)
     agents = {node: seen.record.agent for (g, node), seen in job.running.items() if g == ran}
     agents |= {one.node: one.agent for one in plan.leaving if one.generation == ran}
     return [Placement(node, 1, agent) for node, agent in agents.items() if (ran, node) not in job.ended]
+
+
+def failed_before(job: JobView, plan: Plan) -> list[str]:
+    """Return the nodes whose replicas failed in the last generation that ran, if it is not the plan's own.
+
+    The others were told to go on without them, but came to the end of the script first. So they have not
+    taken over what the dead had still to do there, such as saving the model as rank 0.
+    """
+    ran = last_that_ran(job, plan)
+    if ran == plan.generation:
+        return []
+    bad = (Outcome.FAILED, Outcome.ABORTED)
+    return [node for g, node in job.running if g == ran and _outcome(job, g, node) in bad]
+
+
+def last_that_ran(job: JobView, plan: Plan) -> int:
+    """Return the newest generation of the plan's run that ran; -1 if none did.
+
+    The plan's own generation has run if the node with rank 0 reports it.
+    """
+    if not plan.placements or (plan.generation, plan.placements[0].node) in job.running:
+        return plan.generation
+    return max((g for g, _ in job.running if plan.first <= g < plan.generation), default=-1)
 
 
 def given_up(plan: Plan) -> tuple[Leaving, ...]:

@@ -13,6 +13,7 @@ from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, No
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     EndedRecord,
+    Failure,
     JobState,
     Outcome,
     PeerLossRecord,
@@ -469,3 +470,43 @@ def test_a_restart_uses_the_lowest_slots_again(pump: Pump) -> None:
     plan = pump.plan("a")
     assert plan.transition is Transition.ABORT
     assert all(placement.slots == () for placement in plan.placements)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.ABORTED, Outcome.DONE])
+def test_a_job_whose_survivors_end_before_they_take_over_from_the_dead_is_not_done(
+    pump: Pump, outcome: Outcome
+) -> None:
+    """Rank 0 died behind the last epoch: what it had still to do nobody else does."""
+    was = resilient(pump, slots=1)
+    pump.agents[0].lose(0)
+    pump.decide()
+    recovery = pump.plan("a")
+    assert (recovery.transition, slots(recovery)) == (Transition.RECOVER, {"n1": (0,)})
+    failure = Failure(0, -9, "SIGKILL") if outcome is Outcome.FAILED else None
+    for record in (
+        EndedRecord("n0", was.generation, outcome, -9, failure),
+        EndedRecord("n1", was.generation, Outcome.STOPPED),
+        EndedRecord("n1", recovery.generation, Outcome.DONE),
+    ):
+        key = pump.keys.generation("a", record.generation, "ended", record.node)
+        pump.store.put(key, encode(record))
+    pump.decide()
+    if outcome is Outcome.DONE:
+        assert pump.status("a").state is JobState.DONE
+        return
+    assert pump.status("a").state is JobState.RUNNING
+    plan = pump.plan("a")
+    assert (plan.transition, plan.cause, plan.restarts) == (Transition.ABORT, Cause.FAILURE, 1)
+    assert plan.reason == "rank 0 failed: SIGKILL (restart 1 of 3)"
+
+
+def test_an_error_of_survivors_on_their_way_does_not_count_as_one_before_the_first_step(pump: Pump) -> None:
+    resilient(pump, slots=1, max_restarts=3)
+    pump.agents[0].lose(0)
+    pump.decide()
+    recovery = pump.plan("a")
+    failure = Failure(0, 1, "oh no", kind="ValueError at train.py:7")
+    record = EndedRecord("n1", recovery.generation, Outcome.FAILED, 1, failure, last_step=5.0)
+    pump.store.put(pump.keys.generation("a", recovery.generation, "ended", "n1"), encode(record))
+    pump.decide()
+    assert (pump.plan("a").restarts, pump.plan("a").failed_as) == (1, "")
