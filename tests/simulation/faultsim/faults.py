@@ -203,9 +203,10 @@ class Faults:
 
     def start_agent(self, machine: Machine, job: str, again: bool = False) -> None:
         """Start an agent where there is none, and a job to do, or one to be started `again`."""
-        status = self._world.truth.job(job).status
+        found = self._world.truth.job(job)
         there = any(one.machine is machine and one.job.spec.job == job for one in self._agents())
-        again = status is None or not status.state.ended or status.state is JobState.DONE or again
+        done = found.status is not None and found.status.state is JobState.DONE
+        again = not found.over or done or again  # a newer run than the status is of has not ended
         if machine.up and not there and again:
             self._world.start_agent(machine, job)
 

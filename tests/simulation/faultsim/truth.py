@@ -396,6 +396,8 @@ class Truth:
 
     def _plan(self, job: JobTruth, name: str, plan: Plan) -> None:
         before, job.plan = job.plan, plan
+        if plan.run != job.run:
+            return  # the leader has not heard of the newer run yet
         most = self._world.specs[name].max_restarts
         if plan.restarts > most:
             self._kernel.defect(f"job {name} has used {plan.restarts} of {most} restarts")
