@@ -4,10 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects api quick test test-integrations matrix lint clean
+.PHONY: help install demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants api quick test test-all test-integrations matrix lint clean
 
 help: ## what there is
-	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "adaptdl-elastic needs Python >= 3.10: make PYTHON=python3.11 ..."; exit 1; }
@@ -25,7 +25,7 @@ install: $(STAMP) ## a virtual environment with everything in it
 demo: $(STAMP) ## the main job: an elastic run on this machine, with a summary and a picture
 	@$(BIN)/python examples/demo.py
 
-cluster-demo: $(STAMP) ## three agents on this machine: one joins late, one is drained, one is killed
+cluster-demo: $(STAMP) ## one job on three machines (as root; else on this one): one joins late, one is drained, one is killed
 	@$(BIN)/python examples/cluster_demo.py
 
 team-demo: $(STAMP) ## two people share three nodes over ssh; one node is unplugged, another is added
@@ -48,6 +48,9 @@ simulate-faults: $(STAMP) ## SECONDS=60 SEED=1: the real agents and coordinators
 planted-defects: $(STAMP) ## SECONDS=60 SEED=1: 20 defects put into copies of the product, one by one, for simulate-faults to find
 	@$(BIN)/python tests/simulation/planted_defects.py --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)
 
+mutants: $(STAMP) ## SEED=1: 40 changes of one line in copies of the pure modules, for their tests to notice
+	@$(BIN)/python tests/simulation/mutants.py --seed $(or $(SEED),1)
+
 api: $(STAMP) ## docs/api.md from the docstrings, and the picture in docs/architecture.md from the imports
 	@$(BIN)/python docs/generate_api.py
 	@$(BIN)/python docs/generate_picture.py
@@ -58,11 +61,15 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-quick: $(STAMP) ## the tests that start no process, in under two minutes
+quick: $(STAMP) ## the short tests that start no process, in about two minutes
 	@$(BIN)/python -m pytest --quick -n 2 --dist worksteal
 
-test: lint ## the tests; three at a time on two cores, because processes of the end-to-end tests wait a good half of the time
-	@$(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
+# four at a time on two cores, because processes of the end-to-end tests wait a good half of the time
+test: lint ## every feature once, on real processes and a real etcd, in about ten minutes on two cores
+	@$(BIN)/python -m pytest --once -n 4 --dist worksteal --durations=10
+
+test-all: $(STAMP) ## the rest: faults, long waits, every case
+	@$(BIN)/python -m pytest --rest -n 4 --dist worksteal --durations=10
 
 INTEGRATIONS := .venv-integrations
 REQUIRED     := tests/integrations/requirements.txt tests/integrations/constraints.txt
@@ -76,11 +83,11 @@ $(INTEGRATIONS)/.installed: setup.cfg $(REQUIRED) | $(BIN)/python
 	@touch $@
 
 test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others (torchdata, datasets, transformers, accelerate, lightning), and of the page in a browser
-	@$(INTEGRATIONS)/bin/python -m pytest tests/integrations
+	@$(INTEGRATIONS)/bin/python -m pytest tests/integrations -n 3 --dist worksteal --durations=10
 
-# PYTHON-TORCH; setup.cfg claims no others, and of these the ones whose tests have passed (CONTRIBUTING.md). An environment is
-# 7 GB where torch is a CUDA build, so it is removed when its tests have passed; KEEP=1 keeps it.
-MATRIX := 3.10-2.13.0 3.11-2.13.0 3.11-2.14.1 3.11-2.15.0 3.12-2.13.0 3.13-2.15.0
+# PYTHON-TORCH. What has passed is written into tests/versions.csv, and setup.cfg claims no more. An environment is 7 GB
+# where torch is a CUDA build, so it is removed when its tests have passed; KEEP=1 keeps it.
+MATRIX := 3.10-2.13.0 3.11-2.13.0 3.11-2.15.0 3.12-2.13.0 3.13-2.13.0
 
 matrix: $(addprefix matrix-,$(MATRIX)) ## quick tests and rescales on several Pythons and torches (pythonX.Y on the PATH)
 
@@ -88,6 +95,7 @@ matrix-%: .venv-matrix/%/.installed
 	@echo "Python and torch $*:"
 	@.venv-matrix/$*/bin/python -m pytest -q --quick -n 2 --dist worksteal
 	@.venv-matrix/$*/bin/python -m pytest -q tests/end_to_end/test_rescale.py
+	@.venv-matrix/$*/bin/python tests/support/record_version.py
 	@$(if $(KEEP),,rm -rf .venv-matrix/$*)
 
 .PRECIOUS: .venv-matrix/%/.installed

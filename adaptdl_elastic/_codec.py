@@ -23,6 +23,7 @@ import numpy as np
 
 _INT, _FLOAT, _SIZE = struct.Struct("!q"), struct.Struct("!d"), struct.Struct("!Q")
 _DEPTH = 100  # most levels of nesting
+_PARTS = 2  # levels that the type and the shape of an array add to it in the bytes
 _ARRAY = re.compile(r"[<>|=][biufcSUMm]\d+(\[\d*[a-zA-Z]+\])?")
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (int, float, str, bool, complex, list, dict, set, tuple, bytes)
@@ -237,7 +238,7 @@ class _Reader:
         return found
 
     def value(self, depth: int) -> Any:
-        if depth > _DEPTH:
+        if depth > _DEPTH + _PARTS:
             raise CodecError(f"nested more than {_DEPTH} deep")
         tag = bytes(self.take(1))
         read = _READERS.get(tag)
@@ -275,11 +276,11 @@ class _Reader:
         return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
     def default(self, depth: int) -> defaultdict[Any, Any]:
-        name, pairs = self.value(depth), self.value(depth)
+        name, pairs = self.value(depth), self.value(depth - 1)
         return defaultdict(_FACTORIES[name] if name else None, pairs)
 
     def deque(self, depth: int) -> deque[Any]:
-        most, items = self.value(depth), self.value(depth)
+        most, items = self.value(depth), self.value(depth - 1)
         return deque(items, most)
 
     def scalar(self, depth: int) -> Any:

@@ -6,16 +6,24 @@ debugger, as long as these call the library through frames of their own.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import linecache
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
 """Prefix of the file names of the library's code."""
+
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+_TORCH = f"{_INSTALLED}torch{os.sep}"
 
 _FRAMES = 30
 """Most frames of a stack that are shown."""
@@ -38,9 +46,9 @@ def callers() -> Iterator[FrameType]:
 
 
 def script_frame() -> FrameType:
-    """Return the innermost frame outside of this library, or the outermost one of all."""
+    """Return the innermost frame outside of this library and of torch, or the outermost one of all."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and is_library(frame.f_code):
+    while frame.f_back is not None and (is_library(frame.f_code) or _TORCH in frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -63,6 +71,31 @@ def script_lines(outermost: CodeType | None) -> str:
     return " of ".join(lines)
 
 
+@functools.cache
+def lines_of(file: str) -> list[str]:
+    """Return the lines of a file of the script as they were at the first call."""
+    return linecache.getlines(file)
+
+
+def running_statements(outermost: CodeType | None) -> str:
+    """Return a digest of the script's lines that are being executed: their text, not their number.
+
+    It is the same in every run of a script, and after edits of other lines. Lines of the same text are told
+    apart by their order.
+
+    Args:
+        outermost: Code of the outermost frame to include. The search ends at a module's code in any case.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    for frame in up_to(outermost):
+        code = frame.f_code
+        if not is_library(code):
+            lines = lines_of(code.co_filename)[: frame.f_lineno] or [""]
+            what = (Path(code.co_filename).name, code.co_name, lines[-1], lines.count(lines[-1]))
+            digest.update(repr(what).encode())
+    return digest.hexdigest()
+
+
 def up_to(outermost: CodeType | None) -> Iterator[FrameType]:
     """Yield the frames from the caller outwards, up to the frame of `outermost` or of a module."""
     frame: FrameType | None = sys._getframe(1)
@@ -71,6 +104,27 @@ def up_to(outermost: CodeType | None) -> Iterator[FrameType]:
         if frame.f_code is outermost or frame.f_code.co_name == "<module>":
             return
         frame = frame.f_back
+
+
+def script_variables() -> list[tuple[str, Any]]:
+    """Return the variables of the script's frames that led here, by stable names, outermost frame first.
+
+    They are the globals of the frames' modules ("ema"), locals ("main.ema") and attributes of `self`
+    ("Trainer.ema"). The search ends at a frame of an installed package. A loop that such a package runs has
+    no variables of the script.
+    """
+    up = takewhile(
+        lambda frame: is_library(frame.f_code) or _INSTALLED not in frame.f_code.co_filename, up_to(None)
+    )
+    frames = [frame for frame in up if not is_library(frame.f_code)][::-1]
+    found = [item for frame in frames for item in frame.f_globals.items()]
+    for frame in frames:
+        if frame.f_code.co_name != "<module>":
+            owner = frame.f_locals.get("self")
+            attributes = getattr(owner, "__dict__", {})
+            scopes = (frame.f_code.co_name, frame.f_locals), (type(owner).__name__, attributes)
+            found += [(f"{scope}.{name}", one) for scope, own in scopes for name, one in own.items()]
+    return found
 
 
 def main_thread_stack() -> tuple[str, list[str]]:

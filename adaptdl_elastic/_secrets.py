@@ -1,11 +1,7 @@
 """Derive the secret of a run, and keys from it.
 
 A run has one secret, which only its agents and replicas know. The agents derive it from a secret that they
-share:
-
-1. `ADAPTDL_SECRET` of their environment;
-2. else the one in etcd, where etcd is reached with TLS and a password;
-3. else the one in a file of this user on this machine (`machine_secret`), if all nodes are on one machine.
+share. `agent.cluster.run_secret` lists where that secret may be. A file (`secret_in`) is one of these places.
 
 A replica inherits the secret of its run as `ADAPTDL_SECRET`. Every key is an HMAC, made with the secret, over
 the key's purpose (`derive`). No secret and no key is written to a place that other users can read.
@@ -13,17 +9,22 @@ the key's purpose (`derive`). No secret and no key is written to a place that ot
 
 from __future__ import annotations
 
+import errno
+import grp
 import hashlib
 import hmac
 import os
+import pwd
 import secrets
+import shutil
+import stat
 import tempfile
 from pathlib import Path
 
 from adaptdl_elastic._private import RuntimeFileError, private_directory
 
-FILE = "secret"
-"""Name of the file in the private directory that holds this machine's secret."""
+DIRECTORY, FILE = ".secret", "secret"
+"""Names of the directory that holds a secret, and of the file in it."""
 
 REDUCER, MEETING, TORCH = "reducer", "meeting", "torch"
 """Purposes of a replica's keys: the handshake of collectives, values in a store, the store keys of torch."""
@@ -60,43 +61,87 @@ def generation_key(secret: bytes | None, purpose: str, job: str, generation: int
     return None if secret is None else derive(secret, purpose, job, generation)
 
 
-def machine_secret(directory: Path | None = None) -> bytes:
+def machine_secret() -> bytes:
     """Return the secret of this user on this machine, and make one if there is none.
-
-    Args:
-        directory: Directory of the secret's file; None: the runtime directory.
 
     Raises:
         RuntimeFileError: the directory or the file cannot be used, or another user could have written it.
     """
-    path = private_directory(directory) / FILE
+    return secret_in(private_directory())
+
+
+def secret_in(folder: Path) -> bytes:
+    """Return the secret that is kept in `folder`, and make one if there is none.
+
+    Processes on several machines that see the same folder get the same secret, also if they ask at the same
+    moment: a directory is renamed onto the final name, which fails where there is one already. Checkpoints
+    need nothing else of a file system.
+
+    Args:
+        folder: An existing folder, which only its owner may write.
+
+    Raises:
+        RuntimeFileError: the secret cannot be read or written, or other users could have written it.
+    """
+    path = folder / DIRECTORY / FILE
     try:
-        if not path.exists():
-            _make(path)
-        return _read(path)
+        owner = _check_folder(folder)
+        if not os.path.lexists(path):
+            # The directory may exist: a message tells the user to remove the file only.
+            _make(folder)
+        return _read(path, owner)
     except OSError as error:
         raise RuntimeFileError(
             f"{path} cannot be used ({error.strerror}): remove it, or set ADAPTDL_SECRET"
         ) from None
 
 
-def _make(path: Path) -> None:
-    """Write a new secret to `path`, unless another process writes one first."""
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=".")  # mode 0600
+def _check_folder(folder: Path) -> int:
+    """Return the owner of `folder`; RuntimeFileError if other users may write there."""
+    found = folder.stat()
+    others = stat.S_IWOTH if _is_private_group(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+    if found.st_mode & others:
+        raise RuntimeFileError(
+            f"other users can write to {folder}, where the job's secret would be kept: chmod go-w {folder}, "
+            f"or set the same ADAPTDL_SECRET on all nodes (openssl rand -hex 24)"
+        )
+    return found.st_uid
+
+
+def _is_private_group(group: int) -> bool:
+    """Return whether a group is the one that many systems make for each user, and has no other members."""
     try:
-        with os.fdopen(number, "w") as file:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return False
+    return found.gr_name == user and set(found.gr_mem) <= {user}
+
+
+def _make(folder: Path) -> None:
+    """Write a new secret, unless another process writes one first."""
+    made = Path(tempfile.mkdtemp(dir=folder, prefix=DIRECTORY))  # mode 0700
+    try:
+        with os.fdopen(os.open(made / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-        os.link(name, path)
-    except FileExistsError:
-        pass
+            file.flush()
+            os.fsync(file.fileno())
+        made.rename(folder / DIRECTORY)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
     finally:
-        Path(name).unlink()
+        shutil.rmtree(made, ignore_errors=True)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, owner: int) -> bytes:
+    """Return the content of a secret's file, which must belong to this user or to the folder's owner.
+
+    The owner of the folder can replace its checkpoints, too. A network file system may show what root writes
+    as another user's, the folder and the file alike.
+    """
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         found, text = os.fstat(file.fileno()), file.read()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or len(text) != 64:
+    if found.st_uid not in (os.getuid(), owner) or found.st_mode & 0o077 or len(text) != 64:
         raise RuntimeFileError(
             f"{path} must be a secret of your own that nobody else can read: remove it, or set ADAPTDL_SECRET"
         )

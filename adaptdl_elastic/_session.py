@@ -94,6 +94,7 @@ class Session:
         self.models: list[ElasticModel] = []  # in the order of their construction
         self.reducer: Reducer | None = None  # the library's collectives, once connected
         self.epoch: int | None = None  # current epoch; None outside of epoch loops
+        self.trains_outside = False  # models are trained outside of epoch loops
         self.last_step_time: float | None = None  # wall clock, end of the last finished optimizer step
         self.pid = os.getpid()
         self.lock = threading.RLock()  # held while a part is made, so that each is made once

@@ -212,7 +212,7 @@ class GoodputFunction:
                 f"in ascending order, got ({low!r}, {high!r})"
             )
         scalar = all(isinstance(x, int) for x in (num_nodes, num_replicas, init, max_bsz, low, high))
-        candidates: Callable[..., Any] = _candidates_of_one if scalar else _candidates
+        candidates: Callable[..., Any] = batch_candidates if scalar else _candidates
         atomic, accum, valid = candidates(
             num_replicas if scalar else replicas, init, max_bsz, low, high, accumulation
         )
@@ -244,10 +244,22 @@ def _check(name: str, given: Any, allowed: str, holds: Callable[[Array], Any]) -
 
 
 @lru_cache(maxsize=4096)
-def _candidates_of_one(
+def batch_candidates(
     replicas: int, init: int, max_bsz: int, low: int, high: int, accumulation: bool
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """Return `_candidates` for one job and number of replicas; cached, as a job asks every few seconds."""
+    """Return the batch sizes that `GoodputFunction.optimize` compares; a job asks every few seconds.
+
+    Args:
+        replicas: Number of replicas.
+        init: Initial batch size, over all replicas.
+        max_bsz: Largest batch size over all replicas.
+        low: Smallest atomic batch size.
+        high: Largest atomic batch size.
+        accumulation: Whether gradients may be accumulated.
+
+    Returns:
+        Atomic batch sizes, accumulation steps, whether each pair is allowed; arrays of shape (CANDIDATES,).
+    """
     return _candidates(np.asarray(replicas), init, max_bsz, low, high, accumulation)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 import logging
 import os
+import shlex
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -18,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import adaptdl_elastic
 from adaptdl_elastic.agent.cluster import ended_run, job_joining, run_secret
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.machine import interruption
-from adaptdl_elastic.agent.machine.graphics import gpus as machine_gpus
+from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
 from adaptdl_elastic.agent.machine.usage import Usage
+from adaptdl_elastic.agent.own_records import job_spec, node_record
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig, MeetingPoint
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import Command
@@ -47,21 +45,22 @@ from adaptdl_elastic.rendezvous.local.addresses import (
 )
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Rescale
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeUsage
 from adaptdl_elastic.rendezvous.store import local_socket
 from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
 from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
+from adaptdl_elastic.rendezvous.text import pluralize, printable
 from adaptdl_elastic.storage import StorageError
+from adaptdl_elastic.storage.locations import open_storage
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
-_MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
 _INTERVAL_OF_ONE_MACHINE = "3"  # seconds between policy rounds where the store is in memory
 
 
@@ -167,6 +166,7 @@ class _Found:
     registration: Registration
     identity: interruption.InstanceIdentity | None
     host: str
+    gpus: Gpus
     secret: str = field(repr=False)  # secret of the run
 
 
@@ -230,12 +230,18 @@ def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[s
 
 def check_checkpoint_path(path: str) -> None:
     """Check at the start that checkpoints can be written to `path`."""
+    path = path.removeprefix("file://")
     if "://" in path:
+        try:
+            open_storage(path)
+        except (ImportError, ValueError) as error:
+            raise LaunchError(f"--checkpoint-path: {error}") from None
         return
     directory = Path(path)
     probe = directory / f".probe-{uuid.uuid4().hex[:8]}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        # The job's secret lies there, so the user's group must not write there, whatever the umask.
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
@@ -276,103 +282,56 @@ def _take_part(
     options: RunOptions, host: str, access: StoreAccess, keys: Keys, say: Callable[[str], None]
 ) -> _Found:
     store, identity = access.store, interruption.discover()
-    common = run_secret.common_secret(access.environ, store, keys, access.confidential)
+    common = run_secret.common_secret(
+        access.environ, store, keys, access.confidential, options.checkpoint_path
+    )
     fresh = job_spec(options)
     fresh = replace(fresh, secret_mark=common.mark(keys.cluster, fresh))
-    if common.one_machine and options.max_nodes > 1 and not is_loopback(host):
-        say(f"nodes of other machines cannot join this one: ADAPTDL_SECRET is not set; {run_secret.REMEDY}")
     start = ended_run.StartOptions(options.once, options.anew)
 
     def busy() -> bool:
         return bool(job_joining.live_agents(store, keys, options.job))
 
     with ended_run.turn_to_start(store, keys, fresh, start, busy, say):
-        record = _node_record(options, host, identity, fresh.run)
+        gpus = Gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        record = node_record(options, host, identity, fresh.run, gpus)
+        if record.slots < options.slots:
+            have = pluralize(len(record.devices), "GPU")
+            most = pluralize(record.slots, "replica")
+            say(f"{most} at most on this node with {have}; with CUDA_VISIBLE_DEVICES= they share its cores")
         registration = job_joining.register(store, keys, record, exact=options.node_name is not None)
         try:
             spec = job_joining.join_job(store, keys, fresh, record.version, say, start)
             if spec.run != fresh.run:
+                _check_secret(spec, common, store, keys)
                 registration.update(run=spec.run)
-                _check_secret(spec, common, keys)
+            elif options.max_nodes > 1 and not is_loopback(host):
+                invite(options, common, registration.record.node, say)
         except BaseException:
             registration.close()
             raise
-        return _Found(spec, registration, identity, host, common.of_run(keys.cluster, spec))
+        return _Found(spec, registration, identity, host, gpus, common.of_run(keys.cluster, spec))
 
 
-def _check_secret(spec: JobSpec, common: run_secret.CommonSecret, keys: Keys) -> None:
+def _check_secret(spec: JobSpec, common: run_secret.CommonSecret, store: PlanStore, keys: Keys) -> None:
     """Refuse to join a run whose secret is not this node's: its replicas would refuse those of this node."""
-    if spec.secret_mark not in ("", common.mark(keys.cluster, spec)):
-        raise job_joining.JoinError(
-            f"job {spec.job!r} runs with another secret than this node's; {run_secret.REMEDY}"
-        )
+    agents = [agent for agent in job_joining.live_agents(store, keys, spec.job) if agent.run == spec.run]
+    first = min(agents, key=lambda agent: agent.joined, default=None)
+    refusal = run_secret.refusal(common, spec, keys.cluster, "another node" if first is None else first.node)
+    if refusal is not None:
+        raise job_joining.JoinError(refusal)
 
 
-def _node_record(
-    options: RunOptions, host: str, identity: interruption.InstanceIdentity | None, run: str
-) -> NodeRecord:
-    gpus, model = machine_gpus()
-    return NodeRecord(
-        node=options.node_name or job_joining.node_name(socket.gethostname()),
-        job=options.job,
-        run=run,
-        agent=uuid.uuid4().hex[:12],
-        host=host,
-        slots=options.slots,
-        min_slots=options.min_slots,
-        version=adaptdl_elastic.__version__,
-        pid=os.getpid(),
-        gpus=gpus,
-        node_type=model if options.node_type is None else options.node_type,
-        instance=identity.instance if identity else None,
-        instance_type=identity.instance_type if identity else None,
-        zone=identity.zone if identity else None,
-        preemptible=identity.preemptible if identity else False,
-        joined=time.time(),
-    )
-
-
-def job_spec(options: RunOptions) -> JobSpec:
-    """Return the job as the command line describes it, as a new run."""
-    # without --replicas: the least that a node takes is in its own registration
-    least, most = options.replicas or (
-        options.min_nodes,
-        options.slots if options.max_nodes == 1 else _MANY_REPLICAS,
-    )
-    return JobSpec(
-        job=options.job,
-        run=f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
-        command=options.command,
-        min_nodes=options.min_nodes,
-        max_nodes=options.max_nodes,
-        min_replicas=least,
-        min_slots=options.min_slots,
-        max_replicas=most,
-        max_restarts=options.max_restarts,
-        rescale=Rescale(options.rescale),
-        rescale_timeout=options.rescale_timeout,
-        checkpoint_path=options.checkpoint_path,
-        checkpoint_timeout=options.checkpoint_timeout,
-        autoscale=options.autoscale,
-        preemptible=options.preemptible,
-        avoid_preemptible_nodes=options.avoid_preemptible_nodes,
-        weight=options.weight,
-        profile_key=_digest(options),
-        created=time.time(),
-    )
-
-
-def _digest(options: RunOptions) -> str:
-    """Return a digest of script and arguments, independent of the directory.
-
-    Jobs with the same digest share their profiles; agents with different ones do not belong to one job.
-    """
-    script = Path(options.script)
-    name = options.script if options.mode == "module" else script.name
-    text = json.dumps([options.mode, name, *options.script_args]).encode()
-    if options.mode == "script" and script.is_file():
-        text += script.read_bytes()
-    return hashlib.sha256(text).hexdigest()[:16]
+def invite(
+    options: RunOptions, common: run_secret.CommonSecret, node: str, say: Callable[[str], None]
+) -> None:
+    """Print the command for nodes that do not see this node's folder of checkpoints."""
+    command = shlex.join([PROGRAM, *options.typed])
+    given = {"--local-addr": options.local_addr, "--node-name": options.node_name}
+    own = [name for name, value in given.items() if value]
+    line = run_secret.invitation(common, node, command, sys.stderr.isatty(), own)
+    if line is not None:
+        say(line)
 
 
 def run_agent(options: RunOptions, found: _Found, parts: AgentParts) -> int:
@@ -397,11 +356,19 @@ def run_agent(options: RunOptions, found: _Found, parts: AgentParts) -> int:
     if found.identity is not None:
         watcher = interruption.watch(found.identity, lambda notice: agent.post(notice))
     registration = found.registration
+    measure, devices = Usage(registration.record.node, found.gpus).read, DeviceWatch(found.gpus, agent.post)
+    devices.tell(registration.record.unusable)
+
+    def look() -> NodeUsage:
+        if registration.record.devices:
+            devices.look()
+        return measure()
+
     usage = UsageReporter(
         parts.access.store,
         parts.keys,
         registration.record.node,
-        Usage(registration.record.node).read,
+        look,
         lambda: registration.lease,
     )
     try:
@@ -473,6 +440,7 @@ def check_meeting_point(point: MeetingPoint, host: str) -> None:
 
 def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> AgentConfig:
     record = found.registration.record
+    threads = max(1, options.cores // record.slots) if options.cores and record.slots > 1 else None
     return AgentConfig(
         me=AgentIdentity(
             record.node,
@@ -486,7 +454,7 @@ def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> Agen
         host=found.host,
         ports=options.port_range,
         meeting_point=_meeting_point(options),
-        command=Command(options.mode, options.command, str(Path.cwd()), {}, options.threads),
+        command=Command(options.mode, options.command, str(Path.cwd()), {}, threads),
         environment=JobEnvironment(
             node=record.node,
             role=options.role,
@@ -495,12 +463,13 @@ def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> Agen
             checkpoint_interval=options.checkpoint_interval,
             share_path=str(parts.share.path),
             max_restarts=options.max_restarts,
-            threads=options.threads,
+            threads=threads,
             rescale=options.rescale,
             virtual_local_rank=options.virtual_local_rank,
             hang_timeout=options.hang_timeout,
             secret=found.secret,
             node_type=record.node_type,
+            devices=record.devices,
         ),
         coordinator=_coordinator_command(options, parts.access),
         max_restarts=found.spec.max_restarts,
@@ -554,4 +523,4 @@ def start_fork_server() -> ForkServer:
 
 def complain(text: str) -> None:
     """Print one line for the user."""
-    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+    print(f"{PROGRAM}: {printable(text)}", file=sys.stderr, flush=True)

@@ -13,5 +13,4 @@
 | How is a cluster set up over ssh? | `provisioning` |
 | What does the page of `adaptdl web` show? | `web` |
 | How are hyper-parameters searched for? | `sweep` |
-| How would a policy or the autoscaler do on a workload? | `simulator` |
 """

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 from click.core import ParameterSource
 
+from adaptdl_elastic import __version__
 from adaptdl_elastic.extensions import ExtensionError, ExtensionPoint
+from adaptdl_elastic.rendezvous.text import printable
 
 if TYPE_CHECKING:
     from adaptdl_elastic.rendezvous.services.context import ClusterContext
@@ -26,37 +28,38 @@ if TYPE_CHECKING:
 
 _HERE = "adaptdl_elastic.autoscaler"
 _OWN: dict[str, tuple[str, str]] = {
-    "ls": (
-        f"{_HERE}.commands.job_lists:ls",
-        "What runs: jobs, their size, batch size, goodput and progress.",
-    ),
-    "queue": (f"{_HERE}.commands.job_lists:queue", "Which jobs wait, and why."),
-    "history": (f"{_HERE}.commands.job_lists:history", "Which jobs have ended, and how."),
-    "status": (f"{_HERE}.commands.jobs:status", "One job in detail."),
-    "explain": (f"{_HERE}.commands.explain:explain", "Why a job has what it has."),
-    "report": (f"{_HERE}.commands.report:report", "What a run's noise allowed, and settings for the next."),
-    "scale": (f"{_HERE}.commands.jobs:scale", "Choose a job's size by hand, or hand it back to the policy."),
-    "checkpoint": (f"{_HERE}.commands.jobs:checkpoint", "Save a job's state now."),
-    "stop": (f"{_HERE}.commands.jobs:stop", "Save a job's state and end it; it can be resumed."),
-    "drain": (f"{_HERE}.commands.cluster:drain", "Move replicas off a node."),
-    "nodes": (f"{_HERE}.commands.cluster:nodes", "The nodes of the cluster and who uses them."),
-    "events": (f"{_HERE}.commands.cluster:events", "What the coordinator did of late."),
-    "doctor": (f"{_HERE}.commands.doctor:doctor", "Check this node and the store, and name the remedies."),
-    "coordinator": (f"{_HERE}.commands.cluster:coordinator", "Serve every job of a cluster."),
-    "cluster": (
-        f"{_HERE}.commands.cluster_setup:cluster",
-        "Machines of your own over ssh: up, status, down.",
-    ),
     "submit": (f"{_HERE}.commands.submit:submit", "Run a job on the cluster, from this directory."),
-    "logs": (f"{_HERE}.commands.logs:logs", "What a submitted job's replicas have written."),
-    "resume": (f"{_HERE}.commands.submit:resume", "Let a submitted job that was stopped go on."),
-    "cancel": (f"{_HERE}.commands.submit:cancel", "End a submitted job, or take it out of the queue."),
+    "ls": (f"{_HERE}.commands.job_lists:ls", "List the jobs that run, with size and progress."),
+    "queue": (f"{_HERE}.commands.job_lists:queue", "List the jobs that wait, and why."),
+    "history": (f"{_HERE}.commands.job_lists:history", "List the jobs that have ended, and how."),
+    "status": (f"{_HERE}.commands.jobs:status", "Show one job in detail."),
+    "logs": (f"{_HERE}.commands.logs:logs", "Show the output of a submitted job."),
+    "explain": (f"{_HERE}.commands.explain:explain", "Explain why a job has its number of replicas."),
+    "scale": (f"{_HERE}.commands.jobs:scale", "Set a job's number of replicas, or make it automatic."),
+    "checkpoint": (f"{_HERE}.commands.jobs:checkpoint", "Save a job's state now."),
+    "stop": (f"{_HERE}.commands.jobs:stop", "Save a job's state and stop it; it can be resumed."),
+    "resume": (f"{_HERE}.commands.submit:resume", "Continue a submitted job that was stopped."),
+    "cancel": (f"{_HERE}.commands.submit:cancel", "End a submitted job, or remove it from the queue."),
+    "cluster": (f"{_HERE}.commands.cluster_setup:cluster", "Run jobs on machines of your own, over ssh."),
+    "coordinator": (f"{_HERE}.commands.cluster:coordinator", "Decide which job gets how many replicas."),
+    "events": (f"{_HERE}.commands.cluster:events", "List the coordinator's latest decisions."),
+    "web": (f"{_HERE}.web.command:web", "Show the cluster on a live web page."),
+    "doctor": (f"{_HERE}.commands.doctor:doctor", "Check this machine and etcd, and suggest remedies."),
+    "nodes": (f"{_HERE}.commands.cluster:nodes", "List the nodes, and the jobs that use them."),
+    "drain": (f"{_HERE}.commands.cluster:drain", "Move all replicas off a node."),
+    "cloud": (f"{_HERE}.commands.cloud:cloud", "Prepare and delete machines on EC2."),
+    "autoscale": (f"{_HERE}.commands.autoscale:autoscale", "Add and remove machines on EC2 as jobs need."),
     "sweep": (f"{_HERE}.commands.sweep:sweep", "Search for hyper-parameters with Optuna."),
-    "web": (f"{_HERE}.web.command:web", "The cluster in a browser, live."),
-    "cloud": (f"{_HERE}.commands.cloud:cloud", "Prepare machines of a cloud."),
-    "simulate": (f"{_HERE}.simulator.simulate_command:simulate", "Replay a workload against a policy."),
-    "autoscale": (f"{_HERE}.commands.autoscale:autoscale", "Let a cloud give and take nodes."),
+    "report": (f"{_HERE}.commands.report:report", "Analyse a run, and suggest settings for the next."),
 }
+HEADINGS = {
+    "Jobs": "submit ls queue history status logs explain scale checkpoint stop resume cancel",
+    "Cluster": "cluster coordinator events web doctor",
+    "Nodes": "nodes drain",
+    "Cloud": "cloud autoscale",
+    "Search and reports": "sweep report",
+}
+"""The headings of `adaptdl --help`, and the subcommands below each."""
 
 COMMANDS = ExtensionPoint(
     "command", "adaptdl_elastic.commands", {name: target for name, (target, _) in _OWN.items()}
@@ -66,12 +69,21 @@ COMMANDS = ExtensionPoint(
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def echo(line: str, err: bool = False) -> None:
+    """Print a line, parts of which may come from other people, without newlines and control characters."""
+    click.echo(printable(line.replace("\n", " ")), err=err)
+
+
 class CommandError(click.ClickException):
     """An error with one line that says what is wrong and what to do; exit code 1."""
 
     def show(self, file: Any = None) -> None:
         """Print the line."""
-        click.echo(f"adaptdl: {self.format_message()}", file=file, err=file is None)
+        click.echo(printable(f"adaptdl: {self.format_message()}"), file=file, err=file is None)
+
+
+class NothingRunsError(CommandError):
+    """No store was given, and no job runs on this machine."""
 
 
 class OptionError(click.UsageError):
@@ -82,7 +94,7 @@ class OptionError(click.UsageError):
 
     def show(self, file: Any = None) -> None:
         """Print the line."""
-        click.echo(_usage(self), file=file, err=file is None)
+        click.echo(printable(_usage(self)), file=file, err=file is None)
 
 
 def _usage(error: click.UsageError) -> str:
@@ -144,24 +156,35 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name in COMMANDS or name.startswith("-") or ctx.resilient_parsing:
-            return super().resolve_command(ctx, args)
+            found, command, rest = super().resolve_command(ctx, args)
+            # `adaptdl --etcd HOST ls` is `adaptdl ls --etcd HOST`
+            for option, value in ctx.params.items():
+                # `adaptdl --cluster NAME cluster status`: the subcommands of `cluster` take no etcd
+                at = int(option == "cluster" and isinstance(command, click.Group))
+                rest[at:at] = [] if value is None else [f"--{option}={value}"]
+            return found, command, rest
         close = difflib.get_close_matches(name, COMMANDS.names(), 1)
         raise OptionError(f"there is no command {name!r}" + (f" (did you mean {close[0]}?)" if close else ""))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, _short_help(name)) for name in COMMANDS.names()])
+        others = [name for name in COMMANDS.names() if name not in _OWN]
+        for heading, names in {**HEADINGS, "From other packages": " ".join(others)}.items():
+            if names:
+                with formatter.section(heading):
+                    formatter.write_dl([(f"{name:<11}", _short_help(name)) for name in names.split()])
 
 
 @click.group(
     cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
-@click.version_option(package_name="adaptdl-elastic", prog_name="adaptdl")
-def adaptdl() -> None:
-    """See and control elastic PyTorch jobs.
+@click.option("--etcd", metavar="HOST:PORT", help="The cluster's etcd; may also follow the command.")
+@click.option("--cluster", metavar="NAME", help="The cluster's name; may also follow the command.")
+@click.version_option(__version__, message="adaptdl-elastic %(version)s")
+def adaptdl(**moved: str | None) -> None:
+    """See and control elastic PyTorch jobs. `adaptdl-run SCRIPT` starts one.
 
-    The etcd of the cluster is given by --etcd HOST:PORT or ADAPTDL_ETCD. Without either, commands are about
-    the clusters that `adaptdl cluster up` has made, and the standalone jobs of this user on this machine.
+    --etcd HOST:PORT or ADAPTDL_ETCD selects the cluster. Without either, commands are about the
+    cluster that `adaptdl cluster up` made, and the jobs that you started on this machine.
     """
 
 
@@ -229,9 +252,9 @@ class Where:
         if notes:
             names = ", ".join(note.job for note in notes)
             raise CommandError(f"no job {job!r} runs standalone on this machine; those that do: {names}")
-        raise CommandError(
-            "no etcd was given, and no standalone job runs on this machine: give --etcd HOST:PORT or set "
-            "ADAPTDL_ETCD"
+        raise NothingRunsError(
+            "no standalone job runs on this machine, and no etcd was given: start a job with adaptdl-run "
+            "SCRIPT, or to see a cluster give --etcd HOST:PORT or set ADAPTDL_ETCD"
         )
 
     def locate(self, job: str | None = None) -> Place:
@@ -295,8 +318,45 @@ def _which_job(clusters: Collection[Place] = ()) -> str:
 
 def standalone_job_option(command: F) -> F:
     """Add `--job`, as the parameter `standalone_job`: which of several standalone jobs is meant."""
-    text = "The standalone job that is meant, where several run on this machine."
+    text = "Name of the standalone job, if several run on this machine."
     return click.option("--job", "standalone_job", metavar="NAME", default=None, help=text)(command)
+
+
+def _store_option(*names: str, metavar: str, text: str) -> Callable[[Any], Any]:
+    """Return an option of the store, whose variable has the name of the first spelling."""
+    variable = f"ADAPTDL_{names[0].removeprefix('--').replace('-', '_').upper()}"
+    return click.option(*names, metavar=metavar, envvar=variable, show_envvar=True, help=text)
+
+
+_API = click.Choice(["auto", "v2", "v3"])
+_STORE_OPTIONS = (
+    _store_option(
+        "--etcd", "--rdzv-endpoint", "store_etcd", metavar="HOST:PORT", text="The etcd of the cluster."
+    ),
+    click.option(
+        "--etcd-api",
+        "store_api",
+        type=_API,
+        default="auto",
+        show_default=True,
+        help="The API of etcd to use.",
+    ),
+    _store_option(
+        "--cluster",
+        "store_cluster",
+        metavar="NAME",
+        text="Name of the cluster, where several share an etcd. [default: default]",
+    ),
+    _store_option("--etcd-ca", "store_ca", metavar="PEM", text="The CA of etcd's certificate."),
+    _store_option("--etcd-cert", "store_cert", metavar="PEM", text="The client certificate."),
+    _store_option("--etcd-key", "store_key", metavar="PEM", text="The key of the client certificate."),
+    _store_option(
+        "--etcd-user",
+        "store_user",
+        metavar="NAME",
+        text="The user of etcd. The file with the password: ADAPTDL_ETCD_PASSWORD_FILE.",
+    ),
+)
 
 
 def store_options(command: F) -> F:
@@ -309,58 +369,14 @@ def store_options(command: F) -> F:
 
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
     wrapped.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
-    for option in reversed(
-        (
-            click.option(
-                "--etcd",
-                "--rdzv-endpoint",
-                "store_etcd",
-                metavar="HOST:PORT",
-                envvar="ADAPTDL_ETCD",
-                show_envvar=True,
-                help="etcd of the cluster.",
-            ),
-            click.option(
-                "--etcd-api",
-                "store_api",
-                type=click.Choice(["auto", "v2", "v3"]),
-                default="auto",
-                show_default=True,
-                help="Which of etcd's APIs to speak.",
-            ),
-            click.option(
-                "--cluster",
-                "store_cluster",
-                metavar="NAME",
-                envvar="ADAPTDL_CLUSTER",
-                show_envvar=True,
-                help="Name of the cluster, where several share an etcd. [default: default]",
-            ),
-            *(
-                click.option(
-                    f"--etcd-{name}",
-                    f"store_{name}",
-                    metavar=metavar,
-                    envvar=f"ADAPTDL_ETCD_{name.upper()}",
-                    show_envvar=True,
-                    help=text,
-                )
-                for name, metavar, text in (
-                    ("ca", "PEM", "CA of etcd's certificate."),
-                    ("cert", "PEM", "Client certificate."),
-                    ("key", "PEM", "Its key."),
-                    ("user", "NAME", "User of etcd; the password: ADAPTDL_ETCD_PASSWORD_FILE."),
-                )
-            ),
-        )
-    ):
+    for option in reversed(_STORE_OPTIONS):
         wrapped = option(wrapped)
     return wrapped  # type: ignore[return-value]
 
 
 def json_option(command: F) -> F:
     """Add `--json`, as the parameter `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(command)
 
 
 def main() -> None:
@@ -373,7 +389,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2: no mistake, a question
             error.show()
             sys.exit(error.exit_code)
-        click.echo(_usage(error), err=True)
+        echo(_usage(error), err=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()
@@ -389,6 +405,6 @@ def main() -> None:
         if not isinstance(error, StoreError):
             raise
         refused = "the store refuses us: " if isinstance(error, StoreAuthError) else ""
-        click.echo(f"adaptdl: {refused}{error}", err=True)
+        echo(f"adaptdl: {refused}{error}", err=True)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

@@ -16,11 +16,9 @@ from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
-from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
+from adaptdl_elastic.rendezvous.store.base import Change, Snapshot
 
 R = TypeVar("R")
-K = TypeVar("K")
-V = TypeVar("V")
 
 NodeOfGeneration = tuple[int, str]
 """(generation, node)."""
@@ -463,8 +461,3 @@ def view_of(keys: Keys, snapshot: Snapshot, now: float, wall: float) -> View:
     keeper = ClusterCache(keys)
     keeper.load(snapshot, now)
     return keeper.view(now, wall)
-
-
-def single(item: KeyValue | None, kind: type[R]) -> R | None:
-    """Return the record in a key, or None if there is no key."""
-    return None if item is None else records.decode(kind, item.value, item.key)

@@ -13,7 +13,7 @@ goodput     `adaptdl autoscale`'s own decision, at several worths of time
 spot        the same on spot at 30 % of the price, taken back every 4 h on average, on-demand beside it;
             --market: prices and interruptions from a CSV of seconds,price,interruptions_per_hour instead
 sudden      spot without the notice: what was done since the last checkpoint is done again
-bound       what no autoscaler can beat (adaptdl_elastic/autoscaler/simulator/market_bound.py)
+bound       what no autoscaler can beat (tests/support/market_bound.py)
 """
 
 from __future__ import annotations
@@ -21,34 +21,38 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from adaptdl_elastic.autoscaler.policy.allocate import allocate
-from adaptdl_elastic.autoscaler.policy.policy_types import PolicySettings
-from adaptdl_elastic.autoscaler.providers.base import Pool
-from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.simulator.application import read_application
-from adaptdl_elastic.autoscaler.simulator.engine import SimulationOptions
-from adaptdl_elastic.autoscaler.simulator.market_bound import Frontier, cost_at, frontier
-from adaptdl_elastic.autoscaler.simulator.market_run import (
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from market_bound import Frontier, cost_at, frontier
+from market_run import (
     Bill,
     Setup,
     run_fixed,
     run_goodput,
     run_threshold,
 )
-from adaptdl_elastic.autoscaler.simulator.simulated_market import (
+from simulated_market import (
     NOTICE,
     SimulatedMarket,
     fixed,
     generate,
     read_market,
 )
-from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError, read_workload
+from simulator.application import read_application
+from simulator.engine import SimulationOptions
+from simulator.workload import WorkloadError, read_workload
+
+from adaptdl_elastic.autoscaler.policy.allocate import allocate
+from adaptdl_elastic.autoscaler.policy.policy_types import PolicySettings
+from adaptdl_elastic.autoscaler.providers.base import Pool
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 
 NODES, SLOTS, PRICE = 16, 4, 1.0
 SPOT_PRICE, HOURS_BETWEEN_INTERRUPTIONS = 0.3, 4.0

@@ -24,6 +24,15 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from simulator.application import Application, read_application
+from simulator.baselines import decision, place_most_free
+from simulator.engine import GivenCluster, Simulation, SimulationOptions
+from simulator.outcome_report import summarize
+from simulator.simulated_job import SimJob
+from simulator.workload import read_workload
+
 from adaptdl_elastic.autoscaler.policy import (
     Allocation,
     Decision,
@@ -32,12 +41,6 @@ from adaptdl_elastic.autoscaler.policy import (
     PolicySettings,
     allocate,
 )
-from adaptdl_elastic.autoscaler.simulator.application import Application, read_application
-from adaptdl_elastic.autoscaler.simulator.baselines import decision, place_most_free
-from adaptdl_elastic.autoscaler.simulator.engine import GivenCluster, Simulation, SimulationOptions
-from adaptdl_elastic.autoscaler.simulator.outcome_report import summarize
-from adaptdl_elastic.autoscaler.simulator.simulated_job import SimJob
-from adaptdl_elastic.autoscaler.simulator.workload import read_workload
 
 TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces" / "hetero"
 TYPES = {"aws": (6, 4), "rtx": (3, 8), "dgx-ext": (2, 8)}  # nodes, and GPUs of each

@@ -19,13 +19,16 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from simulator.application import read_application
+from simulator.baselines import POLICIES, make_policy
+from simulator.engine import FixedCluster, Simulation, SimulationOptions
+from simulator.outcome_report import summarize
+from simulator.simulate_command import EVENTS_PAY_BELOW
+from simulator.workload import read_workload
+
 from adaptdl_elastic.autoscaler.policy import PolicySettings
-from adaptdl_elastic.autoscaler.simulator.application import read_application
-from adaptdl_elastic.autoscaler.simulator.baselines import POLICIES, make_policy
-from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Simulation, SimulationOptions
-from adaptdl_elastic.autoscaler.simulator.outcome_report import summarize
-from adaptdl_elastic.autoscaler.simulator.simulate_command import EVENTS_PAY_BELOW
-from adaptdl_elastic.autoscaler.simulator.workload import read_workload
 
 TOLERATED_RATIO = 1.05  # of the artifact's figures
 TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"

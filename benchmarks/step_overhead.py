@@ -1,6 +1,6 @@
 """What AdaptiveDataParallel adds to a training step: plain DDP and it take turns in one run.
 
-    python benchmarks/step_overhead.py --model mlp|cnn|transformer --nproc 1|2 [--json]
+    python benchmarks/step_overhead.py --model mlp|small|cnn|transformer --nproc 1|2 [--loop STEPS] [--json]
 
 Both train a copy of one model on the same data with the same local batch. Rounds of three blocks of steps,
 in random order, so that all see the same machine: DDP, AdaptiveDataParallel on steps that are not
@@ -12,6 +12,9 @@ second time), too few to be measured as they come: `cpu` is
 of the medians over rounds of each block's CPU time (of the process, all its threads) over DDP's; `wall` the
 same of wall time. `gap` is the one after --age steps, when sampling has settled. `low` and `high` hold 95 %
 of `cpu` with rounds drawn again (bootstrap). One torch thread per process.
+
+With --loop each round is a fresh run of so many steps of both from their data loaders, sampled as they come,
+and the costs of the library's data loop count. --age 0 takes the first steps of a job.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,10 +39,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot
 from adaptdl_elastic.torch._gradient.estimator import Schedule
+from adaptdl_elastic.torch._gradient.out_of_memory import unguarded
+from adaptdl_elastic.torch.data import AdaptiveDataLoader
+from adaptdl_elastic.torch.epoch import remaining_epochs_until
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale, ScalingRuleBase
 
@@ -61,6 +69,11 @@ class Transformer(nn.Module):
 def mlp() -> nn.Module:
     """1.0 M parameters."""
     return nn.Sequential(nn.Linear(784, 768), nn.ReLU(), nn.Linear(768, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def small() -> nn.Module:
+    """0.3 M parameters."""
+    return nn.Sequential(nn.Linear(784, 320), nn.ReLU(), nn.Linear(320, 160), nn.ReLU(), nn.Linear(160, 10))
 
 
 def cnn() -> nn.Module:
@@ -113,6 +126,7 @@ class Case:
 
 CASES = {
     "mlp": Case(mlp, 128, images(784), sgd, 16),
+    "small": Case(small, 16, images(784), sgd, 64),
     "cnn": Case(cnn, 64, images(3, 32, 32), sgd, 1),
     "transformer": Case(Transformer, 8, tokens, adamw, 1),
 }
@@ -131,6 +145,7 @@ class Options:
     age: int
     device: str = "cpu"
     precision: str = "fp32"
+    loop: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +156,7 @@ class Ratios:
     low: float
     high: float
     wall: float
-    cpu_plain: float  # on a step that is not sampled
+    cpu_plain: float | None  # on a step that is not sampled
     cpu_sampled: float  # on a step that is
     gap: int  # one step in so many is sampled
     cpu_s: float
@@ -163,7 +178,10 @@ class Trainee:
         self.scaler = torch.amp.GradScaler(options.device, enabled=options.precision == "fp16")
         if adaptive:
             self.model: nn.Module = AdaptiveDataParallel(
-                model, self.optimizer, mp_scaler=self.scaler, scaling_rule=RULES[options.rule]()
+                model,
+                self.optimizer,
+                mp_scaler=self.scaler if self.scaler.is_enabled() else None,
+                scaling_rule=RULES[options.rule](),
             )
         else:
             self.model = DistributedDataParallel(model)
@@ -174,11 +192,20 @@ class Trainee:
         self.kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
         self.loss = nn.CrossEntropyLoss()
 
-    def block(self, batches: list[tuple[torch.Tensor, ...]]) -> tuple[float, float]:
+    def block(self, batches: Iterable[tuple[torch.Tensor, ...]]) -> tuple[float, float]:
         """CPU and wall seconds of one step, on average."""
+        adaptive = isinstance(self.model, AdaptiveDataParallel)
         self._wait()
         cpu, wall = time.process_time(), time.perf_counter()
+        with nullcontext() if adaptive else unguarded():  # DDP's passes are not those of the library
+            steps = self._train(batches)
+        self._wait()
+        return (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
+
+    def _train(self, batches: Iterable[tuple[torch.Tensor, ...]]) -> int:
+        steps = 0
         for inputs, targets in batches:
+            steps += 1
             if self.resilient:
                 self.before = StepSnapshot(_session.current(), 0, self.before)
             self.optimizer.zero_grad()
@@ -187,9 +214,7 @@ class Trainee:
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self._wait()
-        steps = len(batches)
-        return (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
+        return steps
 
     def sample(self, every_step: bool) -> None:
         """From now on measure every step, or none."""
@@ -203,6 +228,15 @@ class Trainee:
         assert isinstance(self.model, AdaptiveDataParallel)
         kind = type(self.model.gns)
         return (kind.costly_schedule if replicas == 1 else kind.cheap_schedule).gap(age)
+
+    def loop(self, data: TensorDataset, local: int, age: int) -> tuple[float, float]:
+        """CPU and wall seconds of one step of an epoch, on average."""
+        if not isinstance(self.model, AdaptiveDataParallel):
+            return self.block(DataLoader(data, local, shuffle=True))
+        gns = self.model.gns
+        gns.load_state_dict({**gns.state_dict(), "steps": age, "next": age})
+        loader = AdaptiveDataLoader(data, local * dist.get_world_size(), shuffle=True)
+        return self.block(batch for _ in remaining_epochs_until(1) for batch in loader)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -228,6 +262,14 @@ def measure(options: Options, seed: int = 0) -> Ratios:
         "plain": lambda: sampled(False),
         "sampled": lambda: sampled(True),
     }
+    if options.loop:  # fresh runs of both
+
+        def fresh(adaptive: bool) -> Times:
+            _session.reset()
+            data = TensorDataset(*case.data(case.local * options.loop * (options.nproc if adaptive else 1)))
+            return Trainee(case, options, copy.deepcopy(model), adaptive).loop(data, case.local, options.age)
+
+        blocks = {"ddp": lambda: fresh(False), "sampled": lambda: fresh(True)}
     for _ in range(2):
         for block in blocks.values():
             block()
@@ -237,16 +279,15 @@ def measure(options: Options, seed: int = 0) -> Ratios:
     while len(rounds) < options.rounds and (len(rounds) < 5 or _go_on(end, device)):
         names = order.sample(list(blocks), len(blocks))
         rounds.append({name: blocks[name]() for name in names})
-    gap = adaptive.gap(options.nproc, options.age)
-    plain_cpu, sampled_cpu = (_medians(rounds, name, 0) for name in ("plain", "sampled"))
+    gap = 1 if options.loop else adaptive.gap(options.nproc, options.age)
     again = sorted(_amortised(order.choices(rounds, k=len(rounds)), gap, 0) for _ in range(1000))
     return Ratios(
         cpu=_amortised(rounds, gap, 0),
         low=again[25],
         high=again[-26],
         wall=_amortised(rounds, gap, 1),
-        cpu_plain=plain_cpu,
-        cpu_sampled=sampled_cpu,
+        cpu_plain=None if options.loop else _medians(rounds, "plain", 0),
+        cpu_sampled=_medians(rounds, "sampled", 0),
         gap=gap,
         cpu_s=statistics.median(r["ddp"][0] for r in rounds),
         wall_s=statistics.median(r["ddp"][1] for r in rounds),
@@ -267,8 +308,8 @@ def _medians(rounds: list[dict[str, Times]], name: str, clock: int) -> float:
 
 
 def _amortised(rounds: list[dict[str, Times]], gap: int, clock: int) -> float:
-    plain, sampled = (_medians(rounds, name, clock) for name in ("plain", "sampled"))
-    return (1 - 1 / gap) * plain + sampled / gap
+    sampled = _medians(rounds, "sampled", clock)
+    return sampled if gap == 1 else (1 - 1 / gap) * _medians(rounds, "plain", clock) + sampled / gap
 
 
 def replica(rank: int, options: Options, folder: str, results: Any) -> None:
@@ -315,6 +356,7 @@ def main() -> None:
     parser.add_argument("--age", type=int, default=2048, help="steps that have been trained before")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--loop", type=int, default=0, metavar="STEPS", help="fresh runs of so many steps")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and take the replicas along
@@ -328,16 +370,19 @@ def main() -> None:
         arguments.age,
         arguments.device,
         arguments.precision,
+        arguments.loop,
     )
     ratios = run(options)
     if arguments.json:
         cpus = os.cpu_count()
         print(json.dumps({**asdict(options), **asdict(ratios), "torch": torch.__version__, "cpus": cpus}))
         return
+    parts = f"{options.loop} steps from step {options.age} on"
+    if ratios.cpu_plain is not None:
+        parts = f"×{ratios.cpu_plain:.3f}, and ×{ratios.cpu_sampled:.3f} one step in {ratios.gap}"
     print(
         f"{options.model}, {ratios.parameters / 1e6:.1f} M parameters, {options.nproc} replicas, "
-        f"{options.rule}: CPU ×{ratios.cpu:.3f} ({ratios.low:.3f} to {ratios.high:.3f}; "
-        f"×{ratios.cpu_plain:.3f}, and ×{ratios.cpu_sampled:.3f} one step in {ratios.gap}), "
+        f"{options.rule}: CPU ×{ratios.cpu:.3f} ({ratios.low:.3f} to {ratios.high:.3f}; {parts}), "
         f"wall ×{ratios.wall:.3f} (DDP: {1e3 * ratios.cpu_s:.1f} ms CPU, {1e3 * ratios.wall_s:.1f} ms; "
         f"{ratios.rounds_done} rounds)"
     )

@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "api.md"
 SCRIPT = (
     *("torch", "torch.data", "torch.epoch", "torch.parallel", "torch.fully_sharded"),
     *("torch.accumulator", "torch.iterator"),
-    *("torch.s3_dataset", "torch.scaling_rules", "torch.gradient_noise_scale", "checkpoint", "collective"),
+    *("torch.scaling_rules", "torch.gradient_noise_scale", "checkpoint", "collective"),
     *("torch.frameworks.huggingface", "torch.frameworks.accelerate", "torch.frameworks.lightning"),
 )
 SELDOM = ("reducer", "env", "goodput", "sched_hints", "utils")
@@ -33,7 +33,6 @@ FIRST = {
     "torch.parallel": "AdaptiveDataParallel",
     "torch.fully_sharded": "AdaptiveFSDP",
     "torch.accumulator": "Accumulator",
-    "torch.s3_dataset": "S3Dataset",
     "checkpoint": "State TensorState load_state",
     "collective": "allreduce broadcast",
 }

@@ -1,8 +1,8 @@
-"""What `make cluster-demo` runs: one job on three nodes of one machine, while nodes come and go.
+"""What `make cluster-demo` runs: one job on three nodes, while nodes come and go.
 
-Three agents with 2 + 1 + 1 slots share one etcd. One joins late, one is drained, one is killed with -9;
-the job ends with the accuracy of a plain one-process run of the same script. Everything it writes goes
-to .cluster-demo/; the exit code is non-zero when the run did not show what it should.
+`cluster_site` has the nodes. Their agents have 2 + 1 + 1 slots. One joins late, one is drained, one is
+killed with -9; the job ends with the accuracy of a plain one-process run of the same script. Everything it
+writes goes to .cluster-demo/. Where it did not show what it should, one line says so, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # the etcd is the tests'
-
-from etcd_server import EtcdServer
+from cluster_site import Site, best_site
+from demo_ending import UnmetError, conclude
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / ".cluster-demo"
@@ -29,7 +28,7 @@ SCRIPT = HERE / "image_classification.py"
 JOB = "cluster-demo"
 EPOCHS = 16
 WITHIN = 0.02  # of the one-process run's accuracy
-PATIENCE = 90.0  # seconds for anything to happen
+PATIENCE = 180.0  # seconds without any event, which only a demo that goes wrong reaches
 
 Event = dict[str, Any]
 
@@ -37,28 +36,29 @@ Event = dict[str, Any]
 class Agents:
     """The agents, one event log each, all events in one queue."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.processes: dict[str, subprocess.Popen[str]] = {}
         self.events: list[Event] = []
         self._queue: queue.Queue[Event] = queue.Queue()
         self._began = time.time()
 
     def start(self, node: str, slots: str) -> None:
         """`adaptdl-run` as it would be typed on that node."""
-        log = OUT / f"{node}.events"
+        log = self.site.outside(f"{node}.events")
         os.mkfifo(log)
         # both directions: opening does not wait for the agent, and its end is not ours
         descriptor = os.open(log, os.O_RDWR)
         threading.Thread(target=self._read, args=(node, descriptor), daemon=True).start()
+        folder = self.site.folder
         command = [
             *(sys.executable, "-m", "adaptdl_elastic.agent", "--nnodes=1:3", f"--nproc-per-node={slots}"),
-            *(f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={JOB}", f"--node-name={node}"),
-            *(f"--checkpoint-path={OUT / 'checkpoint'}", "--checkpoint-interval=5", "--no-autoscale"),
-            *(f"--event-log={log}", f"--log-dir={OUT / 'logs'}", "--redirects=3"),
+            *(f"--rdzv-endpoint={self.site.endpoint}", f"--rdzv-id={JOB}", f"--node-name={node}"),
+            *(f"--checkpoint-path={folder}/checkpoint", "--checkpoint-interval=5", "--no-autoscale"),
+            *(f"--event-log={folder}/{log.name}", f"--log-dir={folder}/logs", "--redirects=3"),
             *(str(SCRIPT), f"--epochs={EPOCHS}", "--fixed-batch-size"),
         ]
-        self.processes[node] = subprocess.Popen(command, cwd=OUT)
+        self.processes[node] = self.site.start(node, command)
         self.tell(f"node {node} comes with {slots.rpartition(':')[2]} slot(s)")
 
     def _read(self, node: str, descriptor: int) -> None:
@@ -72,12 +72,11 @@ class Agents:
 
     def wait(self, what: str, wanted: Callable[[Event], bool]) -> Event:
         """The next event that is wanted; generations are told as they begin."""
-        deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                event = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+                event = self._queue.get(timeout=PATIENCE)
             except queue.Empty:
-                raise SystemExit(f"cluster-demo: {what} did not happen within {PATIENCE:g} s") from None
+                raise UnmetError(f"expected {what}; for {PATIENCE:g} s {self.seen()}") from None
             if self._note(event) and wanted(event):
                 return event
 
@@ -107,48 +106,60 @@ class Agents:
         done = max((e["epoch"] for e in self.events if e["event"] == "metrics"), default=-1)
         self.wait("progress", lambda e: e["event"] == "metrics" and e["epoch"] >= done + more)
 
+    def seen(self) -> str:
+        """In short, how far the job is."""
+        sizes = [e["replicas"] for e in self.events if e["event"] == "generation"]
+        done = [e["epoch"] + 1 for e in self.events if e["event"] == "metrics"]
+        return (
+            f"the job has {sizes[-1] if sizes else 0} replica(s) and {max(done, default=0)}/{EPOCHS} epochs"
+        )
+
+    def exit_code(self, process: subprocess.Popen[str], what: str) -> int:
+        """Of a process that is about to end."""
+        try:
+            return process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise UnmetError(f"expected the end of {what} within {PATIENCE:g} s; {self.seen()}") from None
+
     def end(self) -> int:
         """The first node's exit code, and the last events."""
-        code = self.processes["a"].wait(PATIENCE)
+        self.wait("the end of the job", lambda e: e["event"] == "exit" and e["node"] == "a")
+        code = self.exit_code(self.processes["a"], "the agent of node a")
         while True:
             try:
                 self._note(self._queue.get(timeout=0.2))
             except queue.Empty:
                 return code
 
-    def stop(self) -> None:
-        """Nothing is left behind, whatever happened."""
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+    def adaptdl(self, command: str, *arguments: str) -> None:
+        """Run the command, as in another terminal of node a."""
+        line = [sys.executable, "-m", "adaptdl_elastic.autoscaler", command, *arguments]
+        process = self.site.start("a", [*line, "--etcd", self.site.endpoint])
+        if self.exit_code(process, f"adaptdl {command}"):
+            raise UnmetError(f"expected adaptdl {command} to succeed; a.log has what it said")
 
 
-def adaptdl(*arguments: str) -> None:
-    """The command, as in another terminal."""
-    subprocess.run([sys.executable, "-m", "adaptdl_elastic.autoscaler", *arguments], check=True)
-
-
-def act(agents: Agents, endpoint: str) -> int:
+def act(agents: Agents) -> int:
     """What happens; the job's exit code."""
-    scale = ("scale", JOB, "--etcd", endpoint, "--replicas")
+    scale = ("scale", JOB, "--replicas")
     agents.start("a", "1:2")
     agents.start("b", "1:1")
     agents.wait_for_epochs(1)
-    adaptdl(*scale, "3")
+    agents.adaptdl(*scale, "3")
     agents.wait_for_size(3)
     agents.start("c", "1:1")
     agents.wait_for_epochs(2)
-    adaptdl(*scale, "4")
+    agents.adaptdl(*scale, "4")
     agents.wait_for_size(4)
     agents.wait_for_epochs(2)
     agents.tell("node b is drained")
-    adaptdl("drain", "b", "--etcd", endpoint)
+    agents.adaptdl("drain", "b")
     agents.wait_for_size(3)
-    agents.tell(f"node b has left with exit code {agents.processes['b'].wait(PATIENCE)}")
+    code = agents.exit_code(agents.processes["b"], "the agent of node b")
+    agents.tell(f"node b has left with exit code {code}")
     agents.wait_for_epochs(2)
     agents.tell("node c is killed with -9")
-    agents.processes["c"].kill()
+    agents.site.kill(agents.processes["c"])
     agents.wait_for_size(2)
     return agents.end()
 
@@ -157,12 +168,18 @@ def accuracy_of_one_process() -> float:
     """The same script without a launcher."""
     path = OUT / "one-process.events"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ADAPTDL_")}
-    subprocess.run(
-        [sys.executable, str(SCRIPT), f"--epochs={EPOCHS}", "--fixed-batch-size"],
-        env={**environment, "ADAPTDL_EVENT_LOG": str(path), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
+    with (OUT / "one-process.log").open("w") as log:
+        run = subprocess.run(
+            [sys.executable, str(SCRIPT), f"--epochs={EPOCHS}", "--fixed-batch-size"],
+            env={**environment, "ADAPTDL_EVENT_LOG": str(path), "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            check=False,
+        )
+    if run.returncode:
+        raise UnmetError(
+            f"expected a plain run to succeed; its exit code is {run.returncode}, see one-process.log"
+        )
     return last_accuracy([json.loads(line) for line in path.read_text().splitlines()])
 
 
@@ -171,23 +188,20 @@ def last_accuracy(events: list[Event]) -> float:
     return float([e for e in events if e["event"] == "metrics"][-1]["accuracy"])
 
 
-def main() -> int:
+def demo() -> int:
     """Run it, draw it, and say whether it showed what it should."""
-    from adaptdl_elastic.agent.terminal.run_plot import draw
+    from draw_run import draw
+
     from adaptdl_elastic.agent.terminal.run_summary import summarise
 
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir()
     alone = None
     if "--no-comparison" not in sys.argv:
         print("a plain run of the same script in one process, for comparison ...", flush=True)
         alone = accuracy_of_one_process()
-    with EtcdServer() as etcd:
-        agents = Agents(etcd.endpoint)
-        try:
-            code = act(agents, etcd.endpoint)
-        finally:
-            agents.stop()
+    with best_site(OUT) as site:
+        print(f"cluster-demo: {site.what}", flush=True)
+        agents = Agents(site)
+        code = act(agents)
     (OUT / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in agents.events))
     summary = summarise(agents.events)
     draw(summary, OUT / "run.png", "one job on three nodes that come and go")
@@ -196,9 +210,20 @@ def main() -> int:
     agents.tell(f"done: accuracy {together:.4f}, in one process {alone:.4f}")
     print(f"events: {OUT / 'events.jsonl'}\npicture: {OUT / 'run.png'}")
     if code != 0 or abs(together - alone) > WITHIN:
-        print(f"cluster-demo: exit code {code}, accuracies {together} and {alone}", file=sys.stderr)
-        return 1
+        raise UnmetError(
+            f"expected exit code 0 and an accuracy within {WITHIN} of one process's; "
+            f"the exit code is {code}, the accuracies are {together:.4f} and {alone:.4f}"
+        )
     return 0
+
+
+def main() -> int:
+    """Prepare the folder, and run the demo."""
+    # its replicas share the cores of this machine, also where that has a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir()
+    return conclude("cluster-demo", OUT, demo)
 
 
 if __name__ == "__main__":

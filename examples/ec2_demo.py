@@ -29,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from demo_ending import UnmetError, complain, conclude
 from ec2_demo_picture import picture, table
 from ec2_demo_stage import Machines, Spot, agent_command, coordinator, left_behind
 from ec2_demo_story import (
@@ -110,13 +111,19 @@ class Demo:
             if self.failure is not None:
                 raise self.failure
             if self.story.now > LIMIT:
-                raise TimeoutError(f"{LIMIT:.0f} s are over; still waiting until {what}")
+                raise UnmetError(f"expected: {what}; after {LIMIT:.0f} s {self.seen()}")
             if state is not None and state.ended and not self._end.exists():
-                raise RuntimeError(f"the job has ended ({state.value}) before {what}")
+                raise UnmetError(f"expected: {what}; before, the job has ended ({state.value})")
             waiter.wait(LOOK)
         self.look()
         if tell:
             self.story.mark(what)
+
+    def seen(self) -> str:
+        """In short, how far the story is."""
+        last, epochs = self.story.samples[-1], len(accuracies())
+        found = f"{last.instances} instance(s), {last.nodes} node(s), {last.replicas} replica(s)"
+        return f"{found}, {epochs} epoch(s)"
 
     @property
     def _end(self) -> Path:
@@ -225,9 +232,11 @@ class Demo:
         )
         check(not any(e["event"] == "failure" for e in events()), "replicas have failed")
         ends = sorted((e["epoch"], e["accuracy"]) for e in events() if e["event"] == "metrics")
+        once = len({epoch for epoch, _ in ends})
+        last = ends[-1][0] if ends else -1
         check(
-            [epoch for epoch, _ in ends] == list(range(len(ends))),
-            f"epochs were lost or trained twice: {[epoch for epoch, _ in ends]}",
+            once == len(ends) == last + 1,
+            f"expected each epoch once; {len(ends)} have ended, {once} different ones up to number {last}",
         )
         best = max(accuracies().values(), default=0.0)
         check(best >= ACCURACY, f"the best accuracy, {best:.3f}, is below {ACCURACY}")
@@ -247,8 +256,8 @@ def accuracies() -> dict[int, float]:
     return {e["epoch"]: e["accuracy"] for e in events() if e["event"] == "metrics"}
 
 
-def run(story: Story) -> None:
-    """Set the stage, tell the story, clear up."""
+def run(story: Story) -> int:
+    """Set the stage, tell the story, clear up; the exit code is 0."""
     spot = Spot()
     with running_moto() as moto, EtcdServer() as etcd, connect(etcd.endpoint) as store:
         os.environ.update({**moto.environment, "AWS_EC2_METADATA_DISABLED": "true"})
@@ -267,6 +276,7 @@ def run(story: Story) -> None:
     (OUT / "timeline.json").write_text(json.dumps([vars(s) for s in story.samples]))
     picture(story, OUT / "timeline.png")
     print(f"\n{table(bill, story.bill)}\n\n{story.now:.0f} s in all; picture: {OUT / 'timeline.png'}")
+    return 0
 
 
 def _interrupted(number: int, frame: object) -> None:
@@ -284,19 +294,11 @@ def main() -> int:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, _interrupted)
     print(f"{STAGED}\n", flush=True)
-    code = 0
-    try:
-        run(story)
-    except KeyboardInterrupt as error:
-        print(f"ec2-demo: {error}: stopped", file=sys.stderr)
-        code = 130
-    except Exception as error:
-        print(f"ec2-demo: {error}; logs are in {OUT}", file=sys.stderr)
-        code = 1
+    code = conclude("ec2-demo", OUT, lambda: run(story))
     story.check(not (left := left_behind()), f"had to be killed at the end: {'; '.join(left)}")
     story.check(story.now < 240, f"{story.now:.0f} s are more than four minutes")
     for text in story.shortcomings:
-        print(f"ec2-demo: {text}", file=sys.stderr)
+        complain("ec2-demo", text, OUT)
     return code or (1 if story.shortcomings else 0)
 
 

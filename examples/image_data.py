@@ -61,9 +61,12 @@ def _digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, to
 
 
 def load(directory: str | None) -> Images:
-    """Images from `directory`, else Debian's Fashion-MNIST, else scikit-learn's digits."""
+    """Images from `directory`, else Debian's Fashion-MNIST, else scikit-learn's digits.
+
+    The directory "digits" stands for scikit-learn's digits, wherever Fashion-MNIST is.
+    """
     folder = Path(directory) if directory else DEBIAN
-    if directory or folder.is_dir():
+    if directory != "digits" and (directory or folder.is_dir()):
         name = "Fashion-MNIST" if "fashion" in str(folder.resolve()).lower() else folder.name
         train, test = _idx_pair(folder, "train"), _idx_pair(folder, "t10k")
     else:

@@ -1,18 +1,17 @@
 """The machines of `make team-demo`: four nodes with a real sshd each, and the desks of two people.
 
-As root every machine is a network namespace, and the two people are Unix users. Without root a node is a home
-directory of this user, reached by ssh on the loopback interface, and both people are this user.
+As root these are machines that share nothing but a network, and the two people are Unix users. Without root
+a node is a home directory of this user, reached by ssh on the loopback interface, and both people are this
+user.
 """
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,12 +27,12 @@ sys.path.insert(
 from etcd_server import find_etcd
 from machines import NoRoomError, Room
 from ports import free_port
+from ssh_machines import open_ssh
 from ssh_nodes import NoSshError, SshNodes, find_sshd
 
 NODES = ("node1", "node2", "node3", "node4")
 PEOPLE = ("alice", "bob")
-_SECONDS = 30.0  # until a node can be reached
-_LOOK_SECONDS = 0.1
+_SECONDS = 30.0  # until what is killed has ended
 
 
 class NoSiteError(Exception):
@@ -71,28 +70,27 @@ class Site(Protocol):
         """Connect a node that was unplugged."""
 
 
-class Namespaces:
-    """A network namespace for each machine, and Unix users.
+class Machines:
+    """Machines that share nothing but a network, and Unix users on them.
 
     Args:
         out: Folder for the logs of sshd.
     """
 
-    what = "four network namespaces with an sshd each; alice and bob are Unix users"
+    what = "four machines with an sshd each, in namespaces of this one; alice and bob are Unix users"
     up_options = ("--python", "/opt/adaptdl/bin/python")
 
     def __init__(self, out: Path) -> None:
         self._out = out
         self._room = Room("desk", *NODES)
 
-    def __enter__(self) -> Namespaces:
-        sshd = find_sshd()
+    def __enter__(self) -> Machines:
         try:
             self._room.__enter__()
         except NoRoomError as error:
             raise NoSiteError(str(error)) from None
         try:
-            self._furnish(sshd)
+            self._furnish()
         except NoRoomError as error:
             self._room.close()
             raise NoSiteError(str(error)) from None
@@ -101,61 +99,35 @@ class Namespaces:
             raise
         return self
 
-    def _furnish(self, sshd: str) -> None:
+    def _furnish(self) -> None:
         room = self._room
         room.install_ourselves("/opt/adaptdl")
-        room.provide(find_etcd(), "/usr/bin/etcd")
+        room.provide(find_etcd(), "/usr/bin/etcd", *NODES)
         for person in PEOPLE:  # "*": no password, but not locked, as sshd demands
-            room.bash(f"useradd -m -s /bin/bash {person}; usermod -p '*' {person}")
+            room.everywhere(f"useradd -m -s /bin/bash {person}; usermod -p '*' {person}")
             room.bash("mkdir work", "desk", person, f"/home/{person}")
-        room.bash("mkdir -p /run/sshd; ssh-keygen -q -t ed25519 -N '' -f /etc/demo_host_key")
         # alice reaches the nodes, bob does not
-        room.bash(
-            "mkdir -m 700 .ssh; ssh-keygen -q -t ed25519 -N '' -f .ssh/id_ed25519",
-            "desk",
-            "alice",
-            "/home/alice",
-        )
-        known = room.read("/etc/demo_host_key.pub").split()[:2]
-        lines = [f"{node},{room.addresses[node]} {' '.join(known)}" for node in NODES]
-        room.write("/etc/ssh/ssh_known_hosts", "\n".join(lines))
-        for node in NODES:
-            room.popen(
-                ["unshare", "--mount", "sh", "-ec", self._server(node, sshd)],
-                node,
-                log=self._out / f"{node}.log",
-            )
-        deadline = time.monotonic() + _SECONDS
-        for node in NODES:
-            while self.start("alice", ["ssh", "-o", "ConnectTimeout=5", node, "true"]).wait():
-                if time.monotonic() > deadline:
-                    raise NoSiteError(f"ssh to {node} fails: see {self._out / node}.log")
-                time.sleep(_LOOK_SECONDS)
-
-    def _server(self, node: str, sshd: str) -> str:
-        """Return the script that gives a node a home directory of its own for alice, and starts its sshd."""
-        options = {
-            "ListenAddress": self._room.addresses[node],
-            "HostKey": "/etc/demo_host_key",
-            "AuthorizedKeysFile": ".ssh/authorized_keys",
-            "PasswordAuthentication": "no",
-            "UsePAM": "no",
-            "PidFile": "none",
-        }
-        return f"""
-mkdir -p /nodes/{node}/.ssh
-cp /home/alice/.ssh/id_ed25519.pub /nodes/{node}/.ssh/authorized_keys
-chown -R alice:alice /nodes/{node}
-chmod 700 /nodes/{node} /nodes/{node}/.ssh
-mount --make-rprivate /
-mount --bind /nodes/{node} /home/alice
-exec {sshd} -D -e {" ".join(f"-o {name}={value}" for name, value in options.items())}
-"""
+        try:
+            open_ssh(room, "desk", "alice", NODES, self._out)
+        except NoSshError as error:
+            raise NoSiteError(str(error)) from None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._keep_logs()
         self._room.close()
+
+    def _keep_logs(self) -> None:
+        """Copy what the nodes have written about the cluster and its jobs, before they are gone."""
+        for node in NODES:
+            folder = self._room.outside(node, "/home/alice/.local/share/adaptdl")
+            for log in folder.rglob("*.log"):
+                with suppress(OSError):
+                    target = self._out / node / log.relative_to(folder)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(log, target)
 
     def desk(self, person: str) -> str:
         return f"/home/{person}/work"
@@ -167,20 +139,16 @@ exec {sshd} -D -e {" ".join(f"-o {name}={value}" for name, value in options.item
 
     def hand_over(self, name: str, giver: str, taker: str) -> None:
         target = f"{self.desk(taker)}/{Path(name).name}"
-        self._room.bash(f"install -o {taker} -m 600 {self.desk(giver)}/{name} {target}")
+        self._room.bash(f"install -o {taker} -m 600 {self.desk(giver)}/{name} {target}", "desk")
 
     def fetch(self, person: str, name: str, target: Path) -> None:
-        target.write_bytes(base64.b64decode(self._room.bash(f"base64 {self.desk(person)}/{name}")))
+        shutil.copy(self._room.outside("desk", f"{self.desk(person)}/{name}"), target)
 
     def unplug(self, node: str) -> None:
-        self._link(node, "down")
+        self._room.unplug(node)
 
     def plug(self, node: str) -> None:
-        self._link(node, "up")
-
-    def _link(self, node: str, state: str) -> None:
-        number = list(self._room.addresses).index(node)
-        self._room.bash(f"ip link set hub{number} {state}")
+        self._room.plug(node)
 
 
 class OneUser:
@@ -283,4 +251,4 @@ def end(process: subprocess.Popen[str]) -> None:
 
 def find_site(out: Path) -> Site:
     """Return the best machines that can be had here."""
-    return Namespaces(out) if os.geteuid() == 0 else OneUser(out)
+    return Machines(out) if os.geteuid() == 0 else OneUser(out)

@@ -1,6 +1,8 @@
 """Search a learning rate with Ray Tune; the trials share the replicas of a node by goodput.
 
-pip install 'adaptdl-elastic[ray]'
+In a clone of the repository:
+
+pip install '.[ray]'
 python examples/tune_ray.py --trials 8 --epochs 10
 """
 

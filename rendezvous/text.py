@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Sequence
+
+_CONTROL = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
 
 def pluralize(number: int, what: str) -> str:
     """Return a number with its noun: `1 slot`, `2 slots`."""
@@ -18,3 +26,49 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def printable(text: str) -> str:
+    r"""Return a text for a terminal, with its control characters escaped as in `\x1b`; newlines stay.
+
+    A text from another person may hold sequences that change the terminal's state, and characters that
+    reverse the direction of writing.
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def log_to_stderr(level: int | str, form: str) -> None:
+    """Write log messages to standard error, with their control characters escaped."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter(form))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def record_lines(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return rows as lines of at most `width` columns, for a terminal that is too narrow for a table.
+
+    A row is shown as fields `HEAD: value`, as many on a line as fit. Its lines after the first are indented.
+    Empty fields are left out. A field that is longer than a line is wrapped.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    lines = []
+    for row in rows:
+        own: list[str] = []
+        for head, cell in zip(heads, row, strict=True):
+            field = Text(f"{head}: {cell}")
+            if cell in ("", "-"):
+                continue
+            if own and Text(own[-1]).cell_len + 2 + field.cell_len <= width:
+                own[-1] += f"  {field}"
+            else:
+                wrapped = field.wrap(Console(), max(width - 2, 2), overflow="fold")
+                own += [f"{'  ' if own or i else ''}{line}".rstrip() for i, line in enumerate(wrapped)]
+        lines += own
+    return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 
 import pytest
@@ -24,6 +25,13 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 # begun in the background of a shell (`make test &`) all that tests start would be deaf to Ctrl-C
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The process group of an AdaptiveDataParallel that is thrown away is not freed (five descriptors), and
+# hundreds of tests make one in one process. An ordinary user's process may have 1,024 descriptors unless
+# it asks for more.
+_SOFT, _HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(_SOFT, min(_HARD, 16384)), _HARD))
 
 
 @pytest.fixture(autouse=True)

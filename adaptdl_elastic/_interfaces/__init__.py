@@ -24,11 +24,7 @@
 No module of this package imports torch at run time.
 """
 
-from adaptdl_elastic._interfaces.loaders import (
-    ElasticLoader,
-    LearntLimit,
-    Loaders,
-)
+from adaptdl_elastic._interfaces.loaders import ElasticLoader, LearntLimit, Loaders
 from adaptdl_elastic._interfaces.models import (
     ElasticModel,
     GradientStatistics,

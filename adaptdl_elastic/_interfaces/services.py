@@ -300,6 +300,10 @@ class Rescaling(Protocol):
 class Joining(Protocol):
     """Let a newcomer join the running replicas."""
 
+    @property
+    def before_epochs(self) -> bool:
+        """Whether the running replicas had not come to an epoch when they were last heard of."""
+
     def arrive(self, place: Place, loader: str) -> bool:
         """Reach a data loop. Return True after joining the others in it, False if it must be skipped."""
 

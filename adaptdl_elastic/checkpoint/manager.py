@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 from uuid import UUID
 
+from adaptdl_elastic.protocol.uncaught_error import chain
 from adaptdl_elastic.storage import (
     ChecksumWriter,
     DamagedError,
@@ -551,12 +552,8 @@ def root_cause(error: BaseException) -> BaseException:
 
     That is a StorageError itself, else the OSError that caused it, for example for a full disk.
     """
-    seen: BaseException | None = None if isinstance(error, StorageError) else error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    return error
+    causes = [] if isinstance(error, StorageError) else chain(error)
+    return next((cause for cause in causes if isinstance(cause, OSError)), error)
 
 
 def _highest(ids: list[str]) -> int:

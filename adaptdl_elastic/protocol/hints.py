@@ -135,6 +135,7 @@ class JobHints:
     samples_done: _Amount | None = None  # since the job's start, in samples at init_batch_size
     remaining_samples: _Amount | None = None  # to the declared end, in the same unit
     step: _Count = 0
+    outside_epochs: bool = False  # models are trained outside of remaining_epochs_until
     inplace: bool = False  # whether this script and backend could rescale in place
     inplace_reason: str = ""  # why not, if inplace is False
     # current problems, each with what the user can do about it

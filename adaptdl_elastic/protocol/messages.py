@@ -157,10 +157,14 @@ class Ready:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Resilient:
-    """Tell that from now on, in this generation, the death of a peer does not end this replica."""
+    """Tell that from now on, in this generation, the death of a peer does not end this replica.
+
+    With a reason `why_not`, tell that it does.
+    """
 
     kind: ClassVar[str] = "resilient"
     generation: _Generation
+    why_not: str = ""
 
 
 @dataclass(frozen=True, config=_CONFIG)

@@ -5,7 +5,7 @@ many replicas fail together, the agent must choose the one to show, and it must 
 happens again. So the record says when the error was raised, of which kind it is, and whether it only reports
 that another replica is gone. The kind is the type of the exception and the innermost line of the user's own
 code. The message is not part of it, because it may contain addresses, ranks and numbers that differ each
-time.
+time. An error that may be temporary has no kind.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import sysconfig
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,14 @@ RECORD = "uncaught.json"
 TRACEBACK = "traceback.log"
 _PACKAGE = str(Path(__file__).parents[1])  # not resolved: in a checkout the parts of the package are links
 _LOST_PEER_TYPES = {"PeerLostError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+# Names of types, and messages of torch and of services whose type says nothing. A device-side assert is not
+# temporary: the script's data causes it.
+_TEMPORARY = re.compile(
+    r"[Cc]onnect|Timeout|timed out|BrokenProcessPool|killed by signal|exited unexpectedly|No space left"
+    r"|Too many open files|PytorchStreamWriter|CUDA error: (?!device-side assert)|cuDNN error"
+    r"|SlowDown|Throttl|Unavailable"
+)
+_CERTAIN = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _LOST_PEER_TEXT = re.compile(r"[Gg]loo|NCCL|TCPStore|Connection (closed|reset) by peer|Broken pipe")
 
 
@@ -30,11 +39,19 @@ _LOST_PEER_TEXT = re.compile(r"[Gg]loo|NCCL|TCPStore|Connection (closed|reset) b
 class UncaughtError:
     """Hold what an agent needs to know about an error."""
 
-    kind: str  # equal for errors of the same type at the same line of the user's code
+    kind: str  # equal for errors of the same type at the same line of the user's code; "": may be temporary
     message: str  # one line, with the type
     raised: float  # wall clock
     lost_peer: bool  # the error only reports that another replica, or the connection to it, is gone
     final: bool = False  # the job is to fail without restarts, because they would not help
+    step: int | None = None  # number of the last step before it; None: unknown
+
+
+count_steps: Callable[[], int] | None = None
+"""Return the number of the last finished step. The library sets this function in a replica."""
+
+explain: Callable[[BaseException, TracebackType | None], None] | None = None
+"""Add a remedy to an error. The library sets this function in a replica that continues a job."""
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError:
@@ -46,11 +63,12 @@ def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = " ".join(str(error).splitlines()[:1])
     return UncaughtError(
-        kind=f"{name} at {_where(error, trace)}",
+        kind="" if _may_be_temporary(error) else f"{name} at {_where(error, trace)}",
         message=f"{kind.__name__}: {text}" if text else kind.__name__,
         raised=time.time(),
         lost_peer=_is_lost_peer(error),
-        final=getattr(error, "ends_job", False) is True,
+        final=getattr(error, "ends_job", False) is True or _is_of_an_import(error, trace),
+        step=count_steps() if count_steps is not None else None,
     )
 
 
@@ -73,6 +91,33 @@ def read(directory: Path) -> UncaughtError | None:
         return None
 
 
+def _is_of_an_import(error: BaseException, trace: TracebackType | None) -> bool:
+    """Return whether the script, or a module that it imports, is no Python or needs a missing module."""
+    own = [frame for frame in traceback.extract_tb(trace) if not _is_installed(frame.filename)]
+    kinds = (SyntaxError, ModuleNotFoundError)
+    return isinstance(error, kinds) and all(frame.name == "<module>" for frame in own)
+
+
+def _may_be_temporary(error: BaseException) -> bool:
+    """Return whether an error, or one that led to it, is of a network, a disk or memory."""
+    for cause in chain(error):
+        names = " ".join(base.__name__ for base in type(cause).__mro__)
+        system = isinstance(cause, (OSError, MemoryError)) and not isinstance(cause, _CERTAIN)
+        if system or _TEMPORARY.search(f"{names} {cause}"):
+            return True
+    return False
+
+
+def chain(error: BaseException, with_context: bool = True) -> list[BaseException]:
+    """Return an error and those that led to it. `raise error from error` makes an error its own cause."""
+    found: dict[int, BaseException] = {}
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in found:
+        found[id(cause)] = cause
+        cause = cause.__cause__ or (cause.__context__ if with_context else None)
+    return list(found.values())
+
+
 def _where(error: BaseException, trace: TracebackType | None) -> str:
     """Return the innermost line of the user's code; if there is none, of any code."""
     if isinstance(error, SyntaxError):  # it is raised before the file has a frame
@@ -91,12 +136,10 @@ def _is_installed(file: str) -> bool:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Return whether an error, or its cause, reports that a peer or the connection to it is gone."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in chain(error, with_context=False):
         names = {base.__name__ for base in type(cause).__mro__}
         if names & _LOST_PEER_TYPES:
             return True
         if type(cause) is RuntimeError and _LOST_PEER_TEXT.search(str(cause)):
             return True
-        cause = cause.__cause__
     return False

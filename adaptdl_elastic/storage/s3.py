@@ -4,6 +4,7 @@
  <prefix>/manifests/<id>.json    written last: without it there is no checkpoint
  <prefix>/finished.json          note how the run that wrote these ended; `--anew` moves all to
  <prefix>/archive-<time>/…       which has the same structure
+ <prefix>/secret                 from which the secrets of the job's runs are derived; it is not moved
 
 S3 has been strongly consistent since December 2020: an object that was put is listed. The manifest is put on
 condition that it does not exist (`If-None-Match: *`), so only one of two writers commits. If the answer to
@@ -213,6 +214,23 @@ class S3Storage(Storage):
                 if file.read() == data:
                     return
             raise error from error.__cause__
+
+    def agree(self, name: str, proposed: bytes) -> bytes:
+        """Return the content of the object `name`, which is `proposed` if there was none.
+
+        All callers get the same content, also if they ask at the same moment. Raises StorageError.
+        """
+        key = f"{self._prefix}{name}"
+        # read first: some stores ignore the condition of `put_new`, and some users may only read
+        with suppress(DamagedError), self.get(key) as file:
+            return file.read()
+        try:
+            self.put_new(key, proposed)
+        except StorageError as error:
+            with suppress(DamagedError), self.get(key) as file:
+                return file.read()
+            raise error from error.__cause__
+        return proposed
 
     def _delete(self, keys: list[str]) -> None:
         for start in range(0, len(keys), 1000):

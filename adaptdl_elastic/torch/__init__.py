@@ -16,7 +16,7 @@ for the import of the other modules.
 | module | question that it answers |
 |---|---|
 | `data` | How does a script load data with a batch size and a position that survive a change? |
-| `s3_dataset`, `iterator` | How are objects in S3, or one long sequence of tokens, read? |
+| `iterator` | How is one long sequence of tokens read? |
 | `parallel`, `fully_sharded` | What are AdaptiveDataParallel and AdaptiveFSDP? |
 | `scaling_rules` | How does the learning rate follow the batch size, and how is a rule added? |
 | `gradient_noise_scale` | What are the estimates of the gradient noise scale? |

@@ -53,6 +53,11 @@ def check_arguments(
             raise TypeError(f"lr_scheduler must be an object with a state_dict, got {lr_scheduler!r}")
         if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler is that of another optimizer: pass the one made for this one")
+    if sharded and mp_scaler is not None:
+        raise TypeError(
+            "AdaptiveFSDP supports no mp_scaler: leave it out and train in bfloat16, which needs none "
+            "(mp_policy of fully_shard), or use AdaptiveDataParallel without fully_shard"
+        )
     if mp_scaler is not None:
         grad_scaler.check(mp_scaler)
     if scaling_rule is not None and not isinstance(scaling_rule, ScalingRuleBase):

@@ -40,7 +40,8 @@ class OptimizerSteps(DistributedDataParallel):
     _batch: Batch
     _hook: HookState
     _sampler: Sampler
-    _looked_for_scheduler: bool
+    _user_no_sync: bool  # the script accumulates by hand
+    _synchronised: bool  # False during a forward pass whose gradients are not synchronised
 
     @property
     def gain(self) -> float:
@@ -150,8 +151,6 @@ class OptimizerSteps(DistributedDataParallel):
             return
         self._sampler.close(self._batch.size)
         self._window.reset()
-        if not self._looked_for_scheduler:
-            self._look_for_scheduler()
         self.gns.advance(self.scale, self._batch.size)
         session, progress = current_session(), self.gns.get_progress()
         metrics, models = session.metrics, session.models
@@ -160,17 +159,6 @@ class OptimizerSteps(DistributedDataParallel):
         metrics.update_progress(progress)
         self._sampler.report(metrics, self.name)
         metrics.update_gain(self.name, self.gain, mean(factor))
-
-    def _look_for_scheduler(self) -> None:
-        """Warn, at the first step, of a scheduler that is in no checkpoint as the model was not given it."""
-        self._looked_for_scheduler = True
-        if self._lr_scheduler is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
-            logger.warning(
-                "%s has a learning-rate scheduler that AdaptiveDataParallel was not given: it is in no "
-                "checkpoint, and begins anew after a restart, unless a State of yours keeps it; pass it as "
-                "lr_scheduler",
-                type(self._optimizer).__name__,
-            )
 
     def skipped_step(self) -> None:
         """Record that the optimizer did not step as gradients were inf or nan. Called by GradScaler hooks."""

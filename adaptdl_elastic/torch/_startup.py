@@ -22,12 +22,7 @@ from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._elastic.join import begin_joining
 from adaptdl_elastic.torch._process_group import backends, capability, script_collectives
-from adaptdl_elastic.torch._process_group.setup import (
-    connect_torch,
-    listening_host,
-    make_group,
-    reducer_key,
-)
+from adaptdl_elastic.torch._process_group.setup import connect_torch, listening_host, make_group, reducer_key
 from adaptdl_elastic.torch._process_group.signed_store import signed
 from adaptdl_elastic.torch._process_group.store import open_store
 

@@ -39,18 +39,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaptdl_elastic import checkpoint
+from adaptdl_elastic import _frames, checkpoint
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.accumulator_state import (
-    AccumulatorState,
-    Addition,
-    Totals,
-    add_to,
-    extended,
-)
+from adaptdl_elastic.torch._data.accumulator_state import AccumulatorState, Addition, Totals, add_to, extended
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._runtime.position import script_position
-from adaptdl_elastic.torch._runtime.statements import running_statements
 
 __all__ = ["Accumulator"]
 
@@ -121,7 +114,7 @@ class Accumulator(MutableMapping[Any, Any]):
         part = position.epoch_loops if epoch is None else position.entered
         loop = position.loops_outside if epoch is None else position.entered
         block = self._blocks[epoch]
-        name = f"{part} {block} {running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
+        name = f"{part} {block} {_frames.running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
         number, before = self._additions.get((epoch, name), (0, ""))
         number, values = self._additions[epoch, name] = number + 1, extended(before, change)
         self._state.add_outside(Addition(epoch, loop, block, name, number, values), {key: change})

@@ -35,10 +35,7 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.batch_comparison import digest
 from adaptdl_elastic.torch._data.inner_loop import map_batches, run_inner_loop, stream_batches
 from adaptdl_elastic.torch._data.iterable import Settings, iterate_stream, wrap_stream
-from adaptdl_elastic.torch._data.loader import (
-    AdaptiveDataLoaderHelper,
-    initial_seed,
-)
+from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper, initial_seed
 from adaptdl_elastic.torch._data.loader_mixin import AdaptiveDataLoaderMixin
 from adaptdl_elastic.torch._data.loaders_of_others import (
     check_order,

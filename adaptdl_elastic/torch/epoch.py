@@ -25,7 +25,6 @@ of an accumulation window that was left in the middle are dropped.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -37,12 +36,10 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.checks import integer
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._data.step_loop import StepLoopHelper, run_steps
-from adaptdl_elastic.torch._runtime.loop_names import names_read_behind
-from adaptdl_elastic.torch._runtime.position import script_position
+from adaptdl_elastic.torch._elastic import script_objects
+from adaptdl_elastic.torch._runtime.position import OUTSIDE, script_position
 
 __all__ = ["continue_at", "current_epoch", "finished_epochs", "progress", "remaining_epochs_until", "steps"]
-
-log = logging.getLogger(__name__)
 
 
 def remaining_epochs_until(epoch: int) -> Iterator[int]:
@@ -64,13 +61,12 @@ def remaining_epochs_until(epoch: int) -> Iterator[int]:
     return _run(until, f"{until} epochs")
 
 
-def _run(until: int, what: str, names: bool = True) -> Generator[int, None, None]:
+def _run(until: int, what: str) -> Generator[int, None, None]:
     """Yield the unfinished epochs below `until`.
 
     Args:
         until: Number of epochs that are finished at the end.
         what: What the caller has declared, for messages.
-        names: Whether the body does not run at all in this process if all are finished.
     """
     session, state = current_session(), script_position()
     if session.epoch is not None:
@@ -78,19 +74,24 @@ def _run(until: int, what: str, names: bool = True) -> Generator[int, None, None
             f"an epoch loop is under way (epoch {session.epoch}): a new one can begin only after it has ended"
         )
     session.start()
+    if session.trains_outside:
+        session.trains_outside = False
+        session.metrics.report_problem(OUTSIDE, None)
+        session.report_eligibility()
     if session.consensus.loops_over:
         session.consensus.loops_over = False
         session.send(EpochsFinished(False))
-    frame = _frames.script_frame()
-    state.until, state.body = until, frame.f_code
+    state.until, state.body = until, _frames.script_frame().f_code
+    _frames.lines_of(state.body.co_filename)  # before anybody edits it
     state.epoch_loops += 1
+    state.loop_begins()
+    script_objects.look(session)
     ran = False
-    if names and 0 < until <= state.finished and session.rank == 0:
-        _warn_of_names(what, names_read_behind(frame))
     try:
         while state.finished < until:
             yield state.begin_epoch()
             state.end_epoch()
+            script_objects.look(session)
             ran = True
         if ran:
             safe = session.recovery
@@ -108,17 +109,6 @@ def _run(until: int, what: str, names: bool = True) -> Generator[int, None, None
         session.send(EpochsFinished(True))
     finally:
         session.epoch = None
-
-
-def _warn_of_names(what: str, missing: set[str]) -> None:
-    """Warn that the script fails behind a loop whose body does not run any more in this process."""
-    if missing:
-        log.warning(
-            "all %s were finished before this restart, and the body of their loop does not run again: what "
-            "is read behind the loop needs a value before it (%s)",
-            what,
-            ", ".join(sorted(missing)),
-        )
 
 
 class Steps:
@@ -148,7 +138,7 @@ class Steps:
             return
         until = (script_position().until or 0) + 1
         over = script_position().finished >= until
-        with closing(_run(until, f"{self._count} steps", names=False)) as epochs:
+        with closing(_run(until, f"{self._count} steps")) as epochs:
             for epoch in epochs:
                 if epoch == until - 1:  # an earlier one is a loop that was left by `break`: it ends here
                     yield from run_steps(self._helper, self._count)

@@ -37,7 +37,7 @@ class AdaptiveFSDP(torch.nn.Module):
     the parameters and the optimizer's states are divided again, in memory; references to parameters stay
     valid. Model, optimizer and scheduler are part of every checkpoint. If the job continues from a
     checkpoint, they are loaded here. After the death of a replica the job restarts from its newest
-    checkpoint.
+    checkpoint. One is saved after each change of the number of replicas.
 
     Gradient noise is measured, so batch size and learning rate adapt as with AdaptiveDataParallel. In an
     accumulation window (`gradient_accumulation=True`) each batch's gradients are added up over the replicas
@@ -57,9 +57,10 @@ class AdaptiveFSDP(torch.nn.Module):
             AdaptiveDataParallel of this name can be continued, and the other way round.
         scaling_rule: Rule by which the learning rate follows the batch size; by default `AdamScale` for Adam
             and AdamW, else `AdaScale`.
+        mp_scaler: Not supported: None. Training in bfloat16 needs no GradScaler.
 
     Raises:
-        TypeError: an argument has the wrong type.
+        TypeError: an argument has the wrong type, or `mp_scaler` is given.
         ValueError: the model is sharded in a way that is not supported, or the optimizer is in use already.
         RuntimeError: there is no process group.
         CheckpointError: the saved state does not fit.
@@ -75,8 +76,9 @@ class AdaptiveFSDP(torch.nn.Module):
         lr_scheduler: Any = None,
         name: str = "adaptdl-dataparallel",
         scaling_rule: ScalingRuleBase | None = None,
+        mp_scaler: Any = None,
     ) -> None:
-        check_arguments(model, optimizer, lr_scheduler, None, scaling_rule, {}, sharded=True)
+        check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, {}, sharded=True)
         why = fully_shard.why_not(model)
         if why is not None:
             raise ValueError(f"this model cannot be an AdaptiveFSDP: {why}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -83,7 +84,6 @@ class AdaptiveDataParallel(OptimizerSteps):
         super().__init__(model, **ddp_kwargs)
         self._ddp_kwargs = ddp_kwargs
         self._trained = frozenset(id(param) for param in model.parameters() if param.requires_grad)
-        self._user_no_sync = False
         self.irreparable: str | None = None  # why a failed step cannot be undone
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
@@ -93,7 +93,7 @@ class AdaptiveDataParallel(OptimizerSteps):
         kind = AdamGradientNoiseScale if self.scaling_rule.preconditioned else GradientNoiseScale
         self.gns: GradientNoiseScale = kind(self, optimizer, mp_scaler)
         self._window = Window(model.parameters())
-        self._looked_for_scalers = self._looked_for_scheduler = False
+        self._looked_for_scalers = False
         self._task = -1  # autograd's id of the last backward pass
         self._batch = Batch()
         self._batch_sizes = BatchSizes()
@@ -146,10 +146,10 @@ class AdaptiveDataParallel(OptimizerSteps):
         """
         absorbing = self._hook.absorb
         hooks = [name for name in vars(torch.nn.Module()) if name.endswith("_hooks")]  # not DDP's own
-        kept = {name: vars(self)[name] for name in hooks if name in vars(self)}
+        kept = {name: vars(self)[name] for name in [*hooks, "_user_no_sync"] if name in vars(self)}
         training = self.training
         super().__init__(self.module, **{**self._ddp_kwargs, "init_sync": False})
-        vars(self).update(kept)  # hooks of the script, which Module's constructor has dropped
+        vars(self).update(kept)  # what the script has set, which the constructors have dropped
         self.training = training
         self._window.reset()
         self.irreparable = None
@@ -180,8 +180,6 @@ class AdaptiveDataParallel(OptimizerSteps):
     def stuck(self) -> bool:
         """Whether the process group runs an operation that may never end."""
         return self._hook.stuck
-
-    # The interface to the rest of the library: see `_interfaces.ElasticModel`.
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -267,8 +265,6 @@ class AdaptiveDataParallel(OptimizerSteps):
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         backends.broadcast(buffers, self.process_group, self._hook.link, limit)
 
-    # Attributes for scripts.
-
     @property
     def initial_batch_size(self) -> int | None:
         """Batch size over all replicas that the data loader was made with; None before its first batch."""
@@ -286,6 +282,8 @@ class AdaptiveDataParallel(OptimizerSteps):
         if self.training and self._hook.world_size > 1 and torch.is_grad_enabled():
             self._compare_inputs((inputs, kwargs))
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if not self._synchronised:  # that was for DDP's forward pass; a script may read what it has set
+            self._synchronised = True
         if self._buffers_wait:  # the broadcast was skipped: let DDP do it in the next forward pass
             self._buffers_wait, self.require_forward_param_sync = False, True
         return output if begun is None else self._watch(output, *begun, (inputs, kwargs))
@@ -321,8 +319,10 @@ class AdaptiveDataParallel(OptimizerSteps):
         if not torch.is_grad_enabled():
             return None
         batch = self._begin_batch()
-        self.require_backward_grad_sync = not (batch.accumulating or self._user_no_sync)
-        split = self._sampler.begin(batch, self.require_backward_grad_sync)
+        synchronised = not (batch.accumulating or self._user_no_sync)
+        if synchronised != self._synchronised:  # Module's __setattr__ is slow
+            self._synchronised = synchronised
+        split = self._sampler.begin(batch, synchronised)
         # The first pass of a static graph does its all-reduce in a callback of the outermost backward.
         if self.static_graph and not getattr(self, "_static_graph_delay_allreduce_enqueued", True):
             split = False
@@ -336,7 +336,8 @@ class AdaptiveDataParallel(OptimizerSteps):
         """
         if not torch.is_grad_enabled() or (self._hook.failure is None and self._hook.lost is None):
             try:
-                _agree_on_buckets(self)
+                if self._hook.absorb and not self._has_rebuilt_buckets:
+                    _agree_on_buckets(self)
                 return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 if not self._hook.absorb:
@@ -344,7 +345,7 @@ class AdaptiveDataParallel(OptimizerSteps):
                 self._hook.fail(error)
         if self._hook.lost is not None:
             self._hook.fail(self._hook.lost)
-        self.require_backward_grad_sync = False  # the gradients of this step will not be used
+        self._synchronised = False  # the gradients of this step will not be used
         return inputs, kwargs
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
@@ -370,9 +371,23 @@ class AdaptiveDataParallel(OptimizerSteps):
             "copy.deepcopy(model.module) or AveragedModel(model.module)"
         )
 
-    def no_sync(self) -> Any:
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next pass synchronises gradients; scripts may set it, False means `no_sync`."""
+        return self._synchronised and not self._user_no_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        self._user_no_sync, self._synchronised = not wanted, True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Return DDP's context for accumulation by hand; accumulation by AdaptiveDataLoader needs none."""
-        return _NoSync(self)
+        before, self._user_no_sync = self._user_no_sync, True
+        try:
+            yield
+        finally:
+            self._user_no_sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; do nothing in the middle of an accumulation window."""
@@ -503,7 +518,7 @@ def _agree_on_buckets(adp: AdaptiveDataParallel) -> None:
         RuntimeError: a replica died, or the broadcast failed.
     """
     hook, once = adp._hook, adp.static_graph or not adp.find_unused_parameters
-    if adp._has_rebuilt_buckets or not (once and hook.absorb and hook.world_size > 1):
+    if not (once and hook.world_size > 1):
         return
     if not torch.is_grad_enabled():
         return
@@ -512,9 +527,10 @@ def _agree_on_buckets(adp: AdaptiveDataParallel) -> None:
     try:
         backends.patiently(current_session(), hook.link, lambda: arranged.append(reducer._rebuild_buckets()))
     except RuntimeError:
-        # The thread may keep a lock of DDP's reducer, which the backward pass of this step would wait for.
+        # The thread may keep a lock of DDP's reducer, for which the backward pass of this step and the
+        # destructor of DDP's logger would wait. A loader's worker that is forked now would free the reducer.
         reducer._remove_autograd_hooks()
-        backends.keep_object(reducer)  # a loader's worker that is forked meanwhile would free it
+        backends.keep_object((reducer, adp.logger))
         raise
     # not in the thread: one that ends late would mark the buckets of a later generation's reducer
     adp._has_rebuilt_buckets = arranged[0]
@@ -538,23 +554,11 @@ def _compiled_forward(adp: AdaptiveDataParallel, inputs: tuple[Any, ...], kwargs
         return adp._dry_forward(inputs, kwargs)
     begun = _uncompiled_begin(adp)
     output = DistributedDataParallel.forward(adp, *inputs, **kwargs)  # type: ignore[no-untyped-call]
+    if not adp._synchronised:
+        adp._synchronised = True
     if adp._buffers_wait:
         adp._buffers_wait, adp.require_forward_param_sync = False, True
     return output if begun is None else _uncompiled_watch(adp, output, *begun, (inputs, kwargs))
-
-
-class _NoSync:
-    """Implement `with model.no_sync():`."""
-
-    def __init__(self, adp: AdaptiveDataParallel) -> None:
-        self._adp = adp
-
-    def __enter__(self) -> None:
-        self._before = self._adp._user_no_sync
-        self._adp._user_no_sync = True
-
-    def __exit__(self, *error: Any) -> None:
-        self._adp._user_no_sync = self._before
 
 
 def _current_batch() -> Samples:

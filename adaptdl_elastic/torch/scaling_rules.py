@@ -28,8 +28,6 @@ import logging
 import math
 import numbers
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -124,8 +122,12 @@ class ScalingRuleBase:
         scale = self.adp.scale
         factor = self.scale_lr(scale)
         options = [self.scale_options(scale, group) for group in self._optimizer.param_groups]
-        with _scaled(self._optimizer, factor), _replaced(self._optimizer, options):
+        before = _replace(self._optimizer, factor, options)
+        try:
             result = self._step(*args, **kwargs)
+        finally:
+            for group, values in before:
+                group.update(values)
         self.adp.end_step(factor)
         return result
 
@@ -135,39 +137,32 @@ class ScalingRuleBase:
             self._zero_grad(*args, **kwargs)
 
 
-@contextmanager
-def _scaled(optimizer: torch.optim.Optimizer, factor: float | Array) -> Iterator[None]:
-    """Multiply the learning rates by `factor` inside the context. A factor of 1 changes nothing."""
+def _replace(
+    optimizer: torch.optim.Optimizer, factor: float | Array, options: list[dict[str, Any]]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Multiply the learning rates by `factor`, and replace options of the parameter groups.
+
+    Args:
+        optimizer: Optimizer to change.
+        factor: Factor of all groups or of each one; 1 changes nothing.
+        options: Options to replace, for each group.
+
+    Returns:
+        Each group that has changed, with the former values.
+    """
     groups = optimizer.param_groups
     factors = _by_group(factor, len(groups))
     if not all(math.isfinite(f) and f >= 0.0 for f in factors):
         raise ValueError(f"the scaling rule's factor of the learning rate must be 0 or more, got {factors}")
-    changed = [(group, group["lr"]) for group, f in zip(groups, factors, strict=True) if f != 1.0]
-    try:
-        for group, f in zip(groups, factors, strict=True):
-            if f != 1.0:
-                group["lr"] = group["lr"] * f  # for a tensor a new tensor: the old one stays unchanged
-        yield
-    finally:
-        for group, lr in changed:
-            group["lr"] = lr
-
-
-@contextmanager
-def _replaced(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> Iterator[None]:
-    """Replace options of the parameter groups inside the context; `options` has an entry per group."""
-    before = [
-        (group, {name: group[name] for name in changed})
-        for group, changed in zip(optimizer.param_groups, options, strict=True)
-        if changed
-    ]
-    try:
-        for group, changed in zip(optimizer.param_groups, options, strict=True):
-            group.update(changed)
-        yield
-    finally:
-        for group, values in before:
-            group.update(values)
+    before = []
+    for group, f, changed in zip(groups, factors, options, strict=True):
+        if f != 1.0:
+            changed = {"lr": group["lr"] * f, **changed}  # for a tensor a new tensor: the old one stays
+        if changed:
+            before.append((group, {name: group[name] for name in changed}, changed))
+    for group, _, changed in before:
+        group.update(changed)
+    return [(group, values) for group, values, _ in before]
 
 
 def _by_group(factor: float | Array, groups: int) -> list[float]:

@@ -8,7 +8,7 @@
 | Where is the store that the trials of one node share? | `node_store` |
 | What does a replica run? | `run_function` |
 
-The package ray is optional (`adaptdl-elastic[ray]`). `trainable`, `scheduler` and `node_store` import it.
+The package ray is optional (the extra `ray`). `trainable`, `scheduler` and `node_store` import it.
 A replica does not.
 """
 

@@ -17,8 +17,8 @@ from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from adaptdl_elastic.storage import StorageError, reason
 
 NOTE = "finished.json"  # name of the note, in the directory of the checkpoints
-# names that no run has written: archives, also of earlier versions, and the probes of `launch`
-_NOT_OF_A_RUN = ("archive-", "finished-", ".probe-")
+# names that no run has written: archives, also of earlier versions, the probes of `launch`, the job's secret
+_NOT_OF_A_RUN = ("archive-", "finished-", ".probe-", ".secret")
 _LOCK_TTL = 5.0  # seconds; if an agent dies while it moves checkpoints, others wait this long
 
 

@@ -102,6 +102,9 @@ def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:
 
 def _check_command(spec: JobSpec, fresh: JobSpec) -> None:
     """Raise if this node has another script or arguments: replicas of both would wait for each other."""
+    if spec.gpus_per_replica != fresh.gpus_per_replica:
+        each = f"--gpus-per-replica={spec.gpus_per_replica}"
+        raise JoinError(f"job {spec.job!r} runs with {each}: give it here, too")
     if not spec.profile_key or spec.profile_key == fresh.profile_key:
         return
     theirs, ours = shlex.join(spec.command), shlex.join(fresh.command)

@@ -242,6 +242,11 @@ class Registration:
         """The key of the record."""
         return self._keys.node(self.record.node, self.record.job)
 
+    @property
+    def lapsed(self) -> bool:
+        """Whether the lease may have run out, by this process's clock."""
+        return self.lease is None or self.lease.remaining() <= 0
+
     def register(self) -> None:
         """Write the record under the node's name; NameTakenError if a live agent has the name."""
         lease = self._store.lease(self._ttl)

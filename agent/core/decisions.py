@@ -274,7 +274,7 @@ def _learn_exit(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
         return held  # `inplace_change` handles it
     if code == 0 or stopped or held.phase is Phase.KILLING or held.failure is not None:
         return held
-    return replace(held, failure=failure_of(replica.rank, event))
+    return replace(held, failure=failure_of(replica.rank, code, event.message, event.time, event.evidence))
 
 
 def _was_stopped(replica: Replica, event: ReplicaExited) -> bool:
@@ -313,13 +313,15 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
     newest = plan is not None and plan.generation > state.acted
     if state.departure is not None:
         return _depart(state, newest, now)
-    if plan is None or not newest or not _names_us(state, plan):
+    if plan is None or not newest or state.lapsed or not _names_us(state, plan):
         return state, []
     # this node's survivors, which the plan counts on, have ended meanwhile
     if plan.transition is Transition.RECOVER:
         return _answer_for_the_ended(state, plan)
-    # survivors of a change in place never leave; if they are gone, the plan is started from scratch
-    join = plan.transition is Transition.INPLACE and not _all_gone(state, plan)
+    # Survivors of a change in place never leave. If all have ended, the plan is started from scratch. A
+    # registration that is missing is no end: after an interruption of the store an agent registers again.
+    ended = all((leaver.generation, leaver.node) in state.ended for leaver in plan.leaving)
+    join = plan.transition is Transition.INPLACE and not ended
     if not join and not _all_gone(state, plan):
         return state, []
     if not join and _was_done(state, plan):
@@ -415,6 +417,8 @@ def _follows_newer_plan(state: State, held: LocalGeneration) -> bool:
 
 def _begin_inplace(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
     """Begin a change in place once the address of the new generation's store is known."""
+    if state.lapsed:
+        return state, []
     if held.orphans and any(r.exit_code is None for r in held.orphans):
         return state, []  # orphans still use their slots
     if state.master is None or state.master.generation != plan.generation:

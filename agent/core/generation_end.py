@@ -14,6 +14,7 @@ from adaptdl_elastic.agent.core.states import (
     State,
     StateChange,
     WriteEnded,
+    failure_of,
 )
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.schema.records import EndedRecord, Failure, Outcome
@@ -88,7 +89,4 @@ def _failure(replica: Replica) -> Failure:
     evidence, code = replica.evidence, replica.exit_code or 0
     if evidence.raised is not None and code < 0:
         code = 1  # the exit code of an uncaught Python exception, if the process had not been killed
-    when = replica.exited if evidence.raised is None else evidence.raised
-    return Failure(
-        replica.rank, code, replica.message, when, evidence.kind, evidence.lost_peer, evidence.final
-    )
+    return failure_of(replica.rank, code, replica.message, replica.exited, evidence)

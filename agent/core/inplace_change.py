@@ -171,7 +171,8 @@ def _learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
     held = replace(held, change=replace(change, newcomers=ended(change.newcomers)))
     if change.switched and event.exit_code != 0 and held.failure is None and held.phase is Phase.RUNNING:
         rank = next((r.rank for r in change.newcomers if r.local_rank == event.local_rank), -1)
-        return replace(held, failure=failure_of(rank, event))
+        failure = failure_of(rank, event.exit_code, event.message, event.time, event.evidence)
+        return replace(held, failure=failure)
     return held
 
 

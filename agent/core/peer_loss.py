@@ -225,7 +225,12 @@ def adopt(
 def adopt_after_peer_loss(
     state: State, held: LocalGeneration, change: StateChange, now: float
 ) -> tuple[State, LocalGeneration, list[Action]]:
-    """Do the same after a death during the change: newcomers that had not joined are dropped."""
+    """Do the same after a death during the change: newcomers that had not joined are dropped.
+
+    A node that the change leaves out has nothing to adopt.
+    """
+    if not change.plan.slots(state.me.node):
+        return state, held, []
     state, held, actions = adopt(state, held, change, now)
     late = tuple(
         replace(r, exit_code=-9, message="was not in it yet") if r.exit_code is None else r

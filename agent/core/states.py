@@ -39,6 +39,7 @@ class Evidence:
     raised: float | None = None  # wall clock when the script raised an error that was not caught
     lost_peer: bool = False  # the error only reports that another replica is gone
     final: bool = False  # the job is to fail without restarts
+    step: int | None = None  # the replica's last step before the error; None: unknown
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class State:
     outcome_at: float = 0.0
     away: float | None = None  # monotonic time since which the store is away or refuses the agent
     refused: bool = False  # the store answers, but refuses the agent
+    lapsed: bool = False  # the registration may have run out, and other jobs may have this node's slots
     exiting: bool = False
 
 
@@ -314,13 +316,11 @@ class ReplicaExited:
     evidence: Evidence = Evidence()
 
 
-def failure_of(rank: int, exited: ReplicaExited) -> Failure:
+def failure_of(rank: int, exit_code: int, message: str, exited: float, evidence: Evidence) -> Failure:
     """Return an exit as a failure."""
-    evidence = exited.evidence
-    when = exited.time if evidence.raised is None else evidence.raised
-    return Failure(
-        rank, exited.exit_code, exited.message, when, evidence.kind, evidence.lost_peer, evidence.final
-    )
+    when = exited if evidence.raised is None else evidence.raised
+    known = (evidence.kind, evidence.lost_peer, evidence.final, evidence.step)
+    return Failure(rank, exit_code, message, when, *known)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 
 from adaptdl_elastic.agent.cluster.coordinator_host import (
     SETTLED_AFTER,
@@ -43,6 +38,7 @@ from adaptdl_elastic.agent.cluster.store_link import (
 from adaptdl_elastic.agent.cluster.store_view import StoreView
 from adaptdl_elastic.agent.core import decisions, inplace_change, states
 from adaptdl_elastic.agent.core.pending_notice import PendingNotice
+from adaptdl_elastic.agent.machine.devices import DevicesSeen
 from adaptdl_elastic.agent.machine.interruption import Notice
 from adaptdl_elastic.agent.runtime import failure_reports
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
@@ -78,6 +74,7 @@ from adaptdl_elastic.rendezvous.text import pluralize
 logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 10.0  # time for the last writes to the store
+_LAPSED_SECONDS = 0.5  # between two looks whether a lapsed registration is renewed
 
 
 class ElasticAgent(TorchAgent):
@@ -203,6 +200,8 @@ class ElasticAgent(TorchAgent):
         times = [decisions.deadline(self.state), *self._check_times]
         if (due := self._recorder.due()) is not None:
             times.append(time.monotonic() + max(0.0, due - time.time()))
+        if self.state.lapsed:
+            times.append(time.monotonic() + _LAPSED_SECONDS)
         return min((t for t in times if t is not None), default=None)
 
     @property
@@ -219,6 +218,11 @@ class ElasticAgent(TorchAgent):
                 self._on_signal(signal.Signals(number))
             case Notice():
                 self._on_notice(event)
+            case DevicesSeen(unusable, new):
+                self._recorder.emit("devices", node=self._config.me.node, unusable=list(unusable))
+                for line in new:
+                    self._say(f"a GPU of this node is not used: {line}")
+                self._writer.submit(partial(self._registration.update, unusable=unusable))
             case UserLine(text):
                 self._say(text)
                 self._check_requests()  # the message may be the last one of a coordinator that has failed
@@ -235,7 +239,8 @@ class ElasticAgent(TorchAgent):
     def _decide(self, event: states.Event) -> None:
         if isinstance(event, states.PlanSeen) and event.plan.generation > self._plan_seen[0]:
             self._plan_seen = event.plan.generation, time.perf_counter()
-        self.state, actions = decisions.decide(self.state, event, time.monotonic())
+        state = replace(self.state, lapsed=self._registration.lapsed)
+        self.state, actions = decisions.decide(state, event, time.monotonic())
         for action in actions:
             self._act(action)
 
@@ -542,8 +547,10 @@ class ElasticAgent(TorchAgent):
                 self._decide(states.ReplicaPong(handle.generation, handle.local_rank))
             case messages.Hanging(reason):
                 self._decide(states.ReplicaHangs(handle.generation, handle.local_rank, reason))
-            case messages.Resilient(generation):
-                self._decide(states.ReplicaResilient(generation, handle.local_rank))
+            case messages.Resilient(generation, why_not):
+                self._failures.why_not_resilient = why_not
+                if not why_not:
+                    self._decide(states.ReplicaResilient(generation, handle.local_rank))
             case messages.EpochsFinished(finished):
                 self._decide(states.ReplicaEpochsFinished(handle.local_rank, finished))
             case messages.Finished():

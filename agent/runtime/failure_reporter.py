@@ -35,6 +35,9 @@ class FailureReporter:
         self._recorder, self._say, self._max_restarts = recorder, say, max_restarts
         self._checkpoint_path = checkpoint_path
         self._tracebacks = TracebackDisplay(output)
+        # whether a signal ended the replica that failed last on this node, and
+        # why training cannot go on without a dead replica, as the replicas said; "" if it can
+        self._killed, self.why_not_resilient = False, ""
 
     def failed(
         self, failure: Failure, ended: Iterable[EndedReplica], restarts_used: int, *, alone: bool
@@ -47,6 +50,7 @@ class FailureReporter:
             restarts_used: Restarts of the job before this failure.
             alone: No other node has replicas.
         """
+        self._killed = failure.exit_code < 0
         used = min(restarts_used + 1, self._max_restarts)
         self._recorder.failure(failure, used, self._max_restarts)
         shown = self._tracebacks.show_cause(ended, failure.rank, alone=alone)
@@ -80,6 +84,8 @@ class FailureReporter:
         if plan.transition is not Transition.ABORT or plan.generation <= plan.first:
             return
         origin = self._begins_from() if saved is None else f"the checkpoint of step {saved.step}"
+        if self.why_not_resilient and (self._killed or plan.cause is Cause.NODE_LOST):
+            origin += f", as training cannot go on without a dead replica: {self.why_not_resilient}"
         if plan.cause is Cause.FAILURE:
             self._say(f"restart {plan.restarts} of {self._max_restarts}, from {origin}")
         else:
@@ -93,4 +99,4 @@ class FailureReporter:
         with suppress(StorageError):
             if DirectoryStorage(path.removeprefix("file://")).ids():
                 return f"the newest checkpoint in {path}, which an earlier run has saved"
-        return "the beginning"
+        return "the beginning, because no checkpoint had been saved yet"

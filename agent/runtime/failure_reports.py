@@ -26,7 +26,8 @@ def examine(exit_code: int, error_file: str, argument: str = "") -> tuple[str, E
     error = uncaught_error.read(Path(error_file).parent)
     if error is None:
         return line, Evidence(kind_of(exit_code))
-    return line, Evidence("" if error.lost_peer else error.kind, error.raised, error.lost_peer, error.final)
+    kind = "" if error.lost_peer else error.kind
+    return line, Evidence(kind, error.raised, error.lost_peer, error.final, error.step)
 
 
 def describe(exit_code: int, error_file: str, argument: str = "") -> str:

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from adaptdl_elastic.agent.machine import device_locks
 from adaptdl_elastic.agent.runtime import orphan_errors
 from adaptdl_elastic.protocol import environment, uncaught_error
 from adaptdl_elastic.protocol.channel import say_finished
@@ -57,6 +58,7 @@ class Command:
     threads: int | None = None  # number of torch's threads; None: torch's choice
     reports: str = ""  # directory for the files of `uncaught_error`; "": none are written
     quiet: bool = False  # write the traceback there, not to stderr: the agent shows one
+    devices: tuple[str, ...] = ()  # names of the GPUs to hold
 
 
 def become(
@@ -100,6 +102,7 @@ def die_with(parent: int) -> None:
 
 def run(command: Command) -> NoReturn:
     """Run the command, and end this process as it ends."""
+    _hold_devices(command)
     if command.mode == "exec":
         _exec(command)
     _fresh_interpreter(command)
@@ -125,6 +128,19 @@ def run(command: Command) -> NoReturn:
     os._exit(code or (0 if flushed else _NOT_FLUSHED))
 
 
+def _hold_devices(command: Command) -> None:
+    """Wait until the devices are free; where no lock can be made, only the plan divides them."""
+
+    def say(line: str) -> None:
+        print(f"adaptdl-run: {line}", file=sys.stderr, flush=True)
+
+    for name in command.devices:
+        try:
+            device_locks.lock(name, say, across_exec=command.mode == "exec")
+        except OSError as error:
+            say(f"no lock for {name}: {error}")
+
+
 def _run(command: Command, pid: int) -> None:
     try:
         if command.mode == "module":
@@ -136,6 +152,8 @@ def _run(command: Command, pid: int) -> None:
             _record(error)
         raise
     except BaseException as error:
+        if uncaught_error.explain is not None:
+            uncaught_error.explain(error, error.__traceback__)
         _record(error)
         # a process that the script has forked may reach this line, too, and is not the replica
         _die_of(error, command if os.getpid() == pid else replace(command, reports=""))

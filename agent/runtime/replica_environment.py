@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from adaptdl_elastic._private import RuntimeFileError, private_directory
+from adaptdl_elastic.agent.machine.devices import MIG
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.local.scratch_directory import Shared, sweep
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord, Plan
@@ -31,6 +32,7 @@ class JobEnvironment:
     hang_timeout: float | None = None
     secret: str = field(default="", repr=False)  # secret of the run
     node_type: str = ""
+    devices: tuple[str, ...] = ()  # `NodeRecord.devices`
 
 
 def replica_environment(
@@ -99,10 +101,37 @@ def replica_environment(
         values[environment.HANG_TIMEOUT] = f"{job.hang_timeout:g}"
     if job.threads is not None:
         values["OMP_NUM_THREADS"] = job.threads
-    if job.virtual_local_rank:
+    own = replica_devices(job.devices, plan, job.node, local_rank)
+    # CUDA shows a process one instance of a divided GPU at most
+    alone = job.virtual_local_rank or any(name.startswith(MIG) for name in job.devices)
+    if alone:
         values[environment.LOCAL_RANK] = 0
+    if job.devices:
+        visible = own if alone else _visible(job.devices, plan.devices(job.node), local_rank)
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    elif job.virtual_local_rank:
         values["CUDA_VISIBLE_DEVICES"] = _nth_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
     return {name: str(value) for name, value in values.items()}
+
+
+def replica_devices(inventory: Sequence[str], plan: Plan, node: str, local_rank: int) -> list[str]:
+    """Return the names of a replica's devices; none on a node without GPUs."""
+    return [inventory[number] for number in plan.devices(node)[local_rank] if number < len(inventory)]
+
+
+def _visible(inventory: Sequence[str], devices: Mapping[int, tuple[int, ...]], local_rank: int) -> list[str]:
+    """Return the job's devices on a node, with the first of a LOCAL_RANK at its place.
+
+    A process starts with the lowest LOCAL_RANK that is free, so those below it have replicas. The list ends
+    at the first one that has none, or with the neighbours of a replica that has several devices.
+    """
+    own, found = devices[local_rank], list[int]()
+    for rank in range(local_rank if len(own) > 1 else max(devices) + 1):
+        if rank not in devices:
+            break
+        found.append(devices[rank][0])
+    found += own if len(own) > 1 else ()
+    return [inventory[number] for number in found if number < len(inventory)]
 
 
 def _nth_device(visible: str | None, local_rank: int) -> str:

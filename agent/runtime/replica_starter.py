@@ -11,7 +11,7 @@ from pathlib import Path
 from adaptdl_elastic.agent.core.states import StartReplicas
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
-from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
+from adaptdl_elastic.agent.runtime.replica_environment import replica_devices, replica_environment
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.terminal.replica_output import Output
 from adaptdl_elastic.protocol.environment import JOIN
@@ -52,7 +52,10 @@ class ReplicaStarter:
             environment[JOIN] = "1"
         reports = str(Path(destination.error_file).parent)
         quiet = self._output.keeps_tracebacks(local_rank)
-        command = replace(self._config.command, env=environment, reports=reports, quiet=quiet)
+        devices = replica_devices(self._config.environment.devices, plan, self._config.me.node, local_rank)
+        command = replace(
+            self._config.command, env=environment, reports=reports, devices=tuple(devices), quiet=quiet
+        )
         theirs = handle.theirs.fileno()
         sys.stdout.flush()
         try:

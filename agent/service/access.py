@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptdl_elastic.rendezvous.services import signatures
-from adaptdl_elastic.rendezvous.services.service_client import (
-    PERSON_HEADER,
-    SIGNATURE_HEADER,
-    TIME_HEADER,
-)
+from adaptdl_elastic.rendezvous.services.service_client import PERSON_HEADER, SIGNATURE_HEADER, TIME_HEADER
 from adaptdl_elastic.rendezvous.services.service_config import NODE_SUBJECT
 from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError, UncheckedError
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from adaptdl_elastic.agent.service.blobs import BlobError, Blobs, unpack
+from adaptdl_elastic.agent.service.archives import unpack
+from adaptdl_elastic.agent.service.blobs import BlobError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import MOST_FAILURES, AgentState, Step
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
@@ -167,7 +168,7 @@ class Agents:
     def _prepare(self, submission: Submission, peers: Sequence[ServiceRecord]) -> dict[str, str]:
         """Fetch and unpack what the job needs; return the agent's environment."""
         self._blobs.fetch(submission.bundle, peers, self._client)
-        unpack(self._blobs.path(submission.bundle), self._directory.work(submission.job))
+        unpack(self._blobs.path(submission.bundle), self._directory.work(submission.job), submission.owner)
         given: dict[str, str] = {}
         if submission.environment is not None:
             self._blobs.fetch(submission.environment, peers, self._client)
@@ -218,6 +219,7 @@ def command_line(
         f"--nnodes=1:{submission.max_replicas}",
         f"--nproc-per-node=1:{slots}" if slots > 1 else "--nproc-per-node=1",
         f"--replicas={submission.min_replicas}:{submission.max_replicas}",
+        f"--gpus-per-replica={submission.gpus_per_replica}",
         f"--max-restarts={submission.max_restarts}",
         f"--node-name={config.node}",
         f"--local-addr={config.host}",

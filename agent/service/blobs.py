@@ -1,4 +1,4 @@
-"""Archives by their SHA-256: receive, fetch from other nodes, unpack, delete."""
+"""Archives by their SHA-256: receive, fetch from other nodes, delete."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import hashlib
 import os
 import re
 import shutil
-import tarfile
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +29,7 @@ _SPARE_BYTES = 100 << 20
 
 
 class BlobError(Exception):
-    """An archive cannot be stored, fetched or unpacked; the message says why."""
+    """An archive cannot be stored, fetched or read; the message says why."""
 
 
 class Blobs:
@@ -156,32 +154,3 @@ def check_room(directory: Path, size: int) -> None:
             f"the disk of {directory} is full: {free >> 20} MiB are free, {(size + _SPARE_BYTES) >> 20} MiB "
             f"are needed; make room there, or submit from a directory with less in it"
         )
-
-
-def unpack(archive: Path, directory: Path) -> None:
-    """Unpack an archive into a new directory, unless it was unpacked there before.
-
-    Raises:
-        BlobError: the archive cannot be unpacked, or holds paths outside of the directory.
-    """
-    if directory.is_dir():
-        return
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".unpacking-"))
-    try:
-        with tarfile.open(archive) as tar:
-            tar.extractall(temporary, filter=_bounded)
-        temporary.replace(directory)
-    except (OSError, tarfile.TarError, EOFError, BlobError, zlib.error) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise BlobError(f"the working directory cannot be unpacked into {directory}: {error}") from None
-
-
-def _bounded(member: tarfile.TarInfo, directory: str) -> tarfile.TarInfo | None:
-    """Let a member through that stays in the directory and leaves room on the disk.
-
-    An archive of a few kilobytes can hold files of many gigabytes, and etcd and checkpoints use the same
-    disk.
-    """
-    check_room(Path(directory).parent, member.size)  # the directory's own name is a temporary one
-    return tarfile.data_filter(member, directory)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -21,9 +21,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from adaptdl_elastic.agent.service.access import Caller, DeniedError, identify
 from adaptdl_elastic.agent.service.blobs import MOST_BLOB_BYTES, BlobError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import files_of
-from adaptdl_elastic.agent.service.connections import Connections
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.connections import BoundedServer
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
 from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError
 
@@ -65,15 +65,13 @@ class Served:
             raise DeniedError(f"the list of people cannot be read: {error}", 500) from None
 
 
-class ServicePort(ThreadingHTTPServer):
+class ServicePort(BoundedServer):
     """The listening socket and its threads.
 
     Args:
         listening: A socket that listens already.
         served: What it serves.
     """
-
-    daemon_threads = True
 
     def __init__(self, listening: socket.socket, served: Served) -> None:
         address = listening.getsockname()[:2]
@@ -82,7 +80,6 @@ class ServicePort(ThreadingHTTPServer):
         self.socket = listening
         self.served = served
         self.closing = threading.Event()
-        self.connections = Connections()
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._tls.minimum_version = ssl.TLSVersion.TLSv1_2
         self._tls.load_cert_chain(str(served.directory.cert), str(served.directory.key))
@@ -105,15 +102,6 @@ class ServicePort(ThreadingHTTPServer):
         accepted.settimeout(_UNKNOWN_SECONDS)
         return self._tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), address
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread; there are never more threads than `Connections` allows."""
-        self.connections.enter(request)
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no further thread can be started
-            self.connections.leave(request)
-            raise
-
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Shake hands in the connection's own thread, so that a slow client delays nobody else."""
         try:
@@ -121,8 +109,6 @@ class ServicePort(ThreadingHTTPServer):
             _Handler(request, client_address, self)
         except (OSError, ValueError) as error:  # ValueError: it was closed meanwhile
             logger.info("no connection from %s, or it broke: %s", client_address, error)
-        finally:
-            self.connections.leave(request)
 
 
 class _Handler(BaseHTTPRequestHandler):

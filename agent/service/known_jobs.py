@@ -10,7 +10,6 @@ resumes it.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,9 @@ from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.signatures import People
 from adaptdl_elastic.rendezvous.services.submitted import Submitted
 
-logger = logging.getLogger(__name__)
+
+class LostListError(Exception):
+    """The list of jobs is lost, so that an ended one could be started again; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,24 @@ class KnownJobs:
     """The jobs that this node has seen, in a file.
 
     Args:
-        path: The file.
+        path: The file. `adaptdl cluster up` begins it, with what other nodes remember.
+        node: Name of the node.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, node: str) -> None:
+        self._path, self._node = path, node
         self._jobs = _read(path)
 
     def owner(self, job: str) -> str | None:
         """Return who owns a job; None: no valid submission of it was seen."""
-        known = self._jobs.get(job)
+        known = (self._jobs or {}).get(job)
         return None if known is None else known.read().owner
 
     def needed_archives(self) -> set[str]:
         """Return the digests of the archives of jobs that may run, or run again."""
         lasting = [
             known.read()
-            for known in self._jobs.values()
+            for known in (self._jobs or {}).values()
             if known.cancelled_by is None and known.ended in (None, JobState.STOPPED.value)
         ]
         return {
@@ -101,7 +103,15 @@ class KnownJobs:
 
         Raises:
             OSError: it cannot be remembered.
+            LostListError: it is not known what has ended.
         """
+        if self._jobs is None:
+            self._jobs = _read(self._path)
+        if self._jobs is None:
+            raise LostListError(
+                f"node {self._node} starts no job, because its list of jobs that have ended is lost: "
+                f"adaptdl cluster up brings it that of the other nodes"
+            )
         jobs, refused, requests = dict(self._jobs), dict(found.refused), []
         for request in found.requests:
             job = request.submission.job
@@ -123,17 +133,15 @@ class KnownJobs:
         return replace(found, requests=tuple(requests), refused=refused)
 
 
-def _read(path: Path) -> dict[str, KnownJob]:
+def _read(path: Path) -> dict[str, KnownJob] | None:
+    """Return the jobs in a file; None if it is lost."""
     try:
         jobs = {str(job): KnownJob(**known) for job, known in json.loads(path.read_text()).items()}
         for known in jobs.values():
             known.read()
             JobState(known.ended or JobState.DONE)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError, MalformedRecordError) as error:
-        logger.warning("%s cannot be read, and is begun again: %s", path, error)
-        return {}
+    except (OSError, ValueError, TypeError, AttributeError, MalformedRecordError):
+        return None
     return jobs
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
-import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from adaptdl_elastic.agent.service.archives import opened
 from adaptdl_elastic.agent.service.blobs import BlobError
 
 _MOST_BYTES = 1 << 20
@@ -37,14 +38,18 @@ def read_private(archive: Path, owner: str) -> PrivateArchive:
     Raises:
         BlobError: it holds something else, or was made by another person.
     """
+    content = None
     try:
-        with tarfile.open(archive) as tar:
-            member = tar.getmember("environment.json")
-            if member.size > _MOST_BYTES:
-                raise BlobError(f"the job's variables have {member.size} bytes: {_MOST_BYTES} may travel")
-            file = tar.extractfile(member)
-            content = json.load(file) if file is not None else None
-    except (OSError, tarfile.TarError, EOFError, KeyError, ValueError) as error:
+        with opened(archive) as found:
+            for member in found.entries():
+                if member.name != "environment.json":
+                    continue
+                if member.size > _MOST_BYTES:
+                    raise BlobError(f"they have {member.size} bytes: {_MOST_BYTES} may travel")
+                text = io.BytesIO()
+                found.copy(member, text)
+                content = json.loads(text.getvalue())
+    except BlobError as error:
         raise BlobError(f"the job's variables cannot be read: {error}") from None
     content = content if isinstance(content, dict) else {}
     values, notify = content.get("variables"), content.get("notify", [])

@@ -13,23 +13,18 @@ from typing import Any
 import psutil
 
 import adaptdl_elastic
-from adaptdl_elastic.agent.machine.graphics import gpus
+from adaptdl_elastic.agent.machine.devices import Gpus
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies
 from adaptdl_elastic.agent.service.decisions import Step, decide
 from adaptdl_elastic.agent.service.etcd import EtcdServer
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort
-from adaptdl_elastic.agent.service.known_jobs import KnownJobs
+from adaptdl_elastic.agent.service.known_jobs import KnownJobs, LostListError
 from adaptdl_elastic.agent.service.notices import Notices
 from adaptdl_elastic.rendezvous.local.addresses import listen
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import (
-    CheckpointRecord,
-    MalformedRecordError,
-    decode,
-    encode,
-)
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, MalformedRecordError, decode, encode
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
@@ -60,7 +55,8 @@ class Supervisor:
         self._etcd = EtcdServer(config, config.etcd, directory) if config.etcd is not None else None
         self._blobs = Blobs(directory.blobs)
         client = ServiceClient(node_context(directory.ca, directory.cert, directory.key))
-        self._gpus, model = gpus()
+        gpus = Gpus(os.environ.get("CUDA_VISIBLE_DEVICES")).devices
+        self._gpus, model = len(gpus), gpus[0].model if gpus else ""
         slots = config.slots or self._gpus or 1
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -69,7 +65,7 @@ class Supervisor:
         self._notices = Notices(config, directory, self._blobs, client)
         self._peers: list[ServiceRecord] = []
         self._copied: set[str] = set()  # jobs whose checkpoints lie on the nodes
-        self._known = KnownJobs(directory.state / "jobs.json")
+        self._known = KnownJobs(directory.state / "jobs.json", config.node)
         self._refused: dict[str, str] = {}
         self._swept_at = float("-inf")
         listening = listen(config.host, self._ports())
@@ -176,6 +172,9 @@ class Supervisor:
             return
         try:
             found = self._known.check(found, people)
+        except LostListError as error:
+            self._refused = {one.submission.job: str(error) for one in found.requests}
+            return
         except OSError as error:  # a full disk
             logger.warning("nothing is started: submissions cannot be remembered: %s", error)
             return

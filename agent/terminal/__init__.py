@@ -8,5 +8,4 @@
 | Which traceback is shown when replicas fail? | `traceback_display` |
 | What is on the terminal while the job runs, and at its end? | `display`, `run_summary` |
 | Which events are written to the event log? | `event_recorder`, `event_log` |
-| How is the picture of a run drawn? | `run_plot` |
 """

@@ -16,7 +16,7 @@ from adaptdl_elastic.agent.terminal.event_log import Event
 from adaptdl_elastic.agent.terminal.run_options import RunOptions
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.agent.terminal.run_summary import Summary
-from adaptdl_elastic.rendezvous.text import duration, pluralize
+from adaptdl_elastic.rendezvous.text import duration, pluralize, printable, record_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -31,17 +31,21 @@ _STYLES = {
 }
 
 
+_COLUMNS = ("at", "replicas", "nodes", "pause", "batch size", "gain")
+_LEAST_REASON = 20
+"""Narrowest column of reasons, in characters; below it the summary has records instead of a table."""
+
+
 class Display:
     """The live line, and the summary."""
 
-    def __init__(
-        self, job: str, summary: bool | None, plot: Path | None, plain: Callable[[str], None]
-    ) -> None:
+    def __init__(self, job: str, summary: bool | None, plain: Callable[[str], None]) -> None:
         from rich.console import Console
 
-        self._job, self._plot, self._plain = job, plot, plain
+        self._job, self._plain = job, plain
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Any = None
+        self._passing = ""  # a line above the live line that is not printed yet
         watched = self._console.is_terminal and sys.stdout.isatty()
         self._summary = watched if summary is None else summary
         self._collector = run_summary.Collector()
@@ -56,24 +60,31 @@ class Display:
     @classmethod
     def of(cls, options: RunOptions, plain: Callable[[str], None]) -> Display:
         """Return the display that the command line asks for."""
-        return cls(options.job, options.summary, options.plot, plain)
+        return cls(options.job, options.summary, plain)
 
     @property
     def show(self) -> Callable[[str], None] | None:
-        """A function that prints a replica's line above the live line; None: replicas print by themselves."""
-        if self._live is None:
-            return None
-        return lambda text: self._console.print(text, markup=False)
+        """A function that prints a replica's line above the live line; None: replicas print by themselves.
+
+        A line that ends with a carriage return, such as a progress bar, is shown until the next one comes.
+        """
+        return None if self._live is None else self._show
+
+    def _show(self, text: str) -> None:
+        self._passing = text[:-1] if text.endswith("\r") else ""
+        if not self._passing:
+            self._console.print(text, markup=False)
 
     def say(self, text: str) -> None:
         """Print one line of the agent."""
         if self._live is None:
             self._plain(text)
         else:
-            self._console.print(f"{PROGRAM}: {text}", markup=False, style="dim")
+            self._console.print(f"{PROGRAM}: {printable(text)}", markup=False, style="dim")
 
     def event(self, event: Event) -> None:
-        """Take in an event."""
+        """Take in an event, whose texts may come from other nodes."""
+        event = {printable(key): printable(v) if isinstance(v, str) else v for key, v in event.items()}
         self._collector.add(event)
         self._latest[event["event"]] = event
         if event["event"] == "generation" and self._live is not None and event.get("pause_s") is not None:
@@ -81,46 +92,35 @@ class Display:
             self.say(f"now {size} after a pause of {duration(event['pause_s'])}: {event['reason']}")
 
     def line(self) -> RenderableType:
-        """Return the present line of the display."""
+        """Return the present line of the display, which wraps on a narrow terminal."""
+        from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         now = time.time()
         cells = [(self._job, "bold"), (duration(now - self._began), ""), *live_cells(self._latest, now)]
-        line = Table.grid(padding=(0, 2))
+        line = Table.grid()
+        line.add_column(overflow="fold")
         # Text, not markup: rich renders this line again, without markup, above every line of a replica.
-        line.add_row(*(Text(text, style=style) for text, style in cells))
-        return line
+        line.add_row(Text("  ").join(Text(text, style=style) for text, style in cells))
+        passing = Text.from_ansi(self._passing, no_wrap=True, overflow="crop")
+        return Group(passing, line) if self._passing else line
 
     def finish(self, exit_code: int, reason: str, logs: Path | None) -> None:
-        """Print the summary and draw the picture at the end of the run."""
+        """Print the summary at the end of the run."""
         self.close()
         summary = run_summary.summarise(self._collector.events)
         if self._summary:
             print_summary(self._console, self._job, summary)
-        if self._plot is not None:
-            self._draw(summary, self._plot)
         if exit_code == 0:
             return
         where = f"; logs: {logs}" if logs is not None else ""
         self.say(f"{reason} (exit code {exit_code}{where})")
 
-    def _draw(self, summary: Summary, path: Path) -> None:
-        try:
-            from adaptdl_elastic.agent.terminal.run_plot import draw
-
-            draw(summary, path, self._job)
-        except ImportError:
-            self.say(f"--plot {path}: needs matplotlib: pip install 'adaptdl-elastic[plot]'")
-        except OSError as error:
-            self.say(f"--plot {path}: {error.strerror}")
-        else:
-            if self._summary:
-                self._console.print(f"picture: {path}", markup=False)
-
     def close(self) -> None:
         """Stop the live line."""
         if self._live is not None:
+            self._passing = ""
             self._live.stop()
             self._live = None
 
@@ -153,7 +153,8 @@ def _size_cells(latest: Mapping[str, Event], now: float) -> Iterator[tuple[str, 
     if "generation" not in latest:
         yield "starting", ""
     elif times.get("ended", -1.0) >= started:
-        yield "no replica here", "yellow"
+        well = latest["ended"].get("outcome") == "done"
+        yield ("its replicas ended well", "green") if well else ("no replica here", "yellow")
     elif times.get("peers_lost", -1.0) >= started:
         yield "others are lost: waiting for a new plan", "yellow"
     else:
@@ -169,31 +170,35 @@ def print_summary(console: Console, job: str, summary: Summary) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console.print()
     table = Table(title=f"{job}: {duration(summary.seconds)}", title_justify="left", expand=False)
-    for name in ("at", "replicas", "nodes"):
-        table.add_column(name, justify="right")
-    table.add_column("pause", justify="right")
-    table.add_column("batch size", justify="right")
-    table.add_column("gain", justify="right")
+    for name in _COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
+    rows = []
     for generation in summary.generations:
         sizes = [b for b in summary.batch_sizes if generation.start <= b.time < generation.end]
-        batch = _span([b.batch_size for b in sizes], "d")
-        gain = _span([b.gain for b in sizes], ".2f")
-        pause = "" if generation.pause is None else duration(generation.pause)
         style = _STYLES.get(generation.cause, "")
-        table.add_row(
+        numbers = (
             duration(generation.start),
             str(generation.replicas),
             str(generation.nodes),
-            pause,
-            batch,
-            gain,
-            # Text: a reason may quote an error message, whose brackets are no markup
-            Text.assemble((f"{generation.cause}: " if style else "", style), generation.reason),
+            "" if generation.pause is None else duration(generation.pause),
+            _span([b.batch_size for b in sizes], "d"),
+            _span([b.gain for b in sizes], ".2f"),
         )
-    console.print(table)
+        # Text: a reason may quote an error message, whose brackets are no markup
+        why = Text.assemble((f"{generation.cause}: " if style else "", style), generation.reason)
+        table.add_row(*numbers, why)
+        rows.append((*numbers, why.plain))
+    console.print()
+    *widths, _ = (max(map(len, column)) for column in zip((*_COLUMNS, "why"), *rows, strict=True))
+    # of every column three characters are its border and padding
+    if sum(widths) + 3 * len(table.columns) + 1 + _LEAST_REASON <= console.width:
+        console.print(table)
+    else:
+        console.print(table.title, markup=False, style="table.title")
+        for line in record_lines((*_COLUMNS, "why"), rows, console.width):
+            console.print(line, markup=False)
     for name, items in (("failed", summary.failures), ("drained", summary.drains)):
         for at, text in items:
             console.print(f"{name} at {duration(at)}: {text}", markup=False)

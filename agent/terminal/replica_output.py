@@ -211,7 +211,8 @@ class Output:
         if self._pump is None:
             self._pump = Pump()
         kept = stream == ERR and tee and self.keeps_tracebacks(local_rank)
-        return self._pump.pipe(file, shown, directory / TRACEBACK if kept else None)
+        appendix = directory / TRACEBACK if kept else None
+        return self._pump.pipe(Flow(file, shown, appendix, live=self._show is not None))
 
     def _print(self, stream: int, local_rank: int, label: _Label) -> Callable[[bytes], None]:
         show, tee = self._show, self._tee.has(local_rank, stream)
@@ -257,16 +258,11 @@ class Pump(threading.Thread):
         self._caught_up = threading.Event()
         self.start()
 
-    def pipe(
-        self, file: BinaryIO | None, shown: Callable[[bytes], None] | None, appendix: Path | None = None
-    ) -> int:
-        """Return a pipe's writing end. The thread reads it until every writer has closed it.
-
-        appendix: a file whose content is added to `file` at the end, if it exists by then.
-        """
+    def pipe(self, flow: Flow) -> int:
+        """Return a pipe's writing end. The thread reads it until every writer has closed it."""
         read, write = os.pipe()
         with self._lock:
-            self._selector.register(read, selectors.EVENT_READ, Flow(file, shown, appendix))
+            self._selector.register(read, selectors.EVENT_READ, flow)
         os.write(self._wake_write, b"\0")
         return write
 
@@ -330,16 +326,27 @@ class Flow:
     A line is shown when it ends. A part of a line is shown when it is older than `MOMENT` or longer than
     `LONGEST`. Text that ends with a carriage return is overwritten on a terminal, so of a progress bar only
     the latest state is shown, once per `MOMENT`.
+
+    Args:
+        file: to which everything is written.
+        shown: gets what is to be shown.
+        appendix: a file whose content is added to `file` at the end, if it exists by then.
+        live: `shown` can overwrite a line: a state of a progress bar has a carriage return at its end.
     """
 
     def __init__(
-        self, file: BinaryIO | None, shown: Callable[[bytes], None] | None, appendix: Path | None = None
+        self,
+        file: BinaryIO | None,
+        shown: Callable[[bytes], None] | None,
+        appendix: Path | None = None,
+        live: bool = False,
     ) -> None:
         self._file, self._shown, self._appendix = file, shown, appendix
         self.unfinished: list[bytes] = []  # parts of the line that has not ended
         self._size = 0
         self._state = b""  # text that a carriage return has ended and that has not been shown yet
         self._seen = False  # the beginning of the present line has been shown
+        self._live, self._overwrites = live, False  # the present line overwrites another one
         self.due: float | None = None  # when `flush` has something to show
 
     def feed(self, data: bytes, now: float) -> None:
@@ -364,7 +371,7 @@ class Flow:
             self._add(data[start : end.start()])
             start = end.end()
             line = self._take()
-            ended = ended or end[0] != b"\r"
+            ended, self._overwrites = ended or end[0] != b"\r", end[0] == b"\r"
             if end[0] == b"\r":
                 self._state = line or self._state
             elif line or self._state:
@@ -396,9 +403,10 @@ class Flow:
         if self.due is None or now < self.due:
             return
         self.due = None
-        text, self._state = self._take() or self._state, b""
+        text, passes = self._take() or self._state, self._live and self._overwrites
+        self._state = text if passes else b""
         if text:
-            self._show(text)
+            self._show(text + b"\r" if passes else text)
             self._seen = True
 
     def _show(self, line: bytes) -> None:

@@ -10,14 +10,16 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic.agent.terminal.run_parser import WITHOUT_MEANING, OptionError, parser
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
-from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, MOST_SLOTS
 from adaptdl_elastic.rendezvous.store.local_socket import is_local, socket_path
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
@@ -34,6 +36,7 @@ class RunOptions:
     max_nodes: int
     min_slots: int
     slots: int
+    gpus_per_replica: int
     replicas: tuple[int, int] | None  # fewest and most of the whole job; None: as nodes and slots allow
     standalone: bool
     endpoint: str | None
@@ -64,7 +67,6 @@ class RunOptions:
     avoid_preemptible_nodes: bool
     weight: float
     event_log: Path | None
-    plot: Path | None
     summary: bool | None  # None: only on a terminal
     log_dir: Path | None
     redirects: str
@@ -73,11 +75,12 @@ class RunOptions:
     local_ranks_filter: frozenset[int] | None
     line_prefix: str | None  # template of what stands before lines of replicas; None: not given
     role: str
-    threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment sets it
+    cores: int  # divided among the replicas of the node; 0: the environment sets OMP_NUM_THREADS
     virtual_local_rank: bool
     event_log_handler: str
     signals: tuple[signal.Signals, ...]  # signals at which the agent saves and leaves
     notes: tuple[str, ...] = ()  # one line each, to print for the user
+    typed: tuple[str, ...] = ()  # the arguments as they were given
 
     @property
     def of_one_machine(self) -> bool:
@@ -99,7 +102,7 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = o
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
     args = parser().parse_args(typed)
-    return check(args, _given(typed), environ)
+    return replace(check(args, _given(typed), environ), typed=tuple(typed))
 
 
 def _given(typed: Sequence[str]) -> set[str]:
@@ -146,8 +149,6 @@ def check(
     if "://" not in path:
         path = str(Path(path).absolute())
     _check_numbers(args)
-    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise OptionError(f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf")
     replicas = parse_range("--replicas", args.replicas) if args.replicas else None
     fewest = min_nodes * min_slots
     if replicas is not None and replicas[0] < fewest:
@@ -164,6 +165,7 @@ def check(
         max_nodes=max_nodes,
         min_slots=min_slots,
         slots=slots,
+        gpus_per_replica=args.gpus_per_replica,
         replicas=replicas,
         standalone=standalone,
         endpoint=None if standalone else endpoint,
@@ -194,7 +196,6 @@ def check(
         avoid_preemptible_nodes=args.avoid_preemptible_nodes,
         weight=args.weight,
         event_log=args.event_log,
-        plot=args.plot,
         summary=args.summary,
         log_dir=Path(args.log_dir) if args.log_dir else None,
         redirects=args.redirects,
@@ -203,7 +204,7 @@ def check(
         local_ranks_filter=_ranks(args.local_ranks_filter),
         line_prefix=getattr(args, "log_line_prefix_template", "") or None,  # an option of torch >= 2.14
         role=args.role,
-        threads=None if "OMP_NUM_THREADS" in environ or slots == 1 else 1,
+        cores=0 if "OMP_NUM_THREADS" in environ else len(os.sched_getaffinity(0)),
         virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
         event_log_handler=getattr(args, "event_log_handler", "null"),
         signals=parse_signals(getattr(args, "signals_to_handle", _SIGNALS)),
@@ -271,6 +272,10 @@ def _mode(args: argparse.Namespace) -> str:
     if args.no_python and args.module:
         raise OptionError("--no-python and --module exclude each other: a module needs Python")
     if args.module:
+        top = args.training_script.partition(".")[0]
+        # A replica's first folder of modules is the current one.
+        if not (top and (PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top))):
+            raise OptionError(f"there is no module {top!r} in {Path.cwd()}, and none is installed")
         return "module"
     if args.no_python and not getattr(args, "run_path", False):
         if shutil.which(args.training_script) is None:
@@ -281,6 +286,8 @@ def _mode(args: argparse.Namespace) -> str:
         there = script.exists()
     except OSError as error:  # for example below a directory that this user may not enter
         raise OptionError(f"the script {args.training_script!r} cannot be read: {error.strerror}") from None
+    if script.is_dir() and not (script / "__main__.py").is_file():
+        raise OptionError(f"{args.training_script!r} is a directory without a __main__.py: name a script")
     if not there:
         raise OptionError(f"there is no script {args.training_script!r} in {Path.cwd()}: give its path")
     return "script"
@@ -384,6 +391,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--weight={args.weight:g} must be above 0 and at most {HEAVIEST:g}; the default is 1"
         )
+    if not 1 <= args.gpus_per_replica <= MOST_SLOTS:
+        raise OptionError(f"--gpus-per-replica={args.gpus_per_replica} must be between 1 and {MOST_SLOTS}")
     for name in (
         "checkpoint_timeout",
         "checkpoint_interval",

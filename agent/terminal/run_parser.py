@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from adaptdl_elastic import __version__
 from adaptdl_elastic.agent.terminal.torchrun_options import torchrun_parser
 
 PROGRAM = "adaptdl-run"
@@ -36,20 +37,20 @@ _HELP = {
     "rdzv_endpoint": "etcd of the cluster, HOST:PORT[,HOST:PORT...] (default: ADAPTDL_ETCD)",
     "rdzv_id": "name of the job (default: that of the script)",
     "standalone": "one node, without an etcd (the default where no other node and no etcd is named)",
-    "max_restarts": "failures after which the job goes on from its checkpoint (default 3; one that comes "
-    "again before the first step ends it); the loss of a node, and a death that other replicas survive, do "
-    "not count",
+    "max_restarts": "failures after which the job is restarted from its checkpoint (default 3; fewer if the "
+    "same error comes twice after the same step); lost nodes, and deaths that other replicas survive, do not "
+    "count",
     "role": "set as ROLE_NAME for every replica",
-    "run_path": "run the script with runpy.run_path, as is done anyway; goes before --no-python",
+    "run_path": "run the script with runpy.run_path, which is always done; overrides --no-python",
     "log_dir": "directory for the logs of replicas",
-    "signals_to_handle": "signals that save a checkpoint and stop, the second one at once, separated by "
-    "commas (default SIGTERM,SIGINT,SIGHUP,SIGQUIT); Slurm's --signal=USR1@120 wants SIGUSR1 among them",
+    "signals_to_handle": "signals, separated by commas, at which the job saves a checkpoint and stops, the "
+    "second time at once (default SIGTERM,SIGINT,SIGHUP,SIGQUIT); Slurm's --signal=USR1@120 needs SIGUSR1",
     "master_addr": "address at which replicas meet, for scripts that name it (init_method=tcp://ADDR:PORT); "
     "only its own node can keep a store there (default: the address of the node of rank 0)",
     "master_port": "port at which replicas meet, for scripts that name it (default: any free one, or within "
     "--port-range; 29500 where several nodes are given a --master-addr)",
-    "local_addr": "address that other nodes reach this one by (default: that of the route to etcd)",
-    "training_script": "what every replica runs, followed by its own arguments",
+    "local_addr": "address at which other nodes reach this one (default: that of the route to etcd)",
+    "training_script": "the script that every replica runs, followed by the arguments of the script",
 }
 
 
@@ -124,21 +125,27 @@ def _refuse(made: argparse.ArgumentParser, message: str) -> None:
 
 def _add_ours(group: Any) -> None:
     add = group.add_argument
+    add("--version", action="version", version=f"adaptdl-elastic {__version__}", help="show the version")
     add("--etcd", metavar="HOST:PORT", help="etcd of the cluster; the same as --rdzv-endpoint (ADAPTDL_ETCD)")
-    add("--etcd-api", choices=["auto", "v2", "v3"], default="auto", help="force a driver (default: ask etcd)")
+    add(
+        "--etcd-api",
+        choices=["auto", "v2", "v3"],
+        default="auto",
+        help="version of etcd's API (default: the one that etcd answers)",
+    )
     add("--etcd-ca", metavar="PEM", help="CA of etcd's certificate (ADAPTDL_ETCD_CA)")
     add("--etcd-cert", metavar="PEM", help="client certificate (ADAPTDL_ETCD_CERT)")
-    add("--etcd-key", metavar="PEM", help="its key (ADAPTDL_ETCD_KEY)")
+    add("--etcd-key", metavar="PEM", help="key of the client certificate (ADAPTDL_ETCD_KEY)")
     add(
         "--etcd-user",
         metavar="NAME",
-        help="user of etcd (ADAPTDL_ETCD_USER); the password: ADAPTDL_ETCD_PASSWORD_FILE",
+        help="user of etcd (ADAPTDL_ETCD_USER); ADAPTDL_ETCD_PASSWORD_FILE names the file with the password",
     )
     add(
         "--etcd-timeout",
         type=float,
         metavar="S",
-        help="seconds for one operation (default: ADAPTDL_ETCD_TIMEOUT, else 5)",
+        help="seconds that one operation of etcd may take (default: ADAPTDL_ETCD_TIMEOUT, else 5)",
     )
     add(
         "--cluster",
@@ -193,23 +200,30 @@ def _add_ours(group: Any) -> None:
         help="seconds that new replicas may take to be ready (default 60)",
     )
     add(
+        "--gpus-per-replica",
+        type=int,
+        default=1,
+        metavar="N",
+        help="neighbouring GPUs that each replica has, on nodes with GPUs (default 1)",
+    )
+    add(
         "--hang-timeout",
         type=float,
         metavar="S",
-        help="seconds without an answer after which a replica is killed (default 60; 0: never); where it is "
-        "given, also without a step",
+        help="seconds without an answer after which a replica is killed (default 60; 0: never); if this is "
+        "given, also seconds without a step",
     )
     add(
         "--once",
         action="store_true",
-        help="if the job has ended already, however it did, exit as it did (without it only a job that is "
-        "done stays so; one that was stopped or has failed goes on from its checkpoint)",
+        help="if the job has ended already, exit with its exit code, also if it was stopped or has failed "
+        "(default: such a job continues from its checkpoint)",
     )
     add(
         "--anew",
         action="store_true",
-        help="start another run of a job that has ended, from the beginning; the checkpoints of the last one "
-        "are put aside",
+        help="start another run of a job that has ended, from the beginning; its checkpoints are moved to an "
+        "archive folder",
     )
     add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the number of replicas")
     add(
@@ -217,21 +231,22 @@ def _add_ours(group: Any) -> None:
         type=float,
         default=1.0,
         metavar="W",
-        help="what the job's goodput is worth beside other jobs' (default 1)",
+        help="weight of the job's goodput, relative to other jobs (default 1)",
     )
-    add("--no-preempt", action="store_true", help="it keeps the size it begins with, MIN")
+    add(
+        "--no-preempt", action="store_true", help="keep the number of replicas with which the job begins, MIN"
+    )
     add("--avoid-preemptible-nodes", action="store_true", help="use spot instances last")
     add(
         "--tracebacks",
         choices=["first", "all"],
         default="first",
-        help="of replicas that fail together show one traceback, that of the first (the default), or all of "
-        "them as they come; --log-dir keeps all",
+        help="if replicas fail together, show the traceback of the first one (the default), or all of them; "
+        "--log-dir keeps all",
     )
-    add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
+    add("--event-log", type=Path, metavar="FILE", help="append each event to this file as a JSON object")
     add(
         "--summary",
         action=argparse.BooleanOptionalAction,
-        help="sum the run up at its end (default: on a terminal)",
+        help="print a summary at the end (default: on a terminal)",
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic.agent.terminal.event_log import Event
@@ -89,19 +87,6 @@ class Collector:
             drop = set(many[1:-100:2])  # every other one of the older events
             self.events = [e for i, e in enumerate(self.events) if i not in drop]
             self.most = max(self.most, len(self.events) + 100)
-
-
-def read(path: Path) -> list[Event]:
-    """Return the events of a log; skip lines that were cut off."""
-    events = []
-    for line in path.read_text().splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "event" in event and "time" in event:
-            events.append(event)
-    return events
 
 
 def summarise(events: Sequence[Event], now: float | None = None) -> Summary:

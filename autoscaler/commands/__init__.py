@@ -14,7 +14,6 @@
 | `autoscale` | `autoscale` |
 | `cloud` | `cloud` |
 | `doctor` | `doctor` |
-| `simulate` | `simulator.simulate_command` |
 | `web` | `web.command` |
 
 `tables` reads stores and prints tables. `job_requests` writes what a person asks of a job.

@@ -15,7 +15,16 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Finite, OptionError, Where, refuse, store_options
+from adaptdl_elastic.autoscaler.cli import (
+    CommandError,
+    Finite,
+    OptionError,
+    Where,
+    echo,
+    refuse,
+    store_options,
+)
+from adaptdl_elastic.rendezvous.text import log_to_stderr
 
 logger = logging.getLogger(__name__)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -59,7 +68,7 @@ def _band(text: str) -> tuple[float, float]:
 
 
 @click.command()
-@click.option("--provider", metavar="NAME", help="A provider by its name, those of other packages included.")
+@click.option("--provider", metavar="NAME", help="Name of the provider, which may come from another package.")
 @click.option(
     "-o",
     "provider_options",
@@ -68,11 +77,11 @@ def _band(text: str) -> tuple[float, float]:
     help="An option of --provider; repeatable.",
 )
 @click.option(
-    "--asg", "groups", multiple=True, metavar="NAME", help="An auto-scaling group to rule; repeatable."
+    "--asg", "groups", multiple=True, metavar="NAME", help="Auto-scaling group to change; repeatable."
 )
 @click.option("--region", help="AWS region. [default: as boto3 finds it]")
 @click.option("--profile", help="AWS profile. [default: as boto3 finds it]")
-@click.option("--queue-url", metavar="URL", help="SQS queue that EventBridge puts interruption notices into.")
+@click.option("--queue-url", metavar="URL", help="SQS queue with the interruption notices of EventBridge.")
 @click.option(
     "--price", "prices", multiple=True, metavar="TYPE=PRICE", help="On-demand price per hour; repeatable."
 )
@@ -80,7 +89,7 @@ def _band(text: str) -> tuple[float, float]:
     "--prices",
     "price_file",
     type=click.Path(path_type=Path),
-    help="The same as a JSON or CSV table in a file.",
+    help="JSON or CSV file with the prices.",
 )
 @click.option("--slots", type=click.IntRange(min=1), help="Replicas per node. [default: its GPUs]")
 @click.option(
@@ -93,89 +102,89 @@ def _band(text: str) -> tuple[float, float]:
     show_default=True,
     help="Price of a local node per hour.",
 )
-@click.option("--min-nodes", type=click.IntRange(min=0), default=0, show_default=True, help="Nodes at least.")
-@click.option("--max-nodes", type=click.IntRange(min=0), help="Nodes at most. [default: the groups' Max]")
+@click.option("--min-nodes", type=click.IntRange(min=0), default=0, show_default=True, help="Fewest nodes.")
+@click.option("--max-nodes", type=click.IntRange(min=0), help="Most nodes. [default: the groups' Max]")
 @click.option(
-    "--max-hourly-cost", type=float, metavar="AMOUNT", help="Cost of an hour at most, as --price has it."
+    "--max-hourly-cost", type=float, metavar="AMOUNT", help="Highest cost of an hour, in the unit of --price."
 )
 @click.option(
     "--max-job-cost",
     "job_costs",
     multiple=True,
     metavar="[JOB=]AMOUNT",
-    help="Cost of a run of a job (of each one without JOB): it is saved and stopped before that; repeatable.",
+    help="Highest cost of a job, or of each job: it is saved and stopped before it costs more; repeatable.",
 )
 @click.option(
     "--hour-value",
     type=float,
     metavar="AMOUNT",
-    help="What an hour of a job's time is worth, as --price has it. [default: the price of 4 slots]",
+    help="Value of an hour of a job's time, in the unit of --price. [default: the price of 4 slots]",
 )
 @click.option(
     "--deadline",
     "deadlines",
     multiple=True,
     metavar="[JOB=]WHEN",
-    help="End by then at the least cost: 2h30m, or an ISO time (local without a zone); repeatable.",
+    help="Finish by this time at the lowest cost: 2h30m, or an ISO time (local without a zone); repeatable.",
 )
 @click.option(
     "--utilisation",
     default="0.85:1",
     show_default=True,
     metavar="LOW:HIGH",
-    help="Slots wanted over slots there: between these nothing is bought or given back.",
+    help="Ratio of wanted to existing slots between which no node is bought or given back.",
 )
 @click.option(
     "--shrink-after",
     type=float,
     default=120.0,
     show_default=True,
-    help="Seconds below the band before nodes go.",
+    help="Seconds below --utilisation after which nodes are given back.",
 )
 @click.option(
     "--boot-timeout",
     type=float,
     default=600.0,
     show_default=True,
-    help="Seconds an instance has to become a node.",
+    help="Seconds after which an instance that has no agent yet counts as failed.",
 )
 @click.option(
     "--max-interruptions",
     type=float,
     default=1.0,
     show_default=True,
-    help="Interruptions per spot node and hour above which its group is left alone.",
+    help="Interruptions per spot node and hour above which its group is not used.",
 )
 @click.option(
     "--job",
     "expected",
     multiple=True,
     metavar="JOB",
-    help="Have a node for this job before it is started; repeatable.",
+    help="Keep a node ready for this job, which has not started yet; repeatable.",
 )
 @click.option(
     "--interval",
     type=Finite(min=0.1),
     default=5.0,
     show_default=True,
-    help="Seconds between looks.",
+    help="Seconds between two decisions.",
 )
 @click.option(
     "--until-done",
     is_flag=True,
-    help="End when all jobs have ended and all nodes but the least are given back.",
+    help="Exit when all jobs have ended and all nodes but --min-nodes are given back.",
 )
 @click.option(
-    "--take-over", "seize", is_flag=True, help="Rule the groups though they belong to another cluster."
+    "--take-over", "seize", is_flag=True, help="Change the groups even if they belong to another cluster."
 )
 @click.option(
     "--set",
     "changes",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Change a setting of the running autoscaler (max-hourly-cost=6); KEY= takes it back; repeatable.",
+    help="Change a setting of the running autoscaler (max-hourly-cost=6); KEY= resets it; repeatable.",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be done once, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be done now.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one per line.")
 @store_options
 def autoscale(
@@ -211,7 +220,7 @@ def autoscale(
 ) -> None:
     """Buy the nodes that are worth their price, and give back those that are not.
 
-    Runs beside the coordinator until it is stopped (Ctrl-C, SIGTERM); nodes stay when it goes.
+    Runs beside the coordinator until it is stopped (Ctrl-C, SIGTERM); nodes are kept when it stops.
     """
     from adaptdl_elastic.autoscaler.providers.base import ProviderError, ProviderOptionError
     from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest, make_provider
@@ -264,7 +273,7 @@ def autoscale(
         raise OptionError(str(error)) from error
     table = _prices(prices, price_file)
     options = LoopOptions(interval, dry_run, expected, until_done)
-    logging.basicConfig(level=logging.WARNING, format="adaptdl autoscale: %(message)s")
+    log_to_stderr(logging.WARNING, "adaptdl autoscale: %(message)s")
     for job, when in settings.deadlines.items():
         if when <= time.time():
             logger.warning("the --deadline of %s has passed", "all jobs" if job == "*" else f"job {job!r}")
@@ -285,7 +294,7 @@ def autoscale(
     except ProviderError as error:
         raise CommandError(str(error)) from error
     if dry_run and not as_json:
-        click.echo("dry run: nothing was done")
+        echo("dry run: nothing was done")
     sys.exit(code)
 
 
@@ -318,8 +327,8 @@ def _change_running(where: Where, texts: tuple[str, ...]) -> None:
     except StoreError as error:
         raise CommandError(str(error)) from error
     said = ", ".join(f"{name} {value:g}" for name, value in sorted(held.items()))
-    click.echo(f"instead of the command line: {said or 'nothing'}")
-    click.echo("it holds from the next look on" if runs else "no autoscaler runs: it holds for the next one")
+    echo(f"instead of the command line: {said or 'nothing'}")
+    echo("it holds from the next look on" if runs else "no autoscaler runs: it holds for the next one")
 
 
 def parse_change(text: str, now: float) -> dict[str, float | None]:
@@ -408,7 +417,7 @@ def _printer(as_json: bool) -> Any:
             for name, value in fields.items()
             if name != "hourly_cost" and value not in (None, "")
         )
-        click.echo(f"{time.strftime('%H:%M:%S')} {event}: {text}")
+        echo(f"{time.strftime('%H:%M:%S')} {event}: {text}")
         sys.stdout.flush()
 
     return say

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, OptionError
+from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, echo
+from adaptdl_elastic.autoscaler.commands.tables import show_table
 from adaptdl_elastic.autoscaler.provisioning import lock
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 
@@ -23,14 +24,14 @@ _DELETE_SECONDS = 1800.0  # that CloudFormation has to delete a stack
 
 @click.group()
 def cloud() -> None:
-    """Prepare machines of a cloud, and take them down (docs/ec2.md)."""
+    """Prepare machines on EC2, and delete them (docs/ec2.md)."""
 
 
 @cloud.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--python", default="3.12", show_default=True, help="The machines' version of Python.")
+@click.option("--python", default="3.12", show_default=True, help="Version of Python on the machines.")
 def pack(file: Path, python: str) -> None:
-    """Write this program and lock files of what it needs to FILE, a .tar.gz.
+    """Write this program, and lock files of its dependencies, to FILE (.tar.gz).
 
     Machines install exactly these files: versions and hashes are fixed here. Versions are those of this
     environment.
@@ -45,8 +46,8 @@ def pack(file: Path, python: str) -> None:
 
 @cloud.command()
 @click.argument("names", nargs=-1, metavar="[STACK]...")
-@click.option("--all", "every", is_flag=True, help="Every stack of ours in the account and region.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--all", "every", is_flag=True, help="All stacks of this program in the account.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--region", help="AWS region. [default: as boto3 finds it]")
 @click.option("--profile", help="AWS profile. [default: as boto3 finds it]")
 @click.option(
@@ -80,16 +81,14 @@ def down(
     except ProviderError as error:
         raise CommandError(str(error)) from error
     if not chosen:
-        click.echo(
-            f"no stack of ours in {stacks.region}: nothing to take down there (--region looks elsewhere)"
-        )
+        echo(f"no stack of ours in {stacks.region}: nothing to take down there (--region looks elsewhere)")
         return
     _show(chosen, stacks.region)
     if not yes:
         click.confirm("Delete these, and end what runs on them? Buckets stay.", abort=True)
     failed = [trouble for stack in chosen if (trouble := _take_down(stacks, stack))]
     for trouble in failed:
-        click.echo(f"adaptdl: {trouble}", err=True)
+        echo(f"adaptdl: {trouble}", err=True)
     sys.exit(1 if failed else 0)
 
 
@@ -104,14 +103,13 @@ def _choose(found: Sequence[Stack], names: Sequence[str], region: str) -> list[S
 
 def _show(stacks: Sequence[Stack], region: str) -> None:
     """Print the stacks with their machines and what an hour of them costs."""
-    width = max(len("STACK"), *(len(stack.name) for stack in stacks))
-    click.echo(f"{'STACK':{width}}  {'STATUS':24}  {'PER HOUR':>9}  MACHINES")
+    rows = []
     for stack in stacks:
-        least = "≥" if stack.unpriced else ""
         kinds = Counter(f"{one.type}{' spot' if one.spot else ''}" for one in stack.machines)
         machines = ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items())) or "none"
-        cost = f"{least}{stack.hourly_cost:.2f}"
-        click.echo(f"{stack.name:{width}}  {stack.status:24}  {cost:>9}  {machines}")
+        cost = f"{'≥' if stack.unpriced else ''}{stack.hourly_cost:.2f}"
+        rows.append((stack.name, stack.status, cost, machines))
+    show_table(("STACK", "STATUS", "PER HOUR", "MACHINES"), rows)
     unpriced = sorted({kind for stack in stacks for kind in stack.unpriced})
     total = sum(stack.hourly_cost for stack in stacks)
     without = (
@@ -119,7 +117,7 @@ def _show(stacks: Sequence[Stack], region: str) -> None:
         if unpriced
         else ""
     )
-    click.echo(f"in {region}, together {total:.2f} per hour for instances{without}")
+    echo(f"in {region}, together {total:.2f} per hour for instances{without}")
 
 
 def _take_down(stacks: Stacks, stack: Stack) -> str:
@@ -129,13 +127,13 @@ def _take_down(stacks: Stacks, stack: Stack) -> str:
     if stack.protected:
         return f"stack {stack.name} has termination protection, and is left as it is: switch that off first"
     try:
-        click.echo(f"{stack.name}: its nodes save and leave")
+        echo(f"{stack.name}: its nodes save and leave")
         if not stacks.empty(stack, _NODES_SECONDS):
-            click.echo(f"{stack.name}: nodes are still leaving after {_NODES_SECONDS:.0f} s; going on")
-        click.echo(f"{stack.name}: CloudFormation deletes it")
+            echo(f"{stack.name}: nodes are still leaving after {_NODES_SECONDS:.0f} s; going on")
+        echo(f"{stack.name}: CloudFormation deletes it")
         stacks.delete(stack, _DELETE_SECONDS)
     except ProviderError as error:
         return str(error)
     kept = "".join(f"; checkpoints are in s3://{bucket}" for bucket in stack.buckets)
-    click.echo(f"{stack.name}: deleted{kept}")
+    echo(f"{stack.name}: deleted{kept}")
     return ""

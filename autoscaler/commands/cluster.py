@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +17,7 @@ from adaptdl_elastic.autoscaler.cli import (
     OptionError,
     Place,
     Where,
+    echo,
     json_option,
     refuse,
     standalone_job_option,
@@ -25,6 +25,7 @@ from adaptdl_elastic.autoscaler.cli import (
 )
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
+from adaptdl_elastic.rendezvous.text import log_to_stderr
 
 if TYPE_CHECKING:
     from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics
@@ -45,7 +46,7 @@ def metrics_port_of(text: str) -> int | Literal["off"]:
     type=Finite(min=0.05, max=86400),
     default=60.0,
     show_default=True,
-    help="Seconds between rounds of the policy that nothing asks for.",
+    help="Seconds between two decisions, if nothing happens in between.",
 )
 @click.option(
     "--fairness",
@@ -57,13 +58,13 @@ def metrics_port_of(text: str) -> int | Literal["off"]:
     "--objective",
     type=click.Choice(["completion", "speedup"]),
     default=None,
-    help="Short average completion time, or a power mean of the speedups. [default: completion]",
+    help="Aim for short completion times, or for a high power mean of the speedups. [default: completion]",
 )
 @click.option(
     "--default-pause",
     type=Finite(min=0),
     default=None,
-    help="Seconds that a change costs a job that was never changed.",
+    help="Expected pause, in seconds, of a job whose number of replicas has never been changed.",
 )
 @click.option(
     "--metrics-port",
@@ -71,7 +72,7 @@ def metrics_port_of(text: str) -> int | Literal["off"]:
     metavar="PORT|off",
     envvar="ADAPTDL_METRICS_PORT",
     show_envvar=True,
-    help="Serve Prometheus metrics there; 0: any port; off. [default: the first free one from 9300 to 9309]",
+    help="Port of the Prometheus metrics; 0: any free one. [default: the first free one from 9300 to 9309]",
 )
 @click.option(
     "--metrics-host",
@@ -79,7 +80,7 @@ def metrics_port_of(text: str) -> int | Literal["off"]:
     envvar="ADAPTDL_METRICS_HOST",
     show_default=True,
     show_envvar=True,
-    help="Address to serve them on.",
+    help="Address on which metrics are served.",
 )
 @click.option("--parent-fd", type=int, default=None, hidden=True, help="Stop when this pipe is closed.")
 @click.option(
@@ -87,7 +88,7 @@ def metrics_port_of(text: str) -> int | Literal["off"]:
     default="warning",
     show_default=True,
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="What is written to standard error.",
+    help="Write messages of this level and above to standard error.",
 )
 @store_options
 def coordinator(
@@ -112,7 +113,7 @@ def coordinator(
 
     if objective != Objective.SPEEDUP.value:
         refuse(("fairness",), "is for --objective speedup")
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s coordinator %(levelname)s %(message)s")
+    log_to_stderr(log_level.upper(), "%(asctime)s coordinator %(levelname)s %(message)s")
     given: dict[str, Any] = {
         "fairness": fairness,
         "objective": None if objective is None else Objective(objective),
@@ -222,16 +223,17 @@ def nodes(where: Where, as_json: bool) -> None:
         ],
         empty=empty,
     )
+    for row in rows:
+        for line in row["unusable"]:
+            echo(f"{row['node']}: a GPU is not used: {line}")
 
 
 @click.command()
 @click.argument("node")
-@click.option("--reason", default="adaptdl drain", show_default=True, help="What jobs and events say of it.")
-@click.option("--deadline", type=Finite(min=0), default=None, help="Seconds until the node is gone.")
-@click.option(
-    "--cancel", is_flag=True, help="Withdraw the request: an agent that is started on NODE is used again."
-)
-@click.option("--wait", is_flag=True, help="Until no replica is left on it.")
+@click.option("--reason", default="adaptdl drain", show_default=True, help="Reason that events show.")
+@click.option("--deadline", type=Finite(min=0), default=None, help="Seconds until the node is switched off.")
+@click.option("--cancel", is_flag=True, help="Cancel the request: jobs may use NODE again.")
+@click.option("--wait", is_flag=True, help="Wait until no replica is left on NODE.")
 @click.option("--timeout", type=Finite(min=0), default=300.0, show_default=True, help="Seconds to --wait.")
 @standalone_job_option
 @store_options
@@ -270,7 +272,7 @@ def drain(
         if cancel:
             if not store.delete(keys.drain(node)):
                 raise CommandError(f"{node} is not being drained by request")
-            click.echo(f"{node} may be used again")
+            echo(f"{node} may be used again")
             return
         if node not in known:
             there = f"; its nodes are: {', '.join(sorted(known))}" if known else ", and no other"
@@ -280,7 +282,7 @@ def drain(
             node, reason, deadline=None if deadline is None else now + deadline, created=now
         )
         store.put(keys.drain(node), records.encode(request))
-        click.echo(f"{node} is being drained")
+        echo(f"{node} is being drained")
         if wait and not wait_until(store, keys, lambda v: not _busy(Ledger(v), v, node), timeout):
             raise CommandError(f"{node} still has replicas after {timeout:g} s; see adaptdl nodes")
 
@@ -309,11 +311,11 @@ def _busy(ledger: Any, view: Any, node: str) -> bool:
 
 
 @click.command()
-@click.option("--tail", type=click.IntRange(min=1), default=20, show_default=True, help="How many.")
+@click.option("--tail", type=click.IntRange(min=1), default=20, show_default=True, help="Rows to show.")
 @json_option
 @store_options
 def events(where: Where, as_json: bool, tail: int) -> None:
-    """Show what the coordinator did of late."""
+    """List the latest decisions of the coordinator."""
     from adaptdl_elastic.autoscaler.commands.tables import ask_all
     from adaptdl_elastic.autoscaler.diagnostics.rows import clock
 
@@ -321,7 +323,7 @@ def events(where: Where, as_json: bool, tail: int) -> None:
     merged = [item for _, items in answers for item in items]
     items = sorted(merged, key=lambda item: item.key.rpartition("/")[2])[-tail:]
     if not items and not as_json:
-        click.echo("no events yet")
+        echo("no events yet")
     for item in items:
         try:
             event = json.loads(item.value)
@@ -336,4 +338,4 @@ def events(where: Where, as_json: bool, tail: int) -> None:
         name = event.pop("event", "?")
         event.pop("fence", None)
         text = "  ".join(f"{key}={value}" for key, value in event.items() if value not in (None, "", {}, []))
-        click.echo(f"{when}  {name!s:<10}  {text}", file=sys.stdout)
+        echo(f"{when}  {name!s:<10}  {text}")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, json_option
+from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, echo, json_option
 from adaptdl_elastic.autoscaler.commands.tables import show_table
 from adaptdl_elastic.autoscaler.provisioning import bring_up, store_users
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials, write_private
@@ -108,13 +108,15 @@ def cluster() -> None:
 @click.option(
     "--slots",
     type=click.IntRange(0, 1024),
-    help="Replicas that fit on a node; 0: one for each GPU, or one. [default: 0]",
+    help="Most replicas of a node; 0 means its number of GPUs, or 1. [default: 0]",
 )
-@click.option("-F", "--ssh-config", metavar="FILE", type=click.Path(exists=True), help="As `ssh -F`.")
-@click.option("--person", metavar="NAME", help="Name by which you sign. [default: your user's]")
+@click.option(
+    "-F", "--ssh-config", metavar="FILE", type=click.Path(exists=True), help="Configuration file for ssh."
+)
+@click.option("--person", metavar="NAME", help="Your name on the cluster. [default: that of your user]")
 @cluster_option
 def up(name: str | None, nodes: tuple[str, ...], **options: Any) -> None:
-    """Bring a cluster up on NODEs, or bring it to the same state again.
+    """Start a cluster on NODEs, or start what is missing of it.
 
     The first NODE runs etcd. A NODE that belongs to the cluster already stays in it. Without a NODE those of
     the last time are meant.
@@ -161,13 +163,13 @@ def with_options(
 
 
 def _bring_up(context: ClusterContext, dispensable: Collection[str] = ()) -> None:
-    reports = bring_up.bring_up(context, lambda text: click.echo(text, err=True), dispensable)
+    reports = bring_up.bring_up(context, lambda text: echo(text, err=True), dispensable)
     for one in reports:
         what = "etcd, " if one.etcd else ""
         state = "started" if one.changed else "unchanged"
         slots = f"{one.slots} slot{'s' if one.slots != 1 else ''}"
-        click.echo(f"{one.node}: {state} at {one.host}, {what}{slots}, kept by {one.kept_by}")
-    click.echo(f"cluster {context.name} is up; adaptdl submit SCRIPT runs a job on it")
+        echo(f"{one.node}: {state} at {one.host}, {what}{slots}, kept by {one.kept_by}")
+    echo(f"cluster {context.name} is up; adaptdl submit SCRIPT runs a job on it")
 
 
 @cluster.command()
@@ -185,10 +187,10 @@ def add(name: str | None, nodes: tuple[str, ...]) -> None:
 @cluster.command()
 @click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
 @click.option("--purge", is_flag=True, help="Delete what is there: output, files and checkpoints of jobs.")
-@click.option("--lost", is_flag=True, help="A NODE may be one that cannot be reached and does not come back.")
+@click.option("--lost", is_flag=True, help="Also remove a NODE that cannot be reached, for good.")
 @cluster_option
 def remove(name: str | None, nodes: tuple[str, ...], purge: bool, lost: bool) -> None:
-    """Take NODEs out of a cluster; their replicas save and leave first."""
+    """Remove NODEs from a cluster. Their replicas are saved and moved first."""
     context = _own(name)
     with contexts.locked(context.name):
         context = contexts.choose(context.name)
@@ -202,21 +204,21 @@ def remove(name: str | None, nodes: tuple[str, ...], purge: bool, lost: bool) ->
         bring_up.take_down(context, nodes, purge, lost)
         contexts.save(replace(context, nodes=tuple(node for node in context.nodes if node not in nodes)))
     for node in nodes:
-        click.echo(f"{node} is not in cluster {context.name} any more")
+        echo(f"{node} is not in cluster {context.name} any more")
 
 
 @cluster.command()
-@click.option("--purge", is_flag=True, help="Delete what is there, too: output, checkpoints, keys.")
+@click.option("--purge", is_flag=True, help="Also delete output, checkpoints and keys.")
 @cluster_option
 def down(name: str | None, purge: bool) -> None:
-    """Stop a cluster; `adaptdl cluster up` brings it back, and its jobs go on from their checkpoints."""
+    """Stop a cluster. `adaptdl cluster up` starts it and continues its jobs from their checkpoints."""
     context = _own(name)
     with contexts.locked(context.name):
         bring_up.take_down(context, context.nodes, purge)
         if purge:
             contexts.forget(context.name)
             _delete_files(context)
-    click.echo(f"cluster {context.name} is down" + (", and nothing of it is left" if purge else ""))
+    echo(f"cluster {context.name} is down" + (", and nothing of it is left" if purge else ""))
 
 
 def _delete_files(context: ClusterContext) -> None:
@@ -240,7 +242,7 @@ def status(name: str | None, as_json: bool) -> None:
             json.dumps({"cluster": context.name, "endpoint": context.endpoint, "nodes": rows}, indent=2)
         )
         return
-    click.echo(f"cluster {context.name}, etcd at {parse_endpoints(context.endpoint)[0]}")
+    echo(f"cluster {context.name}, etcd at {parse_endpoints(context.endpoint)[0]}")
     show_table(
         ("NODE", "STATE", "SLOTS", "GPUS", "VERSION", "DISK FREE", "JOBS", "PROBLEM"),
         [
@@ -294,19 +296,19 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
     "--most-priority",
     type=click.IntRange(-MOST_PRIORITY, MOST_PRIORITY),
     metavar="N",
-    help="Jobs of PERSON count with this priority at most. [default: 0; with --admin as they are submitted]",
+    help="Highest priority of the jobs of PERSON. [default: 0; no limit with --admin]",
 )
 @click.option(
     "--archive",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.tar",
-    help="Write what PERSON unpacks in ~/.config/adaptdl, a password of the store among it.",
+    help="Write the access of PERSON to this file, to be unpacked in ~/.config/adaptdl. It holds a password.",
 )
 @cluster_option
 def grant(
     name: str | None, person: str, key: Path, admin: bool, most_priority: int | None, archive: Path | None
 ) -> None:
-    """Let PERSON use the cluster, who signs with the key of KEY.pub.
+    """Let PERSON use the cluster with the ssh key KEY.pub.
 
     The same command with other options changes what PERSON may do.
     """
@@ -322,7 +324,7 @@ def grant(
             password = store_users.add(context, person)
             files = credentials.person_files(person, store_users.user_of(person), password)
             write_private(archive, private_archive(files))
-    click.echo(f"{person} may use cluster {context.name}" + (" as an administrator" if admin else ""))
+    echo(f"{person} may use cluster {context.name}" + (" as an administrator" if admin else ""))
 
 
 def _check_writable(archive: Path) -> None:
@@ -338,7 +340,7 @@ def _check_writable(archive: Path) -> None:
 @click.argument("person")
 @cluster_option
 def revoke(name: str | None, person: str) -> None:
-    """Take PERSON's right to use the cluster away; jobs of PERSON save and end.
+    """Remove PERSON from the cluster. The jobs of PERSON are saved and stopped.
 
     A person with jobs here could read all that the nodes' user can: docs/security.md says what else to do.
     """
@@ -354,4 +356,4 @@ def revoke(name: str | None, person: str) -> None:
         bring_up.send_people(context)  # again if an earlier attempt did not reach every node
         if not known:
             raise CommandError(f"{person} has no right to use cluster {context.name}; every node knows that")
-    click.echo(f"{person} may not use cluster {context.name} any more")
+    echo(f"{person} may not use cluster {context.name} any more")

@@ -12,8 +12,10 @@ import click
 
 from adaptdl_elastic.autoscaler.cli import (
     CommandError,
+    NothingRunsError,
     OptionError,
     Where,
+    echo,
     json_option,
     refuse,
     standalone_job_option,
@@ -25,17 +27,17 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL"
 
 @click.command()
 @click.option("--node", default=None, help="This node's name. [default: the host's]")
-@click.option("--local-addr", default=None, help="Address that other nodes are to reach this one by.")
-@click.option("--port-range", default=None, metavar="LOW:HIGH", help="Ports that agents are confined to.")
+@click.option("--local-addr", default=None, help="Address at which other nodes reach this one.")
+@click.option("--port-range", default=None, metavar="LOW:HIGH", help="Ports that agents may listen on.")
 @click.option(
-    "--checkpoint-path", default=None, metavar="DIR", help="Where checkpoints go; run it on every node."
+    "--checkpoint-path", default=None, metavar="DIR", help="Checkpoint folder to check, on every node."
 )
 @click.option(
-    "--aws", "asgs", multiple=True, metavar="ASG", help="Check the rights for this scaling group too."
+    "--aws", "asgs", multiple=True, metavar="ASG", help="Also check permissions for this EC2 group."
 )
-@click.option("--region", default=None, help="Its region.")
-@click.option("--profile", default=None, help="Credentials to use.")
-@click.option("--queue-url", default=None, help="Its queue of interruption notices.")
+@click.option("--region", default=None, help="AWS region of the group.")
+@click.option("--profile", default=None, help="AWS profile with the credentials.")
+@click.option("--queue-url", default=None, help="SQS queue with the interruption notices of the group.")
 @json_option
 @standalone_job_option
 @store_options
@@ -52,13 +54,14 @@ def doctor(
     queue_url: str | None,
     standalone_job: str | None,
 ) -> int:
-    """Check this node and the store; every finding names its remedy. Exit code 1 when something fails."""
+    """Check this machine and etcd, and suggest remedies. The exit code is 1 if a check fails."""
     from adaptdl_elastic.autoscaler.diagnostics import checks
 
     if not asgs:
         refuse(("region", "profile", "queue_url"), "is for --aws")
     endpoint = _endpoint(where, standalone_job)
-    found = [*checks.check_versions(), *checks.check_limits(), *checks.check_address(local_addr, endpoint)]
+    address = checks.check_address(local_addr, endpoint) if endpoint or local_addr else []
+    found = [*checks.check_versions(), *checks.check_limits(), *address]
     if port_range is not None:
         found += checks.check_ports(*_ports(port_range), checks.announced(local_addr, endpoint))
     directory = None
@@ -74,9 +77,10 @@ def doctor(
     else:
         for finding in found:
             text, colour = _SIGNS[finding.level.value]
-            click.echo(f"{click.style(f'{text:<5}', fg=colour)} {finding.check}: {finding.detail}")
+            click.secho(f"{text:<5} ", fg=colour, nl=False)
+            echo(f"{finding.check}: {finding.detail}")
             if finding.remedy:
-                click.echo(f"      -> {finding.remedy}")
+                echo(f"      -> {finding.remedy}")
     return int(any(finding.level is checks.Level.ERROR for finding in found))
 
 
@@ -116,6 +120,8 @@ def _store(where: Where, job: str | None, node: str, directory: Path | None) -> 
                 "password with ADAPTDL_ETCD_PASSWORD_FILE"
             )
             return [*found, checks.error("rights", str(problem.__cause__), remedy)]
+        if isinstance(problem, NothingRunsError):
+            return [checks.ok("store", "none was given: jobs of one machine need no etcd")]
         remedy = "give --etcd HOST:PORT of an etcd that runs"
         if found:
             remedy = "is this etcd's port for clients (2379)?"
@@ -130,7 +136,7 @@ def _store(where: Where, job: str | None, node: str, directory: Path | None) -> 
             found += checks.check_rights(store, keys)
             view = read(store, keys)
             found += checks.check_cluster(view, node)
-            found += checks.check_checkpoints(view)
+            found += [*checks.check_devices(view), *checks.check_checkpoints(view)]
             if directory is not None:
                 with checks.marked(store, keys, node, directory) as marks:
                     found += marks

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Where, json_option, store_options
+from adaptdl_elastic.autoscaler.cli import CommandError, Where, echo, json_option, store_options
 from adaptdl_elastic.autoscaler.commands.tables import find_job, read
 from adaptdl_elastic.autoscaler.diagnostics.rows import is_lost, why_lost
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -17,7 +17,7 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 @json_option
 @store_options
 def explain(job: str, where: Where, as_json: bool) -> None:
-    """Say why JOB has its size: what one replica more or fewer would do, and which jobs want its slots."""
+    """Explain JOB's number of replicas: what one more or fewer would change, and who wants its slots."""
     from adaptdl_elastic.autoscaler.diagnostics import explanation as why
     from adaptdl_elastic.autoscaler.policy import allocate
 
@@ -31,4 +31,5 @@ def explain(job: str, where: Where, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(why.as_json(found), indent=2))
     else:
-        click.echo("\n".join(why.lines(found)))
+        for line in why.lines(found):
+            echo(line)

@@ -9,18 +9,9 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import Place, Where, json_option, store_options
-from adaptdl_elastic.autoscaler.cluster_view import JobView
-from adaptdl_elastic.autoscaler.commands.tables import ask_all, percent, progress_text, read, show_table
-from adaptdl_elastic.autoscaler.diagnostics.rows import (
-    ENDED_STATES,
-    WAITING_STATES,
-    Row,
-    clock,
-    job_row,
-)
-from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, state_of, waits_because
+from adaptdl_elastic.autoscaler.cli import NothingRunsError, Place, Where, echo, json_option, store_options
+from adaptdl_elastic.autoscaler.commands.tables import ask_all, percent, progress_text, read_rows, show_table
+from adaptdl_elastic.autoscaler.diagnostics.rows import ENDED_STATES, WAITING_STATES, Row, clock
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.text import duration
 
@@ -28,12 +19,12 @@ Column = tuple[str, Callable[[Row], Any]]
 
 
 @click.command(name="ls")
-@click.option("--all", "everything", is_flag=True, help="Those that have ended too.")
+@click.option("--all", "everything", is_flag=True, help="Include jobs that have ended.")
 @json_option
 @store_options
 def ls(where: Where, as_json: bool, everything: bool) -> None:
-    """Show what runs: jobs, their size, batch size, goodput, loss and progress."""
-    rows = sorted(_all_rows(where), key=lambda row: str(row["job"]))
+    """List the jobs that run: replicas, batch size, goodput, loss and progress."""
+    rows = sorted(_all_rows(where, as_json), key=lambda row: str(row["job"]))
     if not everything:
         rows = [row for row in rows if row["state"] not in ENDED_STATES]
     now = time.time()
@@ -58,8 +49,8 @@ def ls(where: Where, as_json: bool, everything: bool) -> None:
 @json_option
 @store_options
 def queue(where: Where, as_json: bool) -> None:
-    """Show which jobs wait, for how long, and why; the one that waits longest first."""
-    rows = [row for row in _all_rows(where) if row["state"] in WAITING_STATES]
+    """List the jobs that wait, for how long, and why. The one that waits longest comes first."""
+    rows = [row for row in _all_rows(where, as_json) if row["state"] in WAITING_STATES]
     rows.sort(key=lambda row: (row["created"] or 0.0, row["job"]))
     now = time.time()
     columns: list[Column] = [
@@ -72,12 +63,12 @@ def queue(where: Where, as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--tail", type=click.IntRange(min=1), default=20, show_default=True, help="How many.")
+@click.option("--tail", type=click.IntRange(min=1), default=20, show_default=True, help="Rows to show.")
 @json_option
 @store_options
 def history(where: Where, as_json: bool, tail: int) -> None:
-    """Show jobs that have ended, the last one first: how long they took, and how they ended."""
-    rows = [row for row in _all_rows(where) if row["state"] in ENDED_STATES]
+    """List the jobs that have ended, how long they took, and how they ended. The last one comes first."""
+    rows = [row for row in _all_rows(where, as_json) if row["state"] in ENDED_STATES]
     rows.sort(key=lambda row: (row["ended"] or row["created"] or 0.0, row["job"]), reverse=True)
     columns: list[Column] = [
         ("STATE", lambda row: row["state"]),
@@ -102,28 +93,19 @@ def _print(rows: Sequence[Row], columns: Sequence[Column], as_json: bool, empty:
     show_table([name for name, _ in every], [[cell(row) for _, cell in every] for row in rows], empty=empty)
 
 
-def _all_rows(where: Where) -> list[Row]:
-    return [row for _, found in ask_all(where, _rows) for row in found]
+def _all_rows(where: Where, as_json: bool) -> list[Row]:
+    try:
+        return [row for _, found in ask_all(where, _rows) for row in found]
+    except NothingRunsError as error:
+        if not as_json:
+            echo(error.message)
+            click.get_current_context().exit()
+        return []
 
 
 def _rows(store: Store, place: Place) -> list[Row]:
     """Return one row per job of a store; jobs that were submitted and have not begun are among them."""
-    keys = Keys(place.cluster)
-    view = read(store, keys)
-    rows = {
-        name: {**job_row(view, job), "owner": None} for name, job in view.jobs.items() if job.spec is not None
-    }
-    if place.context is not None:
-        found = SubmissionReader(store, keys, place.context.cluster_id).read(None)
-        for request in found.requests:
-            asked = request.submission
-            row = rows.setdefault(asked.job, {**job_row(view, JobView(asked.job)), "owner": None})
-            row |= {"owner": asked.owner, "created": asked.created, "min_replicas": asked.min_replicas}
-            if request.lacks_status:
-                row["state"], row["reason"] = state_of(request, found)
-            elif row["state"] in WAITING_STATES:
-                row["reason"] = waits_because(row["reason"], found, asked.job)
-    return list(rows.values())
+    return list(read_rows(store, place)[1].values())
 
 
 def _age(since: float | None, until: float) -> str | None:

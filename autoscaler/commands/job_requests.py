@@ -115,6 +115,10 @@ def cancel(store: Store, keys: Keys, context: ClusterContext, client: ServiceCli
     signed = sign_record(
         context.cluster_id, record, context.person, lambda text: signatures.sign(context.identity, text)
     )
+    if request.run.state is not None and request.submission.owner == context.person:
+        # First the coordinator, which ends all replicas at once. It would take agents that leave one after
+        # the other for nodes that are drained, and move the job to the others.
+        change(store, keys, job, lambda asked: replace(asked, stop=True), lambda view: view.jobs[job])
     store.put(keys.cancellation(job), signed)
     if request.submission.owner == context.person:
         return f"{job} is cancelled"

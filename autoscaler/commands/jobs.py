@@ -16,6 +16,7 @@ from adaptdl_elastic.autoscaler.cli import (
     Finite,
     OptionError,
     Where,
+    echo,
     json_option,
     refuse,
     store_options,
@@ -26,10 +27,10 @@ from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of
 from adaptdl_elastic.autoscaler.commands.tables import (
     cost_text,
     find_job,
-    load,
     percent,
     progress_text,
     read,
+    read_rows,
     show,
     wait_until,
 )
@@ -51,8 +52,11 @@ _ENDED = tuple(state.value for state in records.JobState if state.ended)
 @store_options
 def status(job: str, where: Where, as_json: bool) -> None:
     """Show one job in detail."""
-    view, found = load(where, job)
-    row = {**job_row(view, found), **_details(view, found)}
+    place = where.locate(job)
+    with where.open(place) as store:
+        view, rows = read_rows(store, place)
+    found = find_job(view, job, place.cluster)
+    row = {**rows[job], **_details(view, found)}
     if as_json:
         click.echo(json.dumps(row, indent=2))
         return
@@ -61,6 +65,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
         ("job", f"{job}   {row['state']}   generation {show(row['generation'])}"),
         ("why", row["reason"]),
         ("size", _size(row)),
+        ("ran on", ", ".join(row["ran_on"]) or "-"),
         (
             "batch",
             f"{_batch(row)}; gain {show(row['gain'])}, learning rate x{show(row['lr_factor'])}",
@@ -87,7 +92,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
     lines += [("warning", text) for text in row["warnings"]]
     lines += [("failure", text) for text in row["failures"]]
     for name, text in lines:
-        click.echo(f"{name:<13} {text}")
+        echo(f"{name:<13} {text}")
 
 
 def _details(view: View, job: JobView) -> Row:
@@ -109,18 +114,19 @@ def _details(view: View, job: JobView) -> Row:
             for f in (status.failures if status else ())
         ],
         "checkpoint_path": spec.checkpoint_path,
+        "ran_on": sorted({node for _, node in (*job.running, *job.ended)}),
     }
 
 
 @click.command()
 @click.argument("job")
-@click.option("--replicas", type=int, default=None, help="Exactly so many, until --auto.")
-@click.option("--auto", is_flag=True, help="Let the policy choose again.")
-@click.option("--wait", is_flag=True, help="Until the job runs at that size.")
+@click.option("--replicas", type=int, default=None, help="Use exactly this many, until --auto is given.")
+@click.option("--auto", is_flag=True, help="Choose the number automatically again.")
+@click.option("--wait", is_flag=True, help="Wait until the job runs with that number.")
 @click.option("--timeout", type=Finite(min=0), default=300.0, show_default=True, help="Seconds to --wait.")
 @store_options
 def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, timeout: float) -> None:
-    """Choose JOB's size by hand, or hand it back to the policy."""
+    """Set the number of replicas of JOB, or choose it automatically again."""
     if (replicas is None) == (not auto):
         raise OptionError("give either --replicas N or --auto")
     if auto:
@@ -137,7 +143,7 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
     store, keys = _open(where, job)
     with store:
         _ask(store, keys, job, lambda request: replace(request, replicas=replicas), check)
-        click.echo(
+        echo(
             f"{job}: "
             + ("sized by the policy again" if auto else f"{pluralize(replicas or 0, 'replica')} asked for")
         )
@@ -164,16 +170,16 @@ def _runs_at(view: View, name: str, replicas: int | None) -> bool:
 
 @click.command()
 @click.argument("job")
-@click.option("--wait", is_flag=True, help="Until it has saved its state and stopped.")
+@click.option("--wait", is_flag=True, help="Wait until the job has saved its state and stopped.")
 @click.option("--timeout", type=Finite(min=0), default=300.0, show_default=True, help="Seconds to --wait.")
 @store_options
 def stop(job: str, where: Where, wait: bool, timeout: float) -> None:
-    """Save JOB's state and end it; the same command line resumes it."""
+    """Save JOB's state and end it. The command that started JOB resumes it."""
     _needs_wait(wait)
     store, keys = _open(where, job)
     with store:
         run = _ask(store, keys, job, lambda request: replace(request, stop=True), job_requests.check_running)
-        click.echo(f"{job} is stopping")
+        echo(f"{job} is stopping")
         if wait and not wait_until(store, keys, lambda v: has_stopped(v, job, run), timeout):
             raise CommandError(f"{job} has not stopped after {timeout:g} s; see adaptdl status {job}")
 
@@ -186,18 +192,18 @@ def has_stopped(view: View, name: str, run: str) -> bool:
 
 @click.command()
 @click.argument("job")
-@click.option("--wait", is_flag=True, help="Until a newer checkpoint is recorded.")
+@click.option("--wait", is_flag=True, help="Wait until the checkpoint is saved.")
 @click.option("--timeout", type=Finite(min=0), default=300.0, show_default=True, help="Seconds to --wait.")
 @store_options
 def checkpoint(job: str, where: Where, wait: bool, timeout: float) -> None:
-    """Save JOB's state now; it goes on."""
+    """Save JOB's state now. JOB continues to run."""
     _needs_wait(wait)
     store, keys = _open(where, job)
     with store:
         before = read(store, keys).jobs.get(job)
         newest = before.checkpoint.record.id if before and before.checkpoint else None
         _ask(store, keys, job, lambda r: replace(r, checkpoint=r.checkpoint + 1), job_requests.check_running)
-        click.echo(f"{job} is asked for a checkpoint")
+        echo(f"{job} is asked for a checkpoint")
         if wait and not wait_until(store, keys, lambda v: _newer(v, job, newest), timeout):
             raise CommandError(f"{job} has recorded no new checkpoint after {timeout:g} s")
 

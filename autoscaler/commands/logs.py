@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError
+from adaptdl_elastic.autoscaler.cli import CommandError, echo
 from adaptdl_elastic.autoscaler.commands.cluster_setup import (
     client_of,
     cluster_option,
@@ -40,13 +40,11 @@ _RANK = re.compile(r"\[rank(\d+)\]: ")
 
 @click.command()
 @click.argument("job", required=False, shell_complete=complete_job)
-@click.option("-f", "--follow", is_flag=True, help="Until the job has ended.")
-@click.option(
-    "--rank", type=click.IntRange(min=0), multiple=True, help="Only this replica; may be given again."
-)
+@click.option("-f", "--follow", is_flag=True, help="Continue to show output until the job has ended.")
+@click.option("--rank", type=click.IntRange(min=0), multiple=True, help="Only show this replica; repeatable.")
 @cluster_option
 def logs(name: str | None, job: str | None, follow: bool, rank: tuple[int, ...]) -> None:
-    """Show what JOB's replicas have written, on every node; the last job that you submitted without JOB."""
+    """Show the output of JOB's replicas on all nodes. The default is the job that you submitted last."""
     context = contexts.choose(name)
     reader, store, _ = open_cluster(context)
     client = client_of(context)
@@ -88,7 +86,7 @@ def _watch(reader: SubmissionReader, job: str, followers: Followers) -> None:
         if reason != waits:
             waits = reason
             if reason:
-                click.echo(f"adaptdl: {job} waits: {reason}", err=True)
+                echo(f"adaptdl: {job} waits: {reason}", err=True)
         followers.wait(_LOOK_SECONDS)
 
 
@@ -193,7 +191,7 @@ class Followers:
         """Say once that a node does not answer."""
         if node not in self._silent:
             self._silent.add(node)
-            click.echo(f"adaptdl: {error}; what it has of the output is not shown", err=True)
+            echo(f"adaptdl: {error}; what it has of the output is not shown", err=True)
 
 
 def chosen(lines: Sequence[str], ranks: Sequence[int], node: str) -> Iterator[str]:

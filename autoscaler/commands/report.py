@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, json_option
+from adaptdl_elastic.autoscaler.cli import CommandError, echo, json_option
 
 
 @click.command()
 @click.argument("events", type=click.Path(path_type=Path))
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="also write one HTML page")
-@click.option("--price", type=float, metavar="X", help="of one replica for an hour, in any currency")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write an HTML page.")
+@click.option("--price", type=float, metavar="X", help="Price of one replica for an hour, in any currency.")
 @json_option
 def report(events: Path, html: Path | None, price: float | None, as_json: bool) -> None:
     """Say what a run's gradient noise allowed, where its time went, and what to set for the next run.
@@ -25,7 +25,7 @@ def report(events: Path, html: Path | None, price: float | None, as_json: bool) 
     if price is not None and not price >= 0:
         raise CommandError(f"--price {price}: give what one replica costs for an hour, 0 or more")
     try:
-        logged = run_report.read_events(events, lambda line: click.echo(line, err=True))
+        logged = run_report.read_events(events, lambda line: echo(line, err=True))
         found = run_report.report(logged, price)
     except run_report.ReportError as error:
         raise CommandError(str(error)) from None
@@ -37,4 +37,5 @@ def report(events: Path, html: Path | None, price: float | None, as_json: bool) 
     if as_json:
         click.echo(json.dumps(run_report.as_json(found), indent=2))
     else:
-        click.echo("\n".join(run_report.lines(found)))
+        for line in run_report.lines(found):
+            echo(line)

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, json_option
+from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, echo, json_option
 from adaptdl_elastic.autoscaler.commands import job_array, job_requests
 from adaptdl_elastic.autoscaler.commands.cluster_setup import (
     client_of,
@@ -25,11 +25,8 @@ from adaptdl_elastic.autoscaler.commands.cluster_setup import (
 from adaptdl_elastic.autoscaler.provisioning import bundle as bundles
 from adaptdl_elastic.autoscaler.provisioning.bundle import Bundle
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
-from adaptdl_elastic.rendezvous.schema.submissions import (
-    MOST_PRIORITY,
-    ServiceRecord,
-    Submission,
-)
+from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
+from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY, ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
@@ -45,8 +42,13 @@ _COPIES = 2
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENT]...")
+@click.option("--replicas", default="1", show_default=True, metavar="MIN:MAX", help="Replicas of the job.")
 @click.option(
-    "--replicas", default="1", show_default=True, metavar="MIN:MAX", help="How many, of the whole job."
+    "--gpus-per-replica",
+    type=click.IntRange(min=1, max=MOST_SLOTS),
+    default=1,
+    show_default=True,
+    help="Neighbouring GPUs of each replica.",
 )
 @click.option("--name", "job", metavar="NAME", help="Name of the job. [default: that of the script]")
 @click.option(
@@ -54,57 +56,64 @@ _COPIES = 2
     type=click.IntRange(-MOST_PRIORITY, MOST_PRIORITY),
     default=0,
     show_default=True,
-    help="Jobs that wait begin in this order, the highest first.",
+    help="Waiting jobs with a higher priority begin first.",
 )
-@click.option("--after", multiple=True, metavar="JOB", help="Begin when JOB is done; may be given again.")
+@click.option("--after", multiple=True, metavar="JOB", help="Begin when JOB is done; repeatable.")
 @click.option(
     "--retry",
     type=click.IntRange(min=0),
     default=3,
     show_default=True,
-    help="Failures after which it goes on.",
+    help="Number of failures after which the job is restarted.",
 )
 @click.option(
     "--array",
     multiple=True,
     metavar="NAME=VALUE,...",
-    help="One job for each value, put for {NAME} in the command or appended as --NAME=VALUE; given again: "
-    "one for each combination.",
+    help="Submit one job for each value, which replaces {NAME} or is appended as --NAME=VALUE; "
+    "if repeated, one for each combination.",
 )
 @click.option(
     "--notify",
     multiple=True,
     metavar="CMD|URL",
-    help="When it is done, has failed or is cancelled: run CMD on a node, or send JSON to an http(s) URL.",
+    help="When the job ends or is cancelled, run CMD on a node or send JSON to an http(s) URL.",
 )
 @click.option(
     "--env",
     "variables",
     multiple=True,
     metavar="NAME[=VALUE]",
-    help="A variable of the job, or one of this shell; it is never in the store.",
+    help="Environment variable of the job; without VALUE, that of this shell. It is not kept in the store.",
 )
 @click.option(
     "--workdir",
     type=click.Path(path_type=Path),
     default=Path(),
     metavar="DIR",
-    help="What travels to the nodes, without what .gitignore names. [default: this directory]",
+    help="Folder to copy to the nodes, without files that .gitignore names. [default: this directory]",
 )
-@click.option("--max-size", type=click.IntRange(min=1), default=512, show_default=True, help="MiB of it.")
+@click.option(
+    "--max-size",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Limit of --workdir, in MiB.",
+)
 @click.option(
     "--checkpoint-path",
     default="",
     metavar="DIR",
-    help="A folder or s3:// that all nodes see. [default: a folder of each node]",
+    help="Folder or s3:// URL that all nodes can use. [default: a folder on each node]",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would happen.")
+@click.option("--dry-run", is_flag=True, help="Only say what would happen.")
 @json_option
 @cluster_option
 def submit(
     name: str | None,
     command: tuple[str, ...],
     replicas: str,
+    gpus_per_replica: int,
     job: str | None,
     priority: int,
     after: tuple[str, ...],
@@ -118,7 +127,7 @@ def submit(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Run SCRIPT, or any command after `--`, on the cluster; the working directory travels with it."""
+    """Run SCRIPT, or any command after `--`, on the cluster. The working directory is copied to the nodes."""
     context = contexts.choose(name)
     mode, words = command_of(command, workdir)
     least, most = replicas_of(replicas)
@@ -141,6 +150,7 @@ def submit(
             bundle="0" * 64,
             min_replicas=least,
             max_replicas=most,
+            gpus_per_replica=gpus_per_replica,
             priority=priority,
             after=after,
             max_restarts=retry,
@@ -158,7 +168,7 @@ def submit(
         drafts = [_named(draft, found, job is not None) for draft in drafts]
         _check_after(drafts[0], found)
         private = (contexts.config_directory(), Path.home() / ".ssh")
-        packed = bundles.pack(workdir, Path(folder) / "bundle", max_size << 20, private)
+        packed = bundles.pack(workdir, Path(folder) / "bundle", context.person, max_size << 20, private)
         if dry_run:
             _tell(drafts, packed, found, as_json, dry_run=True)
             return
@@ -341,22 +351,20 @@ def _tell(
         verdict = verdicts[draft.job]
         if dry_run:
             when = "would begin now" if verdict.admitted else f"would wait: {verdict.reason}"
-            most = min(draft.max_replicas, found.slots)
-            click.echo(
-                f"{draft.job} {when}; at most {pluralize(most, 'replica')} of {draft.max_replicas}; {size}"
-            )
+            most = min(draft.max_replicas, found.slots // draft.gpus_per_replica)
+            echo(f"{draft.job} {when}; at most {pluralize(most, 'replica')} of {draft.max_replicas}; {size}")
         else:
             waits = "" if verdict.admitted else f"; it waits: {verdict.reason}"
-            click.echo(f"submitted {draft.job} ({size}){waits}")
+            echo(f"submitted {draft.job} ({size}){waits}")
     if not dry_run:
-        click.echo(f"adaptdl logs -f {drafts[0].job}" if len(drafts) == 1 else "adaptdl ls", err=True)
+        echo(f"adaptdl logs -f {drafts[0].job}" if len(drafts) == 1 else "adaptdl ls", err=True)
 
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
 @cluster_option
 def cancel(name: str | None, job: str) -> None:
-    """End a submitted JOB, or take it out of the queue; its checkpoints stay."""
+    """End a submitted JOB, or remove it from the queue. Its checkpoints are kept."""
     context = contexts.choose(name)
     _, store, keys = open_cluster(context)
     with store:
@@ -364,14 +372,14 @@ def cancel(name: str | None, job: str) -> None:
             said = job_requests.cancel(store, keys, context, client_of(context), job)
         except job_requests.RequestError as error:
             raise CommandError(str(error)) from None
-    click.echo(said)
+    echo(said)
 
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
 @cluster_option
 def resume(name: str | None, job: str) -> None:
-    """Let a submitted JOB that was stopped go on from its checkpoint."""
+    """Continue a submitted JOB that was stopped, from its checkpoint."""
     context = contexts.choose(name)
     _, store, keys = open_cluster(context)
     with store:
@@ -379,4 +387,4 @@ def resume(name: str | None, job: str) -> None:
             said = job_requests.resume(store, keys, context, client_of(context), job)
         except job_requests.RequestError as error:
             raise CommandError(str(error)) from None
-    click.echo(said)
+    echo(said)

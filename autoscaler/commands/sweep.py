@@ -15,7 +15,7 @@ from types import FrameType
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, OptionError
+from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, echo
 from adaptdl_elastic.autoscaler.sweep import study_file
 from adaptdl_elastic.autoscaler.sweep.search import COMPLETE, Search
 from adaptdl_elastic.autoscaler.sweep.trial_process import TrialProcess, slot_options
@@ -27,31 +27,29 @@ _LOOK_EVERY = 0.2  # seconds between two looks at the trials
 
 @click.command()
 @click.argument("study", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="STUDY.py")
+@click.option("--trials", type=click.IntRange(min=1), default=20, show_default=True, help="Trials in all.")
 @click.option(
-    "--trials", type=click.IntRange(min=1), default=20, show_default=True, help="Of the whole study."
-)
-@click.option(
-    "--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time."
+    "--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at the same time."
 )
 @click.option(
     "--metric", default="loss", show_default=True, help="Name of the value in adl.report(loss=...)."
 )
-@click.option("--maximize", is_flag=True, help="A larger value is better, as of an accuracy.")
+@click.option("--maximize", is_flag=True, help="Look for the largest value, as for an accuracy.")
 @click.option(
-    "--replicas", default="1", show_default=True, metavar="N|MIN:MAX", help="Of each trial, on this machine."
+    "--replicas", default="1", show_default=True, metavar="N|MIN:MAX", help="Replicas of each trial."
 )
 @click.option(
     "--slots",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Replicas of this machine that all trials share by goodput, each within --replicas.",
+    help="Number of replicas that all trials share, divided by goodput within --replicas.",
 )
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(".adaptdl/sweeps"),
     show_default=True,
-    help="For checkpoints, logs and event logs of the trials.",
+    help="Folder for checkpoints, logs and event logs of the trials.",
 )
 def sweep(
     study: Path,
@@ -63,11 +61,11 @@ def sweep(
     slots: int | None,
     folder: Path,
 ) -> None:
-    """Search for hyper-parameters with Optuna; each trial is a job of this machine.
+    """Search for hyper-parameters with Optuna; each trial is a job on this machine.
 
     STUDY.py defines `command(trial)`, which returns a script and its arguments, and may define `study`, an
-    Optuna study with its storage, sampler and pruner. The same command goes on with a study that was
-    interrupted; its trials go on from their checkpoints.
+    Optuna study with its storage, sampler and pruner. The same command continues a study that was
+    interrupted; its trials continue from their checkpoints.
     """
     if re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", replicas) is None:
         raise OptionError(f"--replicas {replicas}: give N or MIN:MAX, as in 2 or 1:4")
@@ -91,7 +89,7 @@ def sweep(
             found.command,
             lambda number, words: TrialProcess(f"{found.name}-{number}", words, of_study, options, metric),
             metric,
-            click.echo,
+            echo,
             interrupted.is_set,
         ).run(trials, parallel, lambda: time.sleep(_LOOK_EVERY))
         _tell(found, metric, of_study)
@@ -127,7 +125,7 @@ def _interruptible() -> Iterator[threading.Event]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         if interrupted.is_set():
             os._exit(128 + number)
-        click.echo("trials save their state and stop; once more ends at once", err=True)
+        echo("trials save their state and stop; once more ends at once", err=True)
         interrupted.set()
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -144,11 +142,9 @@ def _tell(found: study_file.StudyFile, metric: str, folder: Path) -> None:
     for trial in found.study.get_trials(deepcopy=False):
         ends[trial.state.name.lower()] = ends.get(trial.state.name.lower(), 0) + 1
     total = sum(ends.values())
-    click.echo(
-        f"{pluralize(total, 'trial')}: " + ", ".join(f"{count} {name}" for name, count in ends.items())
-    )
+    echo(f"{pluralize(total, 'trial')}: " + ", ".join(f"{count} {name}" for name, count in ends.items()))
     if "complete" in ends:
         best = found.study.best_trial
         values = ", ".join(f"{name}={value}" for name, value in best.params.items())
-        click.echo(f"best: trial {best.number}, {metric} {best.value:.6g} with {values}")
-    click.echo(f"logs and checkpoints: {folder}")
+        echo(f"best: trial {best.number}, {metric} {best.value:.6g} with {values}")
+    echo(f"logs and checkpoints: {folder}")

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import click
-
-from adaptdl_elastic.autoscaler.cli import CommandError, Place, Where
+from adaptdl_elastic.autoscaler.cli import CommandError, Place, Where, echo
 from adaptdl_elastic.autoscaler.cluster_view import BILL_SECONDS, ClusterCache, JobView, View, view_of
-from adaptdl_elastic.autoscaler.diagnostics.rows import Row
+from adaptdl_elastic.autoscaler.diagnostics.rows import Row, job_rows
 from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
 from adaptdl_elastic.rendezvous.store.base import CompactedError, Store, StoreError
 from adaptdl_elastic.rendezvous.store.local_socket import JobEndedError
+from adaptdl_elastic.rendezvous.text import printable, record_lines
 
 T = TypeVar("T")
 
-_LEAST_WIDTH = 12  # narrowest last column of a table, in characters; below it the column is left out
+_LEAST_WIDTH = 12  # narrowest last column of a table, in characters; below it rows are shown as records
 
 
 def read(store: Store, keys: Keys) -> View:
@@ -27,12 +27,13 @@ def read(store: Store, keys: Keys) -> View:
     return view_of(keys, store.range(keys.root), time.monotonic(), time.time())
 
 
-def load(where: Where, name: str) -> tuple[View, JobView]:
-    """Read the store of a job; return the view and the job. CommandError if there is no such job."""
-    store, cluster = where.connect(name)
-    with store:
-        view = read(store, Keys(cluster))
-    return view, find_job(view, name, cluster)
+def read_rows(store: Store, place: Place) -> tuple[View, dict[str, Row]]:
+    """Return the present view of a cluster, and its jobs as `rows.job_rows` shows them."""
+    keys = Keys(place.cluster)
+    context = place.context
+    submitted = None if context is None else SubmissionReader(store, keys, context.cluster_id).read(None)
+    view = read(store, keys)
+    return view, job_rows(view, submitted)
 
 
 def ask_all(where: Where, ask: Callable[[Store, Place], T], job: str | None = None) -> list[tuple[Place, T]]:
@@ -60,7 +61,7 @@ def ask_all(where: Where, ask: Callable[[Store, Place], T], job: str | None = No
             if len(places) == 1:
                 raise
             if not isinstance(error.__cause__ or error, JobEndedError):
-                click.echo(f"adaptdl: {place.job or f'cluster {place.cluster}'}: {error}", err=True)
+                echo(f"adaptdl: {place.job or f'cluster {place.cluster}'}: {error}", err=True)
     return answers
 
 
@@ -126,36 +127,35 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str
     import sys
 
     if not rows and empty:
-        print(empty)
+        echo(empty)
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    cells = [list(columns), *([show(value).replace("\n", " ") for value in row] for row in rows)]
+    cells = [list(columns), *([printable(show(value).replace("\n", " ")) for value in row] for row in rows)]
     for line in layout(cells, width):
-        print(line)
+        echo(line)
 
 
 def layout(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Return lines of aligned columns, at most `width` characters if the first columns fit into that.
+    """Return lines of at most `width` columns: a table, or records if the terminal is too narrow for it.
 
-    The last column is cut to fit, or left out if hardly any of it would remain. Widths are those on a
-    terminal, where a wide character takes two columns.
+    The first row has the names of the columns. The last column of a table is cut to fit. Widths are those on
+    a terminal, where a wide character takes two columns.
     """
     from rich.cells import cell_len as size
+    from rich.text import Text
 
     widths = [max(size(row[i]) for row in cells) for i in range(len(cells[0]))]
-    first = sum(widths[:-1]) + 2 * len(widths[:-1])
-    left = max(widths[-1], 1) if width is None else width - first
+    left = max(widths[-1], 1) if width is None else width - sum(widths[:-1]) - 2 * len(widths[:-1])
+    if width is not None and left < min(_LEAST_WIDTH, widths[-1]):
+        return record_lines(cells[0], cells[1:], width)
     lines = []
     for row in cells:
         text = "".join(
             cell + " " * (wide - size(cell) + 2) for cell, wide in zip(row[:-1], widths[:-1], strict=True)
         )
-        last = row[-1] if left >= min(_LEAST_WIDTH, widths[-1]) else ""
-        if size(last) > left:
-            while size(last) > left - 1:
-                last = last[:-1]
-            last += "…"
-        lines.append((text + last).rstrip())
+        last = Text(row[-1])
+        last.truncate(left, overflow="ellipsis")
+        lines.append((text + last.plain).rstrip())
     return lines
 
 

@@ -6,7 +6,7 @@
 | What are the inputs and outputs of a decision? | `decision_types`, `decision_builder` |
 | In which phase is a job? | `job_phase` |
 | Which nodes of a job's plan run, have ended or are lost? | `job_health` |
-| What is done about failures, drains and stops? | `reactive`, `early_failure` |
+| What is done about failures, drains and stops? | `reactive`, `repeated_failure` |
 | Which replicas survive a death? | `survivors` |
 | What is the policy asked? | `policy_adapter` |
 | When is the policy asked, and which parts of its answer are used? | `rounds` |
@@ -18,5 +18,4 @@
 | How does a leader exclude an older one? | `fence` |
 | Which keys are deleted? | `garbage_collection` |
 | How does a process run all that? | `process`, `following` |
-| How does the simulator use the same code? | `simulated_policy` |
 """

@@ -42,7 +42,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
 from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
 from adaptdl_elastic.autoscaler.coordinator.job_models import at_end_since
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
-from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask, described
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask, described
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import (
     ITS_TURN,
@@ -88,19 +88,6 @@ def deposed(view: View, fence: int) -> bool:
     if view.leader is not None and view.leader.revision > fence:
         return True
     return not view.led and view.revision >= fence
-
-
-def decide_at_once(
-    view: View, memory: Memory, *, keys: Keys, fence: int, settings: CoordinatorSettings, policy: Policy
-) -> Decided:
-    """Decide and compute the policy in one call, for simulations in which no time passes meanwhile."""
-    decided = decide(view, memory, keys=keys, fence=fence, settings=settings)
-    if decided.ask is None:
-        return decided
-    answer = rounds.compute(policy, decided.ask, clock=lambda: 0.0)
-    # the actions of the first decision are not carried out
-    memory = replace(decided.memory, undecidable=memory.undecidable)
-    return decide(view, memory, keys=keys, fence=fence, settings=settings, answer=answer)
 
 
 class _Deciding:
@@ -317,13 +304,17 @@ class _Deciding:
             return False
         if condition.plan is not None and self.draft.backs_off(job, condition.plan, target.allocation):
             return False
-        short = {n: r - self.ledger.free_for(name, n) for n, r in target.allocation.items()}
+        agents = self.view.agents(name)
+        short = {
+            node: replicas - (self.ledger.room_for(job, agents[node].record) if node in agents else 0)
+            for node, replicas in target.allocation.items()
+        }
         short = {node: missing for node, missing in short.items() if missing > 0}
         if short:
             self.blocked[name] = set(short)
             if condition.phase is Phase.EMPTY:
                 slots = " and ".join(f"{pluralize(n, 'slot')} on {node}" for node, n in short.items())
-                self.notes[name].waits_for = f"waits for {slots} that another job is about to leave"
+                self.notes[name].waits_for = f"waits for {slots} that another job still has"
             return False
         return self.draft.publish(
             job,

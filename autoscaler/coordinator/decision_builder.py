@@ -11,7 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
-from adaptdl_elastic.autoscaler.coordinator import early_failure, garbage_collection, survivors
+from adaptdl_elastic.autoscaler.coordinator import garbage_collection, repeated_failure, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Action,
@@ -35,6 +35,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     Rescale,
     Transition,
+    devices_by_slot,
 )
 from adaptdl_elastic.rendezvous.text import pluralize
 
@@ -197,6 +198,10 @@ class DecisionBuilder:
         if not change.allocation and (mine is None or not mine.placements):
             return False  # the job has no replicas already
         agents = self.view.agents(job.job)
+        placements = change.placements or self._placed(job, mine, change, agents)
+        if placements is None:
+            self.notes[job.job].waits_for = "waits for devices that another job still has"
+            return False
         restarts = jobs.restarts_counted(self.view, job, mine) if mine is not None else 0
         failed = before.failed if mine is not None and restarts == mine.restarts else -1
         if change.restarts is not None:
@@ -207,7 +212,7 @@ class DecisionBuilder:
             job=job.job,
             run=job.spec.record.run,
             generation=before.generation + 1,
-            placements=change.placements or self._placed(job, mine, change, agents),
+            placements=placements,
             cause=change.cause,
             transition=change.transition,
             reason=change.reason,
@@ -227,7 +232,6 @@ class DecisionBuilder:
         )
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
         self.actions.append(Say("plan", garbage_collection.plan_event(plan)))
-        self.ledger.hold(job.job, change.allocation)
         self.notes[job.job].planned = True
         if not change.midway:
             self._drop_target(job.job, change.allocation)
@@ -248,23 +252,23 @@ class DecisionBuilder:
 
     def _placed(
         self, job: JobView, mine: Plan | None, change: JobChange, agents: Mapping[str, Observed[NodeRecord]]
-    ) -> tuple[Placement, ...]:
-        """Return the placements in the order of ranks."""
+    ) -> tuple[Placement, ...] | None:
+        """Return the placements in the order of ranks; None if there are not enough devices."""
         allocation = change.allocation
-        if change.transition is not Transition.INPLACE or mine is None:
-            return tuple(Placement(node, n, agents[node].record.agent) for node, n in allocation.items())
+        stay: dict[str, Placement] = {}
+        if change.transition is Transition.INPLACE and mine is not None:
+            stay = {one.node: one for one in survivors.present(job, mine)[1] if one.node in allocation}
+        found = []
         # rank 0 of the new generation is a survivor
-        order = [one.node for one in survivors.present(job, mine)[1] if one.node in allocation]
-        order += [node for node in allocation if node not in order]
-        return tuple(
-            Placement(
-                node,
-                allocation[node],
-                agents[node].record.agent,
-                survivors.slots_after(job, mine, node, allocation[node]),
-            )
-            for node in order
-        )
+        for node in (*stay, *(node for node in allocation if node not in stay)):
+            replicas, record = allocation[node], agents[node].record
+            slots = survivors.slots_after(stay.get(node), replicas)
+            kept = devices_by_slot(stay[node]) if node in stay else {}
+            devices = self.ledger.place(job, record, slots or range(replicas), kept)
+            if devices is None:
+                return None
+            found.append(Placement(node, replicas, record.agent, slots, devices))
+        return tuple(found)
 
     def _drop_target(self, name: str, allocation: Allocation) -> None:
         """Drop a target that was chosen before this plan and differs from it; the policy is asked again."""
@@ -277,7 +281,7 @@ class DecisionBuilder:
 def _failed_as(job: JobView, mine: Plan | None, change: JobChange) -> str:
     if change.failed_as is not None:
         return change.failed_as
-    return "" if mine is None else early_failure.kind_to_keep(job, mine)
+    return "" if mine is None else repeated_failure.kind_to_keep(job, mine)
 
 
 def _handed_down(view: View) -> dict[tuple[str, str], tuple[str, float]]:

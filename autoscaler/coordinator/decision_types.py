@@ -78,6 +78,8 @@ class PolicyQuestion:
     undecidable: Mapping[str, str] = field(default_factory=dict)  # jobs that are left out, and why
     # jobs whose size is changing: asked about with their present size; the answer about them is not used
     unsettled: frozenset[str] = frozenset()
+    # slots of a node that a replica takes up; jobs that are not in it: 1
+    each: Mapping[str, int] = field(default_factory=dict)
 
 
 Standing = tuple[str, int, int | None]

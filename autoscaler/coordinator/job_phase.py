@@ -30,6 +30,8 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Transition,
 )
 
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")  # signals that users and the kernel send
+
 
 class Phase(str, Enum):
     """The phase of a job.
@@ -135,7 +137,7 @@ def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Con
         return Condition(Phase.EMPTY, plan=plan)
     health = health_of(view, job, plan, settings)
     phase = _phase(plan, health)
-    if phase is Phase.LEFT and _others_take_over(view, job, plan):
+    if phase is Phase.LEFT and (others_take_over(view, job, plan) or still_saves(view, job, plan)):
         phase = Phase.CHANGING
     if phase is Phase.FINISHED and not _leavers_ended(view, job, plan):
         phase = Phase.CHANGING
@@ -175,7 +177,7 @@ def _without_word(
     return Phase.BROKEN, replace(health, lost=lost)
 
 
-def _others_take_over(view: View, job: JobView, plan: Plan) -> bool:
+def others_take_over(view: View, job: JobView, plan: Plan) -> bool:
     """Return True if a node of the plan was drained, and another agent, which stays, can run the job.
 
     The replicas of a node that leaves save and stop, and all others of their generation with them.
@@ -186,6 +188,11 @@ def _others_take_over(view: View, job: JobView, plan: Plan) -> bool:
         for one in plan.placements
     )
     return drained and any(not view.draining(seen.record) for seen in agents.values())
+
+
+def still_saves(view: View, job: JobView, plan: Plan) -> bool:
+    """Return whether replicas that are to leave before this plan's may still be there, as while they save."""
+    return not all(released(view, job, one.node, one.agent, one.generation) for one in plan.leaving)
 
 
 def _phase(plan: Plan, health: Health) -> Phase:
@@ -278,6 +285,20 @@ def refilled(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings
     return lived >= settings.refill_after and job.checkpoint.record.step > plan.failed_step
 
 
+def killed_after_progress(job: JobView, plan: Plan) -> bool:
+    """Return whether a failure was a signal from outside after progress, so that the restart does not count.
+
+    Progress is a checkpoint of this run beyond the one that the last restart began from. A script that runs
+    out of memory again and again is killed from outside, too. An agent that kills a replica itself gives its
+    reason as the message, not the signal.
+    """
+    found = failures(job, failed_generation(job, plan))
+    killed = bool(found) and found[0].exit_code < 0 and found[0].message.startswith(_FROM_OUTSIDE)
+    saved = job.checkpoint.record if job.checkpoint is not None else None
+    newer = saved is not None and saved.generation >= plan.first and saved.step > plan.failed_step
+    return killed and newer
+
+
 def restarts_counted(view: View, job: JobView, plan: Plan) -> int:
     """Return the restarts that count: the last one does not if its failure proves to be the loss of a node.
 
@@ -353,27 +374,25 @@ def bridge(view: View, job: JobView, plan: Plan, allocation: Allocation) -> Allo
 def pause(job: JobView, plan: Plan) -> float | None:
     """Return how many seconds passed from the last step before a plan to the first step under it.
 
-    Return None if that is unknown, or if the plan is the first one. If one node has both steps, its clock
-    counts; otherwise the times at which the steps were reported count.
+    Return None if that is unknown, or if the plan is the first one. If nodes have both steps, their clocks
+    count, and the shortest of these times; otherwise the times at which the steps were reported count.
     """
     firsts = {
-        node: seen
+        node: (seen.seen, seen.record.first_step)
         for (g, node), seen in job.running.items()
         if g == plan.generation and seen.record.first_step is not None
     }
     lasts = {
-        node: seen
+        node: (seen.seen, seen.record.last_step)
         for (g, node), seen in job.ended.items()
         if g == plan.generation - 1 and seen.record.last_step is not None
     }
     if not firsts or not lasts:
         return None
-    for node in firsts.keys() & lasts.keys():
-        first, last = firsts[node].record.first_step, lasts[node].record.last_step
-        if first is not None and last is not None and first >= last:
-            return first - last
-    heard = min(s.seen for s in firsts.values()) - max(s.seen for s in lasts.values())
-    return heard if heard >= 0 else None
+    found = [firsts[node][1] - lasts[node][1] for node in firsts if node in lasts]
+    if not any(pause >= 0 for pause in found):
+        found = [min(seen for seen, _ in firsts.values()) - max(seen for seen, _ in lasts.values())]
+    return min((pause for pause in found if pause >= 0), default=None)
 
 
 def late_nodes(memory: Memory, view: View, job: JobView, settings: CoordinatorSettings) -> set[str]:

@@ -16,14 +16,18 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     PolicyQuestion,
     Target,
 )
-from adaptdl_elastic.autoscaler.coordinator.job_models import (
-    attained,
-    outlived,
-    own_hints,
-)
+from adaptdl_elastic.autoscaler.coordinator.job_models import attained, outlived, own_hints
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.node_types import Measured, measured, most_profiled
-from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, everything, in_plan, nearest, rooms
+from adaptdl_elastic.autoscaler.coordinator.slots import (
+    Ledger,
+    Room,
+    devices_each,
+    everything,
+    in_plan,
+    nearest,
+    rooms,
+)
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, typical_pause
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, NodeLimit
 from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, Rescale
@@ -78,10 +82,36 @@ def ask(
         if hints is not None and hints.predicted_goodput and hints.predicted_goodput > 0:
             forecasts[name] = hints.predicted_goodput
     asked_about = {info.name for info in infos}
-    nodes = _nodes(view, ledger, asked_about)
+    each = {name: slots_each(view, view.jobs[name]) for name in asked_about}
+    share = math.gcd(*each.values())
+    nodes = _nodes(view, ledger, asked_about, max(1, share))
     marks = tuple(prints), nodes, tuple(undecidable)
     unsettled = frozenset(name for name in asked_about if conditions[name].phase in _UNSETTLED)
-    return PolicyQuestion(tuple(infos), nodes, current, causes, marks, forecasts, undecidable, unsettled)
+    several = {name: count // share for name, count in each.items() if count > share}
+    return PolicyQuestion(
+        tuple(infos), nodes, current, causes, marks, forecasts, undecidable, unsettled, several
+    )
+
+
+def slots_each(view: View, job: JobView) -> int:
+    """Return how many slots a replica of a job takes up on the nodes that have agents of it."""
+    return max((devices_each(job, seen.record) for seen in view.agents(job.job).values()), default=1)
+
+
+def in_slots(job: JobInfo, each: int) -> JobInfo:
+    """Return a job whose replicas take up `each` slots as one whose replicas take up one."""
+    limits = job.limits and {
+        name: NodeLimit(each * limit.min_slots, each * limit.max_slots) for name, limit in job.limits.items()
+    }
+    return replace(
+        job,
+        min_replicas=each * job.min_replicas,
+        max_replicas=each * job.max_replicas,
+        limits=limits,
+        min_slots=each * job.min_slots,
+        max_profiled_replicas=each * job.max_profiled_replicas,
+        requested_replicas=None if job.requested_replicas is None else each * job.requested_replicas,
+    )
 
 
 def described(error: Exception) -> str:
@@ -103,8 +133,8 @@ def worth_asking(question: PolicyQuestion, before: PolicyQuestion | None, drift:
     )
 
 
-def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo, ...]:
-    """Return every node with the slots that the jobs of the question may share."""
+def _nodes(view: View, ledger: Ledger, asked_about: set[str], share: int) -> tuple[NodeInfo, ...]:
+    """Return every node with the slots of `share` devices that the jobs of the question may share."""
     elsewhere: dict[str, int] = {}
     for name in view.jobs:
         if name not in asked_about:
@@ -117,7 +147,7 @@ def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo,
             was = facts.get(node)
             facts[node] = NodeInfo(
                 name=node,
-                slots=max(0, ledger.capacity[node] - elsewhere.get(node, 0)),
+                slots=max(0, ledger.capacity[node] - elsewhere.get(node, 0)) // share,
                 preemptible=record.preemptible or (was is not None and was.preemptible),
                 # a node leaves only if the agents of all its jobs do
                 draining=view.draining(record) and (was is None or was.draining),
@@ -202,7 +232,9 @@ def _fixed_size(
         text = f"adaptdl scale: {pluralize(wanted, 'replica')}"
         text = text if size == wanted else f"{text}, of which {size} are possible"
         return _Fixed(size, text, Cause.MANUAL), places
-    size = sum(now.values())
+    size, hints = sum(now.values()), own_hints(job)
+    if size and hints is not None and hints.outside_epochs:
+        return _Fixed(size, "its script trains outside of adl.remaining_epochs_until"), places
     if not spec.autoscale:
         if condition.plan is not None and jobs.size_of(condition.plan) != size:  # a move was cancelled
             size = sum((nearest(spec, jobs.size_of(condition.plan), places, now) or now).values())
@@ -283,7 +315,7 @@ def _cause(question: PolicyQuestion, name: str, condition: Condition, spec: JobS
     if condition.phase is Phase.EMPTY:
         if condition.plan is None:
             return Cause.START, ""
-        if condition.plan.cause in (Cause.FAILURE, Cause.NODE_LOST, Cause.DRAIN):
+        if condition.plan.cause in (Cause.FAILURE, Cause.NODE_LOST, Cause.REPLICA_LOST, Cause.DRAIN):
             return condition.plan.cause, "resumes"
     return Cause.POLICY, ""
 

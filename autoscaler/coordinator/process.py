@@ -43,13 +43,7 @@ from adaptdl_elastic.autoscaler.coordinator.rounds import compute
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import LeaderRecord
-from adaptdl_elastic.rendezvous.store.base import (
-    Lease,
-    LeaseLostError,
-    Store,
-    StoreAuthError,
-    StoreError,
-)
+from adaptdl_elastic.rendezvous.store.base import Lease, LeaseLostError, Store, StoreAuthError, StoreError
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView
-from adaptdl_elastic.autoscaler.coordinator import early_failure, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
+from adaptdl_elastic.autoscaler.coordinator import repeated_failure, survivors
 from adaptdl_elastic.autoscaler.coordinator.decision_builder import DecisionBuilder
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
-from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, nearest, released, rooms
+from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import (
     exhausted,
     impossible,
@@ -83,9 +83,12 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         draft.wake(not_before)
         draft.notes[job.job].waits_for = f"{what}; restart {restarts} follows after a pause"
         return
-    why = f"{what} (restart {restarts} of {most})"
     step = job.checkpoint.record.step if job.checkpoint else 0
-    kind = early_failure.kind_to_remember(job, generation, draft.settings.refill_after)
+    if jobs.killed_after_progress(job, plan):
+        draft.replan(job, plan, Cause.REPLICA_LOST, Transition.ABORT, what, restarts, failed_step=step)
+        return
+    why = f"{what} (restart {restarts} of {most})"
+    kind = repeated_failure.kind_to_remember(job, generation, draft.settings.refill_after)
     draft.replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, generation, step, kind)
 
 
@@ -136,13 +139,15 @@ def _take_back(draft: DecisionBuilder, job: JobView, plan: Plan, why: str) -> No
 def _all_left(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
     """Plan again after all replicas have stopped because nodes were drained; return whether they have.
 
-    Where no node was drained, or none stays that could run it, the job was stopped (`Phase.LEFT`).
+    Where no node was drained, or none stays that could run it, the job was stopped (`Phase.LEFT`), as soon as
+    the replicas of the generation before have saved.
     """
     left = (*condition.health.stopped, *condition.health.done)
     all_left = bool(condition.health.stopped) and len(left) == len(plan.placements)
     if condition.phase is not Phase.CHANGING or not all_left:
         return False
-    draft.replan(job, plan, Cause.DRAIN, Transition.RESTART, f"{', '.join(left)} left")
+    if jobs.others_take_over(draft.view, job, plan):
+        draft.replan(job, plan, Cause.DRAIN, Transition.RESTART, f"{', '.join(left)} left")
     return True
 
 
@@ -158,9 +163,7 @@ def _left_before_it_began(draft: DecisionBuilder, job: JobView, condition: Condi
     gone = [node for node in health.stopped if (plan.generation, node) not in job.running]
     if not gone:
         return False
-    saves = plan.transition is Transition.RESTART and not all(
-        released(draft.view, job, one.node, one.agent, one.generation) for one in plan.leaving
-    )
+    saves = plan.transition is Transition.RESTART and jobs.still_saves(draft.view, job, plan)
     why = f"{', '.join(gone)} left before it had started"
     return draft.replan(job, plan, Cause.DRAIN, Transition.RESTART if saves else Transition.ABORT, why)
 
@@ -207,7 +210,7 @@ def _late(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
     if plan.transition is Transition.INPLACE and not condition.health.running:
         _late_in_place(draft, job, plan, starting, job.plan.seen + timeout, timeout)
         return
-    if any(not released(draft.view, job, x.node, x.agent, x.generation) for x in plan.leaving):
+    if jobs.still_saves(draft.view, job, plan):
         return  # no node can start yet, and the time limit of the leaving nodes is running
     gone = [s.seen for s in job.ended.values() if s.record.generation < plan.generation]
     due = max([job.plan.seen, *gone]) + timeout

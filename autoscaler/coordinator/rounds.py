@@ -30,11 +30,12 @@ from adaptdl_elastic.autoscaler.coordinator.policy_adapter import (
     Policy,
     ask,
     described,
+    in_slots,
     targets,
     worth_asking,
 )
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms, smallest
-from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, PolicySettings
+from adaptdl_elastic.autoscaler.policy.policy_types import Allocation, Decision, JobInfo, PolicySettings
 from adaptdl_elastic.rendezvous.schema.records import Cause
 
 
@@ -127,9 +128,34 @@ def compute(
 
 
 def _asked(policy: Policy, asked: PolicyRound, about: Sequence[JobInfo]) -> Decision:
-    question = asked.question
-    current = {job.name: question.current[job.name] for job in about}
-    return policy(about, question.nodes, current, asked.now, asked.settings)
+    return ask_policy(policy, asked.question, about, asked.now, asked.settings)
+
+
+def ask_policy(
+    policy: Policy,
+    question: PolicyQuestion,
+    about: Sequence[JobInfo],
+    now: float,
+    settings: PolicySettings,
+) -> Decision:
+    """Ask the policy about some of the jobs of a question.
+
+    To the policy a replica that takes up several slots is as many replicas. That overstates how much faster
+    such a job becomes with more of them, but only where other jobs take up fewer slots.
+    """
+    each = question.each
+    current = {job.name: _times(question.current[job.name], each.get(job.name, 1)) for job in about}
+    jobs = [in_slots(job, each[job.name]) if job.name in each else job for job in about]
+    decision = policy(jobs, question.nodes, current, now, settings)
+    found = {
+        name: {node: n // each[name] for node, n in mine.items() if n >= each[name]} if name in each else mine
+        for name, mine in decision.allocations.items()
+    }
+    return replace(decision, allocations=found)
+
+
+def _times(allocation: Allocation, count: int) -> Allocation:
+    return {node: count * replicas for node, replicas in allocation.items()}
 
 
 def _unusable_reports(policy: Policy, asked: PolicyRound) -> dict[str, str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.coordinator import survivors
 from adaptdl_elastic.autoscaler.coordinator.decision_types import Allocation
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, Leaving, Plan
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, Leaving, NodeRecord, Plan, devices_by_slot
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,22 @@ class Room:
     preferred: int = 0  # smaller is better; preemptible nodes and nodes at risk come last
 
 
-def capacity(view: View) -> dict[str, int]:
-    """Return the slots of every registered node: the most that any job's agent reports."""
-    slots: dict[str, int] = {}
-    for agents in view.nodes.values():
-        for node, seen in agents.items():
-            slots[node] = max(slots.get(node, 0), seen.record.slots)
-    return slots
+def device_name(node: NodeRecord, number: int) -> str:
+    """Return the name of an agent's device in the cluster; without GPUs, that of a share of its node's cores.
+
+    Agents of several jobs on one machine give a GPU the same name, and may give it different numbers. A
+    machine may have several names as a node; its GPUs have one.
+    """
+    return node.devices[number] if number < len(node.devices) else f"{node.node}/{number}"
+
+
+def devices_each(job: JobView, node: NodeRecord) -> int:
+    """Return how many devices of a node one replica of a job has."""
+    return job.spec.record.gpus_per_replica if job.spec is not None and node.devices else 1
+
+
+def _unusable(node: NodeRecord) -> set[str]:
+    return {line.partition(":")[0] for line in node.unusable}
 
 
 def released(view: View, job: JobView, node: str, agent: str, generation: int) -> bool:
@@ -53,55 +62,112 @@ def holding(view: View, job: JobView) -> list[Leaving]:
     ]
     if not plan.claim:
         found += [
-            Leaving(p.node, p.replicas, p.agent, plan.generation, p.slots)
+            Leaving(p.node, p.replicas, p.agent, plan.generation, p.slots, p.devices)
             for p in plan.placements
             if not released(view, job, p.node, p.agent, plan.generation)
         ]
     return found
 
 
-def used(view: View, job: JobView) -> dict[str, int]:
-    """Return how many slots of each node a job holds.
-
-    If several generations may still have replicas on a node, the one with the most replicas there counts.
-    """
-    slots: dict[str, int] = {}
+def used(view: View, job: JobView) -> dict[str, set[str]]:
+    """Return the names of the devices that a job holds, by node, in whichever of its generations."""
+    found: dict[str, set[str]] = {}
     for leaving in holding(view, job):
-        slots[leaving.node] = max(slots.get(leaving.node, 0), leaving.replicas)
-    return slots
+        record = view.agents(job.job)[leaving.node].record
+        for numbers in devices_by_slot(leaving).values():
+            found.setdefault(leaving.node, set()).update(device_name(record, n) for n in numbers)
+    return found
 
 
 class Ledger:
-    """Every slot of the cluster and the job that holds it, during one decision."""
+    """Every device of the cluster and the job that holds it, during one decision."""
 
     def __init__(self, view: View) -> None:
-        self.capacity = capacity(view)
-        self._by_job: dict[str, dict[str, int]] = {}
-        self._total: dict[str, int] = {}
-        for job in view.jobs.values():
-            self.hold(job.job, used(view, job))
+        self._by_job = {job.job: used(view, job) for job in view.jobs.values()}
+        self._holders: dict[str, set[tuple[str, str]]] = {}  # device → (job, node) of those that hold it
+        for job, held in self._by_job.items():
+            for node, names in held.items():
+                for name in names:
+                    self._holders.setdefault(name, set()).add((job, node))
+        gpus: dict[str, set[str]] = {}
+        cores: dict[str, int] = {}
+        for agents in view.nodes.values():
+            for node, seen in agents.items():
+                record = seen.record
+                cores[node] = max(cores.get(node, 0), 0 if record.devices else record.slots)
+                lost = {name for name in _unusable(record) if name not in self._holders}
+                gpus.setdefault(node, set()).update(name for name in record.devices if name not in lost)
+        self.capacity = {node: count + len(gpus.get(node, ())) for node, count in cores.items()}
+        """How many devices every registered node has, as the agents of all jobs report them."""
 
-    def hold(self, job: str, slots: Allocation) -> None:
-        """Make `job` hold at least these slots."""
-        mine = self._by_job.setdefault(job, {})
-        for node, count in slots.items():
-            more = max(0, count - mine.get(node, 0))
-            mine[node] = mine.get(node, 0) + more
-            self._total[node] = self._total.get(node, 0) + more
+    def _is_free(self, name: str, job: str, node: str) -> bool:
+        """Return whether nobody holds a device but the replicas of this job on this node."""
+        return self._holders.get(name, set()) <= {(job, node)}
+
+    def _free(self, job: JobView, node: NodeRecord) -> list[tuple[int, ...]]:
+        """Return the groups of neighbouring devices that one replica each could have, or has."""
+        each, lost = devices_each(job, node), _unusable(node)
+        mine = self._by_job.get(job.job, {}).get(node.node, set())
+        count = len(node.devices) or self.capacity[node.node]
+        names = [device_name(node, number) for number in range(count)]
+        good = [
+            self._is_free(name, job.job, node.node) and (name not in lost or name in mine) for name in names
+        ]
+        starts = range(0, count - each + 1, each)
+        return [tuple(range(first, first + each)) for first in starts if all(good[first : first + each])]
+
+    def room_for(self, job: JobView, node: NodeRecord) -> int:
+        """Return how many replicas of a job the devices of a node that no other job holds are enough for."""
+        return min(node.slots, len(self._free(job, node)))
+
+    def place(
+        self, job: JobView, node: NodeRecord, slots: Sequence[int], kept: Mapping[int, tuple[int, ...]]
+    ) -> tuple[int, ...] | None:
+        """Give the replicas of a job on a node their devices, and hold them for it.
+
+        Args:
+            job: the job.
+            node: its agent there.
+            slots: the LOCAL_RANKs of the replicas, in the order of their ranks.
+            kept: LOCAL_RANK → devices of the replicas that go on in their processes.
+
+        Returns:
+            `Placement.devices`; None if there are not enough.
+        """
+        mine = self._by_job.setdefault(job.job, {}).setdefault(node.node, set())
+        kept = {slot: devices for slot, devices in kept.items() if slot in slots}
+        stay = {number for devices in kept.values() for number in devices}
+        bad = _unusable(node)
+        free = [
+            group
+            for group in self._free(job, node)
+            if not stay & set(group) and not any(device_name(node, number) in bad for number in group)
+        ]
+        # the job's own first, since it would hold two sets until its old processes are gone
+        free.sort(key=lambda group: sum(device_name(node, number) not in mine for number in group))
+        if len(free) < len(slots) - len(kept):
+            return None
+        rest = iter(free)
+        found = [number for slot in slots for number in kept.get(slot) or next(rest)]
+        for number in found:
+            name = device_name(node, number)
+            mine.add(name)
+            self._holders.setdefault(name, set()).add((job.job, node.node))
+        return () if found == list(slots) else tuple(found)
 
     def free_for(self, job: str, node: str) -> int:
-        """Return the slots of a node that no other job holds."""
-        others = self._total.get(node, 0) - self._by_job.get(job, {}).get(node, 0)
-        return self.capacity.get(node, 0) - others
+        """Return the devices of a node that no other job holds."""
+        others = {name for other, held in self._by_job.items() if other != job for name in held.get(node, ())}
+        return self.capacity.get(node, 0) - len(others)
 
     def held(self, job: str) -> Allocation:
-        """Return the slots that a job holds, by node."""
-        return self._by_job.get(job, {})
+        """Return the number of devices that a job holds, by node."""
+        return {node: len(names) for node, names in self._by_job.get(job, {}).items() if names}
 
     @property
     def used(self) -> int:
-        """The number of slots that are held."""
-        return sum(self._total.values())
+        """The number of devices that are held."""
+        return sum(sum(self.held(job).values()) for job in self._by_job)
 
 
 def rooms(
@@ -121,7 +187,7 @@ def rooms(
         record = seen.record
         if view.draining(record) or node in avoided or (spec is not None and record.run != spec.run):
             continue
-        most = record.slots if ledger is None else min(record.slots, ledger.free_for(job.job, node))
+        most = record.slots if ledger is None else ledger.room_for(job, record)
         if most < record.min_slots:
             continue
         shun = 1 if record.at_risk else 0

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
-from adaptdl_elastic.autoscaler.coordinator import early_failure
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
+from adaptdl_elastic.autoscaler.coordinator import repeated_failure
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, holding, smallest
@@ -28,7 +28,8 @@ _PLANNED = (Cause.POLICY, Cause.MANUAL, Cause.JOIN, Cause.DRAIN)
 
 def restarts_after_failure(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings) -> int:
     """Return the number of restarts if the failed generation `plan` is followed by another."""
-    return (0 if jobs.refilled(view, job, plan, settings) else jobs.restarts_counted(view, job, plan)) + 1
+    before = 0 if jobs.refilled(view, job, plan, settings) else jobs.restarts_counted(view, job, plan)
+    return before + (not jobs.killed_after_progress(job, plan))
 
 
 def exhausted(view: View, job: JobView, condition: Condition, settings: CoordinatorSettings) -> bool:
@@ -38,9 +39,9 @@ def exhausted(view: View, job: JobView, condition: Condition, settings: Coordina
     if not condition.health.failed:
         return False  # newcomers that failed beside the running training do not count
     assert job.spec is not None
-    if early_failure.is_final(job, condition.plan):
+    if repeated_failure.is_final(job, condition.plan):
         return True
-    if early_failure.is_repeated(job, condition.plan, settings.refill_after):
+    if repeated_failure.repetition(job, condition.plan, settings.refill_after):
         return True
     if restarts_after_failure(view, job, condition.plan, settings) <= job.spec.record.max_restarts:
         return False
@@ -188,9 +189,9 @@ def _given_up(job: JobView, plan: Plan, settings: CoordinatorSettings) -> tuple[
     what = f": rank {found[0].rank}: {found[0].message or found[0].exit_code}" if found else ""
     allowed = job.spec.record.max_restarts
     text = f"failed after {plan.restarts} of {allowed} restarts{what}"
-    if early_failure.is_repeated(job, plan, settings.refill_after):
-        text = f"failed twice in the same way before its first step{what}"
-    if early_failure.is_final(job, plan):
+    if when := repeated_failure.repetition(job, plan, settings.refill_after):
+        text = f"failed twice in the same way {when}{what}"
+    if repeated_failure.is_final(job, plan):
         text = f"failed, and a restart would not help{what}"
     return JobState.FAILED, text, jobs.root_exit_code(job, generation)
 

@@ -21,6 +21,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     Rescale,
     Transition,
+    devices_by_slot,
     slots_of,
 )
 
@@ -151,7 +152,10 @@ def inquire(job: JobView, plan: Plan, gone: Iterable[str], least: int) -> Losses
             dead[node] = fallen
         left = tuple(slot for slot in slots if slot not in lost)
         if left and node not in away and not _never_came(job, plan, generation, node):
-            survivors.append(Placement(node, len(left), member.agent, left))
+            devices = devices_by_slot(member)
+            kept = tuple(number for slot in left for number in devices[slot])
+            kept = () if kept == left else kept
+            survivors.append(Placement(node, len(left), member.agent, left, kept))
     waiting = {node: seen for node, seen in said.items() if (generation, node) not in job.ended}
     spec = job.spec.record if job.spec else None
     able = (
@@ -191,13 +195,12 @@ def died(job: JobView, plan: Plan, generation: int, member: Placement) -> bool:
     return _never_came(job, plan, generation, member.node)
 
 
-def slots_after(job: JobView, plan: Plan | None, node: str, replicas: int) -> tuple[int, ...]:
+def slots_after(member: Placement | None, replicas: int) -> tuple[int, ...]:
     """Return the LOCAL_RANKs of a node's replicas after a planned change in place; (): 0 to replicas - 1.
 
     Survivors keep theirs, in their order. Newcomers follow, with the lowest that are free.
     """
-    members = () if plan is None else present(job, plan)[1]
-    kept = next((slots_of(member) for member in members if member.node == node), ())[:replicas]
+    kept = () if member is None else slots_of(member)[:replicas]
     free = (slot for slot in range(len(kept) + replicas) if slot not in kept)
     slots = (*kept, *(next(free) for _ in range(replicas - len(kept))))
     return () if slots == tuple(range(replicas)) else slots
@@ -257,4 +260,4 @@ def _outcome(job: JobView, generation: int, node: str) -> Outcome | None:
 
 
 def _placed(one: Leaving) -> Placement:
-    return Placement(one.node, one.replicas, one.agent, one.slots)
+    return Placement(one.node, one.replicas, one.agent, one.slots, one.devices)

@@ -467,6 +467,18 @@ def check_cluster(view: View, node: str) -> list[Finding]:
     return found
 
 
+def check_devices(view: View) -> list[Finding]:
+    """Name the GPUs that their nodes' agents cannot use."""
+    lines = {
+        f"{node}: {line}"
+        for agents in view.nodes.values()
+        for node, seen in agents.items()
+        for line in seen.record.unusable
+    }
+    remedy = "end the other program (nvidia-smi names it), or drain the node and repair the GPU"
+    return [warning("GPUs", line, remedy) for line in sorted(lines)]
+
+
 def _own_version() -> str:
     try:
         return metadata.version("adaptdl-elastic")

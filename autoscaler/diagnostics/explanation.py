@@ -18,12 +18,9 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import Allocation, Co
 from adaptdl_elastic.autoscaler.coordinator.job_models import model, own_hints
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Phase
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask, expected_pause
+from adaptdl_elastic.autoscaler.coordinator.rounds import ask_policy
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms
-from adaptdl_elastic.autoscaler.coordinator.status import (
-    typical_pause,
-    waiting_since,
-    why_pending,
-)
+from adaptdl_elastic.autoscaler.coordinator.status import typical_pause, waiting_since, why_pending
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo, PolicySettings
 from adaptdl_elastic.goodput import GoodputFunction
 from adaptdl_elastic.rendezvous.text import pluralize
@@ -110,7 +107,7 @@ def explain(
     reasons: Mapping[str, Any] = {}
     wants, why = None, ""
     if any(info.name == job.job for info in question.jobs):
-        decision = policy(question.jobs, question.nodes, question.current, view.now, policy_settings)
+        decision = ask_policy(policy, question, question.jobs, view.now, policy_settings)
         reasons = decision.reasons
         wants = sum(decision.allocations.get(job.job, {}).values())
         found = decision.reasons.get(job.job)

@@ -9,6 +9,7 @@ from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan
 from adaptdl_elastic.rendezvous.schema.records import JobState, JobStatus
+from adaptdl_elastic.rendezvous.services.submitted import Submitted, state_of, waits_because
 
 LOST = "lost"
 """State of a job that was running when its last agent and the last coordinator died."""
@@ -51,8 +52,31 @@ def clock(seconds: object) -> str:
     return time.strftime("%H:%M:%S" if then[:3] == today else "%Y-%m-%d %H:%M:%S", then)
 
 
+def job_rows(view: View, submitted: Submitted | None) -> dict[str, Row]:
+    """Return one row per job, with the state that every command and page shows.
+
+    Args:
+        view: The cluster.
+        submitted: Its submissions, among them jobs that have not begun; None: it has no node services.
+    """
+    rows = {
+        name: {**job_row(view, job), "owner": None} for name, job in view.jobs.items() if job.spec is not None
+    }
+    if submitted is None:
+        return rows
+    for request in submitted.requests:
+        asked = request.submission
+        row = rows.setdefault(asked.job, job_row(view, JobView(asked.job)))
+        row |= {"owner": asked.owner, "created": asked.created, "min_replicas": asked.min_replicas}
+        if request.lacks_status:
+            row["state"], row["reason"] = state_of(request, submitted)
+        elif row["state"] in WAITING_STATES:
+            row["reason"] = waits_because(row["reason"], submitted, asked.job)
+    return rows
+
+
 def job_row(view: View, job: JobView) -> Row:
-    """Return one job as `adaptdl ls --json` shows it."""
+    """Return one job as the coordinator sees it."""
     spec = job.spec.record if job.spec else None
     status = job.status_now
     hints = job.hints.record if job.hints else None
@@ -149,8 +173,10 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
                     "zone": record.zone,
                     "preemptible": record.preemptible,
                     "version": record.version,
+                    "unusable": [],
                 },
             )
+            row["unusable"] = sorted({*row["unusable"], *record.unusable})
             held = ledger.held(job).get(node, 0)
             row["jobs"][job] = held
             row["free"] -= held

@@ -32,7 +32,8 @@ REPLICAS = (1, 2, 4, 8, 16)
 """Numbers of replicas that a report compares."""
 
 _PERIODS = 10  # parts of the run, each with one critical batch size
-_EXTRAPOLATED_FROM = 2  # multiple of the tried replicas; a prediction beyond it is an extrapolation
+_PROPORTIONAL = 1.1  # times the samples a second that twice the batch must give for its size to matter
+_MEASUREMENTS = 3  # of goodput on each side of a change, whose medians are compared
 _LONGEST_GAP_S = 60.0  # between two samples of a running job; a longer gap is time without training
 _WORTH_ADDING = 1.5  # times the goodput that twice the replicas must give to be recommended
 
@@ -75,6 +76,13 @@ class Sample:
         return self.variance * self.init_batch_size / sqr
 
     @property
+    def model(self) -> GoodputFunction | None:
+        """Goodput as predicted at this time; None if no curve was fitted or no noise was measured."""
+        if self.curve is None or not (self.squared_gradient or self.variance):
+            return None
+        return GoodputFunction(self.curve, (self.squared_gradient, self.variance), self.init_batch_size)
+
+    @property
     def critical_range(self) -> tuple[float, float] | None:
         """The critical batch size for |G|² a standard error larger, and smaller; None: not known."""
         size, error, sqr = self.critical_batch_size, self.gradient_error, self.squared_gradient
@@ -95,6 +103,7 @@ class Period:
     lowest: float
     highest: float  # inf: |G|² is smaller than its standard error
     batch_size: float  # median of those used
+    gradient: bool = True  # whether any of |G|² was found, in most samples
     standard_error: bool = False  # whether the range is one standard error, not the spread of the period
 
 
@@ -106,8 +115,8 @@ class Alternative:
     seconds: float
     samples: float
     replica_hours: float
-    batch_size: float  # mean over the run's progress
-    extrapolated: bool  # far beyond the replicas that were tried
+    batch_size: float | None  # mean over the run's progress; None: |G|² was 0, so all sizes are alike
+    tried: bool  # whether the job has run on it
     cost: float | None = None  # in the currency of the given price
 
 
@@ -118,7 +127,9 @@ class Change:
     time: float  # seconds since the run began
     batch_size: int
     lr_factor: float
-    expected: float | None  # expected goodput, divided by the goodput before
+    predicted: float | None  # goodput predicted before it, divided by that predicted for the size before
+    measured: float | None  # goodput measured after it, divided by that measured before it
+    why: str  # empty: the log does not tell
 
 
 @dataclass(frozen=True)
@@ -256,20 +267,21 @@ def report(events: Sequence[dict[str, Any]], price: float | None = None) -> Repo
     pauses = sum(event.get("pause_s") or 0.0 for event in generations)
     starting = max(0.0, generations[0]["time"] - began) if generations else 0.0
     ends = [event for event in events if event["event"] == "exit"]
-    calibration = _calibration(samples)
+    ratios = [one.goodput / one.predicted_goodput for one in samples if one.predicted_goodput]
+    calibration = statistics.median(ratios) if ratios else None
     periods, alternatives = _periods(samples, began), _alternatives(samples, ended, calibration, price)
     missing = []
     if not periods:
-        measured = any(one.variance is not None for one in samples)
-        missing.append(
-            "no critical batch size: no gradient was found in the noise, and its error is not known"
-            if measured
-            else "no critical batch size: the gradient's noise was not measured"
-        )
+        why = "no gradient was found in the noise, and its error is not known"
+        if all(one.variance is None for one in samples):
+            why = "the gradient's noise was not measured"
+        missing.append(f"no critical batch size: {why}")
     if not alternatives:
         missing.append(
-            "no other sizes: no curve of step times was fitted; train longer, or let the batch size change"
+            "no other sizes: no curve of step times was fitted; train longer, or with other batches"
         )
+    changes = _changes(events, samples, began)
+    rates = {one.batch_size: one.lr_factor for one in reversed(changes)}
     return Report(
         seconds=ended - began,
         training=max(0.0, ended - began - pauses - starting),
@@ -279,10 +291,10 @@ def report(events: Sequence[dict[str, Any]], price: float | None = None) -> Repo
         replicas=tuple(int(event["replicas"]) for event in generations),
         periods=periods,
         alternatives=alternatives,
-        changes=_changes(events, began),
+        changes=changes,
         samples=tuple(samples),
         calibration=calibration,
-        advice=_advice(samples, periods, alternatives),
+        advice=_advice(samples, rates, periods, alternatives),
         missing=tuple(missing),
         estimators=tuple(dict.fromkeys(one.estimator for one in samples if one.estimator)),
     )
@@ -306,33 +318,23 @@ def _how(event: dict[str, Any]) -> str:
     return f"exit code {code}" + (f": {reason}" if reason else "")
 
 
-def _calibration(samples: Sequence[Sample]) -> float | None:
-    ratios = [one.goodput / one.predicted_goodput for one in samples if one.predicted_goodput]
-    return statistics.median(ratios) if ratios else None
-
-
 def _periods(samples: Sequence[Sample], began: float) -> tuple[Period, ...]:
     known = [sample for sample in samples if sample.critical_batch_size is not None]
     if not known:
         return ()
-    size = -(-len(known) // _PERIODS)
+    length = -(-len(known) // _PERIODS)
     found = []
-    for at in range(0, len(known), size):
-        part = known[at : at + size]
+    for at in range(0, len(known), length):
+        part = known[at : at + length]
         values = [sample.critical_batch_size or 0.0 for sample in part]
         ranges = [one for one in (sample.critical_range for sample in part) if one is not None]
         lows, highs = zip(*ranges, strict=True) if ranges else ([min(values)], [max(values)])
-        found.append(
-            Period(
-                start=part[0].time - began,
-                end=part[-1].time - began,
-                critical_batch_size=statistics.median(values),
-                lowest=statistics.median(lows),
-                highest=statistics.median_high(highs),  # a mean of two could be infinite
-                batch_size=statistics.median(sample.batch_size for sample in part),
-                standard_error=bool(ranges),
-            )
-        )
+        start, end = part[0].time - began, part[-1].time - began
+        # a mean of two upper ends could be infinite
+        size, low, high = statistics.median(values), statistics.median(lows), statistics.median_high(highs)
+        used = statistics.median(sample.batch_size for sample in part)
+        gradient = statistics.median(sample.squared_gradient or 0.0 for sample in part) > 0
+        found.append(Period(start, end, size, low, high, used, gradient, bool(ranges)))
     return tuple(found)
 
 
@@ -348,11 +350,13 @@ def _alternatives(
     progress = lengths * [one.goodput for one in usable]
     if not progress.sum():
         return ()
+    known = progress * [bool(one.squared_gradient) for one in usable]
+    tried = {last.tried_replicas, *(one.replicas for one in samples)}
     gradients = np.array([(one.squared_gradient, one.variance) for one in usable], dtype=float).T
     model = GoodputFunction(curve, (*gradients,), np.array([one.init_batch_size for one in usable]))
     per_node = max(-(-sample.replicas // sample.nodes) for sample in samples)
     found = []
-    for replicas in REPLICAS:
+    for replicas in sorted({*REPLICAS, *tried}):
         goodput, atomic, accumulated = model.optimize(
             -(-replicas // per_node), replicas, last.max_batch_size, last.local_bsz_bounds, last.accumulation
         )
@@ -361,84 +365,117 @@ def _alternatives(
         batch = atomic * (accumulated + 1) * replicas
         seconds = float((progress / goodput).sum() / calibration)
         hours = seconds * replicas / 3600
-        found.append(
-            Alternative(
-                replicas=replicas,
-                seconds=seconds,
-                samples=float((progress / model.efficiency(batch)).sum()),
-                replica_hours=hours,
-                batch_size=float(np.average(batch, weights=progress)),
-                extrapolated=replicas > _EXTRAPOLATED_FROM * last.tried_replicas,
-                cost=None if price is None else hours * price,
-            )
-        )
+        worth = float((progress / model.efficiency(batch)).sum())
+        size = float(np.average(batch, weights=known)) if known.any() else None
+        cost = None if price is None else hours * price
+        found.append(Alternative(replicas, seconds, worth, hours, size, replicas in tried, cost))
     return tuple(found)
 
 
-def _changes(events: Iterable[dict[str, Any]], began: float) -> tuple[Change, ...]:
-    found = []
-    for event in events:
-        if event["event"] == "batch_size":
-            before, after = event.get("goodput"), event.get("predicted_goodput")
-            found.append(
-                Change(
-                    time=event["time"] - began,
-                    batch_size=int(event["batch_size"]),
-                    lr_factor=float(event.get("lr_factor") or 1.0),
-                    expected=after / before if before and after else None,
-                )
-            )
+def _changes(events: Sequence[dict[str, Any]], samples: Sequence[Sample], began: float) -> tuple[Change, ...]:
+    found = list[Change]()
+    # a script may report values of its own with that name
+    own = [one for one in events if one["event"] in ("batch_size", "goodput")]
+    measurements = [(one["time"], one["goodput"]) for one in own if one.get("goodput")]
+    logged = [one for one in events if one["event"] == "batch_size" and one.get("atomic_bsz")]
+    times, tried = [*(one["time"] for one in logged), math.inf], set[tuple[int, ...]]()
+    # replicas, samples of a pass and further passes, and goodput, of the size before
+    old, earlier = tuple[int, ...](), list[float]()
+    for event, time, end in zip(logged, times, times[1:], strict=False):
+        batch, atomic, passes = event["batch_size"], event["atomic_bsz"], event["accumulation_steps"]
+        new = (round(batch / atomic / (passes + 1)), atomic, passes)
+        later = [goodput for at, goodput in measurements if time <= at < end]
+        predicted = measured = None
+        last = next((one for one in reversed(samples) if one.time < time), None)
+        if last is not None and last.model is not None and old[:1] == new[:1]:
+            predicted = float(last.model(last.nodes, *new) / last.model(last.nodes, *old))
+        if earlier and later:
+            measured = statistics.median(later[:_MEASUREMENTS]) / statistics.median(earlier[-_MEASUREMENTS:])
+        doubtful = "may be better than predicted" if new in tried else "not tried in this run"
+        why = "predicted to be better" if (predicted or 0) > 1 else doubtful
+        if old[:1] != new[:1]:
+            why = f"{pluralize(new[0], 'replica')} instead of {old[0]}" if old else "first measured"
+        found.append(Change(time - began, batch, event.get("lr_factor") or 1.0, predicted, measured, why))
+        tried.add(new)
+        old, earlier = new, later
     return tuple(found)
 
 
 def _advice(
-    samples: Sequence[Sample], periods: Sequence[Period], alternatives: Sequence[Alternative]
+    samples: Sequence[Sample],
+    rates: dict[int, float],
+    periods: Sequence[Period],
+    others: Sequence[Alternative],
 ) -> tuple[str, ...]:
-    """Return settings for the next run, a line each."""
+    """Return settings for the next run, a line each.
+
+    `rates` has the learning rate's factor at each batch size that was used.
+    """
     last, lines = samples[-1], list[str]()
     initial = last.init_batch_size
+    found = [one.critical_batch_size for one in periods if one.gradient]
+    proportional = _is_proportional(last)
     if periods:
-        early, late = periods[0].critical_batch_size, periods[-1].critical_batch_size
-        if (larger := _power_of_two(early / 2)) > initial and early >= 2 * initial:
-            lines.append(
-                f"initial batch size: {larger} instead of {initial}, because the noise "
-                f"allowed {early:,.0f} in the first tenth of the run; with the learning rate that suits it"
-            )
+        early, size, why = periods[0].critical_batch_size, initial, ""
+        if not periods[0].gradient:
+            why = "; no gradient was found in the noise at first (|G|² is 0)"
         elif early < initial / 2:
-            lines.append(
-                f"initial batch size: {_power_of_two(early)} instead of {initial}, because samples beyond "
-                f"the critical batch size of {early:,.0f} were wasted in the first tenth of the run"
-            )
-        else:
-            lines.append(f"initial batch size: keep {initial}")
-        wanted = _power_of_two(2 * max(early, late, initial))
-        if last.max_batch_size is None:
+            size, why = _power_of_two(early), f", because samples beyond {early:,.0f} were wasted at first"
+        elif proportional:
+            why = ", because the time of a step is proportional to the batch: a larger one is no faster"
+        elif early >= 2 * initial and _power_of_two(early / 2) > initial:
+            size, why = _power_of_two(early / 2), f", because the noise allowed {early:,.0f} at first"
+        new = f"{size}{mark(size in rates)} instead of {initial}"
+        setting = f"keep {initial}" if size == initial else new
+        lines.append(f"initial batch size: {setting}{why}")
+        if size != initial:
+            lines.append(f"learning rate: {_rate(rates, size, initial)}")
+    if found and not proportional:
+        wanted, most = _power_of_two(2 * max(initial, *found)), last.max_batch_size
+        if most is None:
             lines.append(f"batch size: let it grow, autoscale_batch_size({wanted}, ...)")
-        elif max(sample.batch_size for sample in samples) >= 0.95 * last.max_batch_size:
-            if late > last.max_batch_size:
-                lines.append(
-                    f"largest batch size: {wanted} instead of {last.max_batch_size}, which was reached"
-                )
-            else:
-                lines.append(f"largest batch size: keep {last.max_batch_size}")
-    if alternatives:
-        best = _knee(alternatives)
-        one = alternatives[0]
-        lines.append(
-            f"replicas: {best.replicas}, {duration(best.seconds)} against {duration(one.seconds)} on "
-            f"{one.replicas}" + (", as far as the fitted curve can tell" if best.extrapolated else "")
-        )
+        elif max(sample.batch_size for sample in samples) >= 0.95 * most and found[-1] > most:
+            lines.append(f"largest batch size: {wanted} instead of {most}, which was reached")
+    if others:
+        best = _knee([one for one in others if one.tried] or others)
+        near = others[: others.index(best) + 2]
+        times = ", ".join(f"{duration(one.seconds)} on {one.replicas}{mark(one.tried)}" for one in near)
+        lines.append(f"replicas: {best.replicas}{mark(best.tried)}, since the same progress takes {times}")
     return tuple(lines)
+
+
+def _is_proportional(last: Sample) -> bool:
+    """Return whether twice the initial batch would take about twice the time."""
+    if last.model is None:
+        return False
+    sizes = np.array([1, 2]) * last.init_batch_size / last.replicas
+    one, two = last.model.throughput(last.nodes, last.replicas, sizes, 0)
+    return bool(two < _PROPORTIONAL * one)
+
+
+def _rate(rates: dict[int, float], size: int, initial: int) -> str:
+    """Return the learning rate for an initial batch size, by what the rule gave the nearest size."""
+    used = rates.keys() - {initial}
+    if not used:
+        return "the one that suits it; the scaling rule was not used in this run"
+    near = min(used, key=lambda one: abs(math.log(one / size)))
+    factor = (size / initial) ** (math.log(rates[near]) / math.log(near / initial))
+    return f"× {factor:.2f} (the scaling rule gave × {rates[near]:.2f} at {near})"
 
 
 def _knee(alternatives: Sequence[Alternative]) -> Alternative:
     """Return the largest size up to which every doubling was worth it."""
     best = alternatives[0]
     for one in alternatives[1:]:
-        if one.extrapolated or best.seconds / one.seconds < _WORTH_ADDING:
+        if best.seconds / one.seconds < _WORTH_ADDING ** math.log2(one.replicas / best.replicas):
             break
         best = one
     return best
+
+
+def mark(tried: bool) -> str:
+    """Return what follows a size that was not tried."""
+    return "" if tried else " (not tried)"
 
 
 def _power_of_two(value: float) -> int:
@@ -464,6 +501,11 @@ def range_text(period: Period) -> str:
     return f"{period.lowest:,.0f} – " + ("?" if math.isinf(period.highest) else f"{period.highest:,.0f}")
 
 
+def ratio(value: float | None) -> str:
+    """Return a gain as text."""
+    return "–" if value is None else f"{value:.2f}"
+
+
 def lines(found: Report) -> list[str]:
     """Return the report as text."""
     sizes = " → ".join(str(size) for size in found.replicas) or "?"
@@ -485,7 +527,7 @@ def lines(found: Report) -> list[str]:
         text += ["", "changes of the batch size:"]
         text += [
             f"  {duration(one.time):>11}  {one.batch_size:>7,}  learning rate × {one.lr_factor:.2f}"
-            + (f"  expected goodput × {one.expected:.2f}" if one.expected else "")
+            f"  goodput × {ratio(one.measured)} (predicted {ratio(one.predicted)})  {one.why}"
             for one in found.changes
         ]
     if found.alternatives:
@@ -495,8 +537,7 @@ def lines(found: Report) -> list[str]:
             text.append(
                 f"  {pluralize(one.replicas, 'replica'):>11}  {duration(one.seconds):>11}  "
                 f"{one.samples:>13,.0f} samples  "
-                f"{one.replica_hours:.2f} replica hours{cost}"
-                + ("  (extrapolated)" if one.extrapolated else "")
+                f"{one.replica_hours:.2f} replica hours{cost}{mark(one.tried)}"
             )
         if found.calibration is not None:
             text.append(

@@ -138,14 +138,8 @@ class Reason:
     """The reason for a job's allocation."""
 
     text: str  # sentence with numbers for the user
-    speedup: float | None = None  # predicted, relative to one replica
     goodput: float | None = None  # predicted, samples per second at the initial batch size
-    previous_goodput: float | None = None  # predicted for the previous allocation
-    atomic_bsz: int | None = None
-    accumulation_steps: int | None = None
     one_more: float | None = None  # predicted goodput with one replica more
-    one_fewer: float | None = None
-    pause: float | None = None  # seconds the change costs, 0 when there is none
     wanted: int | None = None  # replicas it is to have once larger sizes have been explored
 
 

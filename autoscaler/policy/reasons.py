@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from adaptdl_elastic.autoscaler.policy import objective
 from adaptdl_elastic.autoscaler.policy.policy_types import (
@@ -80,17 +79,8 @@ def _reason(
         pause = job.move_pause
     cost = pause if after and before and dict(after) != dict(before) else 0.0
     text = _sentence(job, tables, before, after, wanted, had, has, cost, now, settings)
-    count = sum(after.values())
-    return Reason(
-        text=text,
-        speedup=_cell(tables, tables.speedup, row, after) if after else 0.0,
-        goodput=has,
-        previous_goodput=had,
-        one_more=_nearest(tables, row, count, 1),
-        one_fewer=_nearest(tables, row, count, -1),
-        pause=cost,
-        wanted=wanted,
-    )
+    one_more = _next_larger(tables, row, sum(after.values()))
+    return Reason(text, goodput=has, one_more=one_more, wanted=wanted)
 
 
 def _sentence(
@@ -135,22 +125,13 @@ def _pause(job: JobInfo, settings: PolicySettings) -> str:
     return f"{settings.pause(job.pause):.3g} s"
 
 
-def _cell(tables: Tables, values: NDArray[np.float64], row: int, allocation: Allocation) -> float | None:
-    column = tables.sizes.find(allocation)
-    return None if column is None else float(values[row, column])
-
-
 def _goodput(tables: Tables, row: int, allocation: Allocation) -> float | None:
-    found = _cell(tables, tables.goodput, row, allocation)
-    return found if found else None
+    column = tables.sizes.find(allocation)
+    return None if column is None else float(tables.goodput[row, column]) or None
 
 
-def _nearest(tables: Tables, row: int, count: int, direction: int) -> float | None:
-    """Return the predicted goodput at the next larger or smaller size that is considered."""
-    sizes = tables.sizes.replicas * direction
-    ahead = (sizes > count * direction) & (tables.goodput[row] > 0)
-    if not ahead.any():
-        return None
-    nearest = np.flatnonzero(ahead)[np.argsort(sizes[ahead], kind="stable")]
-    near = tables.sizes.replicas == tables.sizes.replicas[nearest[0]]
-    return float(tables.goodput[row, near].max())
+def _next_larger(tables: Tables, row: int, count: int) -> float | None:
+    """Return the predicted goodput at the next larger size that is considered."""
+    sizes, goodput = tables.sizes.replicas, tables.goodput[row]
+    larger = sizes[(sizes > count) & (goodput > 0)]
+    return float(goodput[sizes == larger.min()].max()) if larger.size else None

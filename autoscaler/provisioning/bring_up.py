@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_config import EtcdConfig, ServiceConfig, encode_config
+
+Jobs = dict[str, dict[str, str | None]]
+"""The jobs that a node remembers, by name: the fields of `known_jobs.KnownJob`."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,44 @@ def bring_up(
             node == first.node,
         )
 
+    _share_jobs(ssh, facts, say)
     on_every(facts, install)  # before the password changes, so that every node has the next one
     reports = [start(first.node)]  # the other services need its etcd
     if credentials.password_is_shared and len(facts) == len(found):
         _end_sharing(context, credentials, say)
     others = on_every([node for node in facts if node != first.node], start)
     return reports + list(others.values())
+
+
+def _share_jobs(ssh: Ssh, facts: dict[str, NodeFacts], say: Callable[[str], None]) -> None:
+    """Give each node without a list of the cluster's jobs what the others remember."""
+    lists = {node: _decoded(one.jobs) for node, one in facts.items()}
+    known = [jobs for jobs in lists.values() if jobs is not None]
+    if not known and any(one.installed for one in facts.values()):
+        say(
+            "no node remembers the cluster's jobs: whoever has the password of its etcd can start jobs again "
+            "that have ended; if that matters, begin a new cluster (adaptdl cluster down --purge)"
+        )
+    files = {"state/jobs.json": json.dumps(merged_jobs(known)).encode()}
+    lacking = [node for node, jobs in lists.items() if jobs is None]
+    on_every(lacking, lambda node: nodes.send_files(ssh, facts[node], files))
+
+
+def _decoded(text: str) -> Jobs | None:
+    with suppress(ValueError):
+        jobs = json.loads(text)
+        return jobs if isinstance(jobs, dict) else None
+    return None
+
+
+def merged_jobs(lists: Iterable[Jobs]) -> Jobs:
+    """Return the jobs that any of these lists has; what has ended in one of them has ended."""
+    found: Jobs = {}
+    for jobs in lists:
+        for job, known in jobs.items():
+            ends = {name: known[name] for name in ("cancelled_by", "ended") if known.get(name)}
+            found[job] = {**found.get(job, known), **ends}
+    return found
 
 
 def _end_sharing(context: ClusterContext, credentials: Credentials, say: Callable[[str], None]) -> None:

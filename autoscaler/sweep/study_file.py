@@ -36,7 +36,7 @@ def read(path: Path, maximize: bool) -> StudyFile:
     try:
         import optuna
     except ImportError:
-        raise StudyError("adaptdl sweep needs Optuna: pip install 'adaptdl-elastic[optuna]'") from None
+        raise StudyError("adaptdl sweep needs Optuna: pip install optuna") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         defined = runpy.run_path(str(path), run_name="adaptdl_sweep")

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Where, standalone_job_option, store_options
+from adaptdl_elastic.autoscaler.cli import CommandError, Where, echo, standalone_job_option, store_options
 from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of
 from adaptdl_elastic.autoscaler.commands.job_requests import RequestError
 from adaptdl_elastic.autoscaler.diagnostics import explanation
@@ -34,7 +34,7 @@ DEFAULT_PORT = 9310
 @standalone_job_option
 @store_options
 def web(where: Where, standalone_job: str | None, port: int | None) -> None:
-    """Show the cluster in a browser, live, until Ctrl-C.
+    """Show the cluster live in a browser, until Ctrl-C.
 
     The page is served on loopback only. From another machine: ssh -L 9310:127.0.0.1:9310 HOST.
     """
@@ -53,8 +53,8 @@ def web(where: Where, standalone_job: str | None, port: int | None) -> None:
         stack.callback(feed.close)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
-        click.echo(server.url)
-        click.echo("adaptdl: this address lets a browser in; Ctrl-C ends the page", err=True)
+        echo(server.url)
+        echo("adaptdl: this address lets a browser in; Ctrl-C ends the page", err=True)
         server.serve_forever()
 
 

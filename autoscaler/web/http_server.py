@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -18,13 +17,11 @@ from adaptdl_elastic.autoscaler.web.access import HEADERS, Guard
 from adaptdl_elastic.autoscaler.web.actions import Actions
 from adaptdl_elastic.autoscaler.web.feed import Feed
 from adaptdl_elastic.autoscaler.web.overview import Document, difference
+from adaptdl_elastic.rendezvous.services.connections import BoundedServer
 from adaptdl_elastic.rendezvous.services.signatures import SignatureError
 from adaptdl_elastic.rendezvous.store.base import StoreError
 
 logger = logging.getLogger(__name__)
-
-MOST_CONNECTIONS = 64
-"""Connections that are served at a time; further ones are closed at once."""
 
 _IDLE_SECONDS = 30.0  # after which a connection that sends nothing is closed
 _HEARTBEAT_SECONDS = 10.0  # after which an idle stream sends a comment, to notice that the browser has left
@@ -68,7 +65,7 @@ class Served:
     explain: Callable[[str], list[str]]
 
 
-class WebServer(ThreadingHTTPServer):
+class WebServer(BoundedServer):
     """The listening socket and its threads.
 
     Args:
@@ -79,13 +76,10 @@ class WebServer(ThreadingHTTPServer):
         OSError: the port cannot be used.
     """
 
-    daemon_threads = True
-
     def __init__(self, port: int, served: Served) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.served = served
         self.guard = Guard(self.server_port)
-        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
     @property
     def url(self) -> str:
@@ -93,16 +87,12 @@ class WebServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.guard.port}/?token={self.guard.token}"
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Serve one connection in its thread, unless too many are served already."""
-        if not self._places.acquire(blocking=False):
-            return
+        """Serve one connection in its thread."""
         try:
             request.settimeout(_IDLE_SECONDS)
             super().finish_request(request, client_address)
         except OSError as error:  # the browser has left
             logger.debug("the connection from %s broke: %s", client_address, error)
-        finally:
-            self._places.release()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -138,9 +128,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self._json({"error": f"not understood: {error}"}, 400)
 
+    def _is_let_in(self) -> bool:
+        """Return whether a request has the cookie. Its connection does not give way to strangers' then."""
+        if not self.server.guard.has_session(self.headers.get("Cookie")):
+            return False
+        if not self.server.connections.prove(self.connection):
+            raise _Refusal(503, "the page has too many connections: close some of its windows")
+        return True
+
     def _get(self, path: list[str], query: Mapping[str, str]) -> None:
         guard = self.server.guard
-        let_in = guard.has_session(self.headers.get("Cookie"))
+        let_in = self._is_let_in()
         match path:
             case [""]:
                 if guard.right_token(query.get("token", "")):
@@ -185,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self, path: list[str], query: Mapping[str, str]) -> None:
         guard, actions = self.server.guard, self.server.served.actions
-        if not guard.has_session(self.headers.get("Cookie")):
+        if not self._is_let_in():
             raise _Refusal(401, "open the address that adaptdl web has printed")
         if why := guard.why_no_change(dict(self.headers.items())):
             raise _Refusal(403, f"the request is refused: {why}")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.cluster_view import View
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
-from adaptdl_elastic.autoscaler.diagnostics.rows import WAITING_STATES, job_row, node_rows
-from adaptdl_elastic.rendezvous.services.submitted import Submitted, state_of, waits_because
+from adaptdl_elastic.autoscaler.diagnostics.rows import WAITING_STATES, job_rows, node_rows
+from adaptdl_elastic.rendezvous.services.submitted import Submitted
 
 Document = dict[str, Any]
 
 _SHOWN = (
     "job",
+    "owner",
     "state",
     "reason",
     "replicas",
@@ -43,9 +44,7 @@ def overview(view: View, submitted: Submitted | None, problem: str = "") -> Docu
         problem: Why the store is not read at the moment; "": it is.
     """
     ledger = Ledger(view)
-    jobs = {name: job_summary(view, job) for name, job in view.jobs.items() if job.spec is not None}
-    if submitted is not None:
-        _add_submissions(jobs, view, submitted)
+    jobs = {name: _job_summary(row) for name, row in job_rows(view, submitted).items()}
     nodes = {row["node"]: _node_summary(view, row) for row in node_rows(view, ledger)}
     if submitted is not None:
         _add_services(nodes, submitted)
@@ -65,26 +64,11 @@ def overview(view: View, submitted: Submitted | None, problem: str = "") -> Docu
     }
 
 
-def job_summary(view: View, job: JobView) -> Document:
-    """Return one job's row."""
-    row = job_row(view, job)
+def _job_summary(row: Document) -> Document:
     return {
         **{name: row[name] for name in _SHOWN},
         **{name: significant(row[name]) for name in _ROUNDED},
-        "owner": None,
     }
-
-
-def _add_submissions(jobs: dict[str, Document], view: View, submitted: Submitted) -> None:
-    for request in submitted.requests:
-        asked = request.submission
-        row = jobs.setdefault(asked.job, job_summary(view, JobView(asked.job)))
-        row["owner"] = asked.owner
-        row["created"] = asked.created
-        if request.lacks_status:
-            row["state"], row["reason"] = state_of(request, submitted)
-        elif row["state"] in WAITING_STATES:
-            row["reason"] = waits_because(row["reason"], submitted, asked.job)
 
 
 def _node_summary(view: View, row: Document) -> Document:

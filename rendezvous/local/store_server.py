@@ -20,12 +20,7 @@ from typing import Any
 
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
 from adaptdl_elastic.rendezvous.store.base import KeyValue, LeaseLostError, StoreError
-from adaptdl_elastic.rendezvous.store.local_socket import (
-    SCHEME,
-    encode_line,
-    peer_uid,
-    socket_path,
-)
+from adaptdl_elastic.rendezvous.store.local_socket import SCHEME, encode_line, peer_uid, socket_path
 from adaptdl_elastic.rendezvous.store.memory import MemoryLease, MemoryStore, MemoryWatch
 
 logger = logging.getLogger(__name__)
@@ -147,7 +142,6 @@ class LocalServer:
 
         This thread goes on reading, so that it notices when the client disconnects.
         """
-        connection.sendall(encode_line({"result": None}))
         thread = threading.Thread(
             target=self._send_changes, args=(connection, watch), name="local-store-watch", daemon=True
         )
@@ -157,6 +151,8 @@ class LocalServer:
 
     def _send_changes(self, connection: socket.socket, watch: MemoryWatch) -> None:
         try:
+            # confirms the watch, which `close` knows by now
+            connection.sendall(encode_line({"result": None}))
             for change in watch:
                 found = [change.kind, change.key, change.value, change.revision]
                 connection.sendall(encode_line({"result": found}))

@@ -50,7 +50,7 @@ class Cause(str, Enum):
     JOIN = "join"  # a node came, and the job does not report measurements to the policy
     DRAIN = "drain"  # a node leaves in an orderly way
     NODE_LOST = "node_lost"  # a node vanished
-    REPLICA_LOST = "replica_lost"  # a replica died, and the others go on without it
+    REPLICA_LOST = "replica_lost"  # a replica died; does not count against max_restarts
     FAILURE = "failure"  # a replica failed; counts against max_restarts
     STOP = "stop"  # adaptdl stop: a plan without replicas
 
@@ -110,6 +110,11 @@ class NodeRecord:
     version: str = ""  # of adaptdl-elastic; agents and coordinators of different versions refuse each other
     pid: int = 0
     gpus: int = 0
+    # names of the GPUs (and parts of GPUs) that this agent may use, in the order of their numbers; (): none,
+    # and a slot is a share of the cores
+    devices: Annotated[tuple[str, ...], Field(max_length=MOST_SLOTS)] = ()
+    # those of `devices` that cannot be used now, each with the reason after a colon
+    unusable: Annotated[tuple[str, ...], Field(max_length=MOST_SLOTS)] = ()
     node_type: str = ""  # nodes of one type are equally fast: the GPU model, or --node-type; "": not known
     instance: str | None = None  # EC2 instance id
     instance_type: str | None = None
@@ -167,6 +172,7 @@ class JobSpec:
     max_nodes: int = 1
     min_replicas: int = 1
     max_replicas: int = 1
+    gpus_per_replica: Annotated[int, Field(ge=1, le=MOST_SLOTS)] = 1
     min_slots: int = 1  # fewest replicas on a node, as its first agent says; used by providers that add nodes
     max_restarts: int = 3
     rescale: Rescale = Rescale.AUTO
@@ -193,9 +199,11 @@ class JobRequest:
     run: str = ""  # JobSpec.run that the request is for; other runs ignore it
 
 
-def _check_slots(replicas: int, slots: tuple[int, ...]) -> None:
+def _check_slots(replicas: int, slots: tuple[int, ...], devices: tuple[int, ...]) -> None:
     if slots and not len(set(slots)) == len(slots) == replicas:
         raise ValueError(f"slots {slots[:8]} of {replicas} replicas cannot be: each has one of its own")
+    if len(set(devices)) != len(devices) or len(devices) % replicas:
+        raise ValueError(f"devices {devices[:8]} of {replicas} replicas cannot be: each has its own")
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -206,9 +214,12 @@ class Placement:
     replicas: _Replicas
     agent: str = ""  # NodeRecord.agent that the plan was made for
     slots: _Slots = ()  # LOCAL_RANKs in the order of the ranks; (): 0 to replicas - 1
+    # numbers of the devices in `NodeRecord.devices`, equally many for each replica, in the order of the
+    # ranks; (): one for each, with the number of its LOCAL_RANK
+    devices: _Slots = ()
 
     def __post_init__(self) -> None:
-        _check_slots(self.replicas, self.slots)
+        _check_slots(self.replicas, self.slots, self.devices)
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -224,9 +235,10 @@ class Leaving:
     agent: str
     generation: int
     slots: _Slots = ()  # as in `Placement`
+    devices: _Slots = ()  # as in `Placement`
 
     def __post_init__(self) -> None:
-        _check_slots(self.replicas, self.slots)
+        _check_slots(self.replicas, self.slots, self.devices)
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -267,7 +279,7 @@ class Plan:
     restarts: int = 0  # restarts counted against the budget, including the one for this generation
     failed: int = -1  # generation whose failure was counted last and may yet prove to be a node's loss
     failed_step: int = 0  # step of the newest checkpoint when a restart was last counted
-    failed_as: str = ""  # kind of the failure that led to a restart; "" again after the first step
+    failed_as: str = ""  # how the failure that led to a restart is recognised; "": it is not
     predicted_goodput: float | None = None  # examples/s that the goodput model predicts for this allocation
     # (node, agent) of nodes that did not start this run's replicas in time
     late: tuple[tuple[str, str], ...] = ()
@@ -315,17 +327,32 @@ class Plan:
 
         A process keeps its LOCAL_RANK for life.
         """
-        placement = next((p for p in self.placements if p.node == node), None)
+        placement = self._placement(node)
         return () if placement is None else slots_of(placement)
 
     def rank_by_slot(self, node: str) -> dict[int, int]:
         """Return LOCAL_RANK → global rank of the replicas on `node`, in the order of their ranks."""
         return dict(zip(self.slots(node), self.ranks(node), strict=True))
 
+    def devices(self, node: str) -> dict[int, tuple[int, ...]]:
+        """Return LOCAL_RANK → numbers of the devices of the replicas on `node`."""
+        placement = self._placement(node)
+        return {} if placement is None else devices_by_slot(placement)
+
+    def _placement(self, node: str) -> Placement | None:
+        return next((p for p in self.placements if p.node == node), None)
+
 
 def slots_of(held: Placement | Leaving) -> tuple[int, ...]:
     """Return the LOCAL_RANKs of a node's replicas, in the order of their ranks."""
     return held.slots or tuple(range(held.replicas))
+
+
+def devices_by_slot(held: Placement | Leaving) -> dict[int, tuple[int, ...]]:
+    """Return LOCAL_RANK → numbers of the replica's devices, in the order of the ranks."""
+    slots, devices = slots_of(held), held.devices or slots_of(held)
+    each = len(devices) // len(slots)
+    return {slot: devices[each * i : each * (i + 1)] for i, slot in enumerate(slots)}
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -382,6 +409,7 @@ class Failure:
     kind: str = ""  # equal for failures of the same kind; "": the kind is unknown
     lost_peer: bool = False  # the error only reports that another replica is gone
     final: bool = False  # the job is to fail without restarts, because they would not help
+    step: int | None = None  # number of the last step before the error; None: unknown
 
 
 @dataclass(frozen=True, config=_CONFIG)

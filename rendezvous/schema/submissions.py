@@ -26,6 +26,9 @@ _Person = Annotated[str, Field(pattern=f"^{PERSON_PATTERN}$")]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Replicas = Annotated[int, Field(ge=1, le=64 * MOST_SLOTS)]
 
+OWNER_HEADER = "ADAPTDL.owner"
+"""Global header of an archive of a working directory. Its value is the name of the person who packed it."""
+
 MOST_PRIORITY = 1000
 """Largest absolute value of a submission's priority."""
 
@@ -64,12 +67,18 @@ class Submission:
     environment: _Digest | None = None  # of the archive of variables and notices
     min_replicas: _Replicas = 1
     max_replicas: _Replicas = 1
+    gpus_per_replica: _Replicas = 1
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
     after: tuple[_Name, ...] = ()  # jobs that have to be done first
     max_restarts: int = 3
     checkpoint_path: str = ""  # "": a directory of each node
     created: float = 0.0
     notify: bool = False  # the archive names what is run or sent when the job is over
+
+    @property
+    def least_slots(self) -> int:
+        """How many slots its fewest replicas take up on nodes with GPUs."""
+        return self.min_replicas * self.gpus_per_replica
 
 
 @dataclass(frozen=True, config=_CONFIG)

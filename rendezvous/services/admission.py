@@ -103,7 +103,7 @@ def admit(requests: Iterable[Request], slots: int) -> dict[str, Verdict]:
 
     Args:
         requests: All submissions of the cluster.
-        slots: How many replicas fit on all its nodes.
+        slots: How many slots all its nodes have.
     """
     every = {one.submission.job: one for one in requests}
     waiting = sorted((one for one in every.values() if not one.over), key=_order)
@@ -111,10 +111,10 @@ def admit(requests: Iterable[Request], slots: int) -> dict[str, Verdict]:
     submitted = _submission_times(waiting)
     taken, held_up = 0, list[Submission]()
     for one in waiting:
-        least, at = one.submission.min_replicas, submitted[one.submission.job]
+        least, at = one.submission.least_slots, submitted[one.submission.job]
         begun = one.run.agents > 0
         hindrance = "" if begun else _hindrance(one.submission, every)
-        kept = sum(job.min_replicas for job in held_up if at - submitted[job.job] > OVERTAKING_SECONDS)
+        kept = sum(job.least_slots for job in held_up if at - submitted[job.job] > OVERTAKING_SECONDS)
         if not hindrance and not begun and taken + kept + least > slots:
             hindrance = _full(least, taken + kept, slots)
             if slots >= least and one.priority < one.submission.priority:

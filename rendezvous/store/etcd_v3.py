@@ -210,10 +210,6 @@ class EtcdV3Store(Store):
         """Return the store's newest revision; the user must be allowed to read `prefix`."""
         return _revision(self._call("/v3/kv/range", {**_span(prefix), "count_only": True}))
 
-    def compact(self, revision: int) -> None:
-        """Make the server forget the history before `revision`."""
-        self._call("/v3/kv/compaction", {"revision": str(revision), "physical": True})
-
     def close(self) -> None:
         """Revoke the client's leases, end its watches, and close its connections."""
         self._closed = True

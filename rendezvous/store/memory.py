@@ -269,12 +269,6 @@ class MemoryStore(Store):
             if lease.deadline is None:  # an abandoned lease expires by itself
                 lease.revoke()
 
-    def compact(self) -> None:
-        """Forget the history: a watch that is not up to date raises CompactedError."""
-        with self.shared.changed:
-            self.shared.compacted = self.shared.revision
-            self.shared.history.clear()
-
     def expire(self) -> None:
         """Drop leases that have expired by the clock; every operation does this, too."""
         with self.shared.changed:

@@ -37,15 +37,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     decode,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import (
-    Change,
-    KeyValue,
-    Lease,
-    Snapshot,
-    Store,
-    StoreError,
-    Watch,
-)
+from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Lease, Snapshot, Store, StoreError, Watch
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
 WRONG_CLOCK = Path(__file__).parents[1] / "support" / "wrong_clock.c"
 LONG = ("60", "0.1")  # epochs, seconds per step
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_rank_0s_node_and_another_are_killed_at_once(cluster: Cluster) -> None:
@@ -41,6 +41,7 @@ def test_rank_0s_node_and_another_are_killed_at_once(cluster: Cluster) -> None:
     cluster.check(epochs=60, replicas=1)
 
 
+@pytest.mark.essential
 def test_the_coordinators_node_is_killed_and_who_stood_by_leads(cluster: Cluster) -> None:
     names = ("first", "second", "third")
     first = cluster.start("first", TRAIN, *LONG)
@@ -55,8 +56,11 @@ def test_the_coordinators_node_is_killed_and_who_stood_by_leads(cluster: Cluster
     assert place is not None
     assert place.value.split("/")[0] == "first"
     seen = len(others[0].events)
-    for process in [*_family(first.process.pid), first.process]:
-        process.send_signal(signal.SIGKILL)
+    # all stand still before the first one ends, so that none reacts to that
+    family = [first.process, *_family(first.process.pid)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in family:
+            process.send_signal(number)
     others[0].wait_for_event("generation", after=seen, replicas=2)
     leader = cluster.store.get(keys.coordinator_leader)
     assert leader is not None

@@ -236,6 +236,7 @@ def test_the_whole_process_runs_its_command_and_ends_the_instance_it_is_on(
 @pytest.mark.etcd
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_a_job_that_trains_without_its_store_is_saved_before_its_node_ends(cluster: Cluster) -> None:
     """The node is accounted for while its coordinator leads; then the store falls silent."""
     options = ("--checkpoint-interval=0", TRAIN, "60", "0.1")

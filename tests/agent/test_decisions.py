@@ -576,6 +576,32 @@ def test_the_next_change_of_a_node_whose_newcomers_are_just_about_to_switch(base
         assert "TellPlan" in kinds(agent(master(2)))
 
 
+def test_a_survivor_whose_registration_is_missing_is_joined() -> None:
+    """After an interruption of the store it registers again, and its replicas train meanwhile."""
+    agent = Agent()
+    running = Leaving("there", 1, "agent-there", 0)
+    agent(d.NodesSeen({"here": "agent-1"}))
+    agent(d.PlanSeen(over(1, ("there", 1), ("here", 1), leaving=[running])))
+    actions = agent(master(1))
+    assert isinstance(actions[0], d.StartReplicas)
+    assert actions[0].join
+
+
+@pytest.mark.parametrize("count", [0, 1], ids=["alone", "beside a survivor"])
+def test_nothing_is_started_while_others_may_have_the_slots(count: int) -> None:
+    """The agent stood still until its lease had run out."""
+    agent = Agent()
+    generation = 0
+    if count:
+        agent.running(count=count)
+        generation = 1
+    agent.state = replace(agent.state, lapsed=True)
+    how = over(generation, ("here", 2)) if count else plan(generation, ("here", 2))
+    assert agent(d.PlanSeen(how)) == agent(master(generation)) == []
+    agent.state = replace(agent.state, lapsed=False)
+    assert "StartReplicas" in kinds(agent(d.Tick()))
+
+
 def test_where_nobody_survives_it_is_a_plain_start() -> None:
     agent = Agent()
     gone = Leaving("there", 1, "agent-there", 0)
@@ -594,7 +620,10 @@ def test_a_newcomer_that_ends_costs_nothing(code: int) -> None:
     actions = agent(d.ReplicaExited(1, 1, code, 5.0, "why"))
     assert kinds(actions) == ["Withdraw", "WriteEnded"]
     assert isinstance(actions[1], d.WriteEnded)
-    assert (actions[1].record.generation, actions[1].record.outcome) == (1, Outcome.ABORTED)
+    record = actions[1].record
+    assert (record.generation, record.outcome, record.exit_code) == (1, Outcome.ABORTED, 0)
+    assert record.failure is not None
+    assert record.failure.rank == -1, "it is no replica's"
     assert agent.state.held is not None
     assert agent.state.held.generation == 0
     assert agent.later(1000) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from etcd_server import EtcdServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
-pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.timeout(600)]
 
 LONG = ("60", "0.1")  # epochs, seconds per step: it lasts until somebody lets it `hurry`
 ELASTIC = ("--standalone", "--no-autoscale", "--nproc-per-node=2", "--checkpoint-path=saved")
@@ -72,9 +73,9 @@ def child(run: ElasticRun, word: str) -> psutil.Process:
         (["--event-log=/proc/nowhere/log", PLAIN], ["--event-log"]),
         (["--max-restarts=-1", PLAIN], ["--max-restarts=-1"]),
         (["--rdzv-endpoint=127.0.0.1:1", "--etcd-timeout=0.5", PLAIN], ["127.0.0.1:1", "--etcd"]),
-        (["--plot=run.txt", PLAIN], [".png"]),
     ],
 )
+@pytest.mark.essential
 def test_what_can_not_start_says_so_in_one_line(
     arguments: list[str], words: list[str], tmp_path: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_what_can_not_start_says_so_in_one_line(
 # Scripts without the library ---------------------------------------------------------------------
 
 
+@pytest.mark.essential
 def test_a_plain_ddp_script_runs_as_under_torchrun(tmp_path: Path) -> None:
     with ElasticRun(["--standalone", "--nproc-per-node=2", PLAIN, "ddp"], tmp_path) as run:
         assert run.wait() == 0
@@ -102,6 +104,7 @@ def test_a_plain_ddp_script_runs_as_under_torchrun(tmp_path: Path) -> None:
         assert run.of("exit")[0]["exit_code"] == 0
 
 
+@pytest.mark.essential
 def test_a_script_that_raises_is_tried_again_and_then_reported(tmp_path: Path) -> None:
     arguments = ["--standalone", "--max-restarts=1", "--log-dir=logs", "--tee=3", PLAIN, "raise"]
     with ElasticRun(arguments, tmp_path) as run:
@@ -147,7 +150,7 @@ def test_of_replicas_that_fail_together_one_traceback_is_shown_and_one_restart_m
         f"{mark}     undefined_name",
         f"{mark} {what}",
         f"adaptdl-run: replica {rank} failed (exit code 1): {what}",
-        "adaptdl-run: restart 1 of 3, from the beginning",
+        "adaptdl-run: restart 1 of 3, from the beginning, because no checkpoint had been saved yet",
     ]
     (again,) = lines[6:]
     assert re.fullmatch(r"adaptdl-run: replica [01] failed in the same way again \(exit code 1\): .*", again)
@@ -155,6 +158,67 @@ def test_of_replicas_that_fail_together_one_traceback_is_shown_and_one_restart_m
     kept = list((tmp_path / "logs").glob("job_*/attempt_*/*/traceback.log"))
     assert len(kept) >= 2, "of the second of an attempt there is none if it was killed before it raised"
     assert all(what in path.read_text() for path in kept)
+
+
+CRASHES = """
+import sys
+import torch
+import adaptdl_elastic.torch as adl
+from torch.utils.data import TensorDataset
+adl.init_process_group("gloo")
+inner = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(inner.parameters(), lr=0.01)
+model = adl.AdaptiveDataParallel(inner, optimizer)
+loader = adl.AdaptiveDataLoader(TensorDataset(torch.ones(4000, 2)), batch_size=4, shuffle=True)
+print("begins", flush=True)
+steps = 0
+for epoch in adl.remaining_epochs_until(1):
+    for (x,) in loader:
+        if steps == 100:
+            raise ERROR
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        steps += 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "begins"), [("IndexError('no row 10')", 2), ("ConnectionResetError('reset by peer')", 3)]
+)
+def test_an_error_after_the_same_step_ends_the_job_unless_it_may_be_temporary(
+    error: str, begins: int, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(CRASHES.replace("ERROR", error))
+    done = run_agent(tmp_path, "--standalone", "--no-autoscale", "--max-restarts=2", "script.py")
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["begins"] * begins, done.stderr
+    certain = "failed twice in the same way after step 100: rank 0: IndexError: no row 10"
+    assert (certain in lines_of_ours(done.stderr)[-1]) is (begins == 2), done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [("print('never')\nx = (\n", "SyntaxError"), ("import no_such_module\n", "ModuleNotFoundError")],
+)
+def test_a_script_that_cannot_be_loaded_is_tried_once(script: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(script)
+    done = run_agent(tmp_path, "--standalone", "script.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count(f"\n{error}: ") == 1, done.stderr
+    failed, end = lines_of_ours(done.stderr)
+    assert failed.startswith(f"adaptdl-run: replica 0 failed (exit code 1): {error}: ")
+    assert end.startswith(f"adaptdl-run: failed, and a restart would not help: rank 0: {error}: ")
+
+
+def test_a_directory_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    done = run_agent(tmp_path, "--standalone", "folder")
+    assert (done.returncode, done.stdout) == (2, "")
+    what = "adaptdl-run: error: 'folder' is a directory without a __main__.py: name a script\n"
+    assert done.stderr == what
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_all_tracebacks_are_shown_where_they_are_asked_for(tmp_path: Path) -> None:
@@ -176,7 +240,10 @@ def test_the_survivors_of_a_killed_replica_show_no_traceback(tmp_path: Path) -> 
     assert "Traceback" not in text
     lines = [line for line in text.splitlines() if line.startswith("adaptdl-run")]
     assert lines[0].startswith("adaptdl-run: replica 1 failed: SIGKILL")
-    assert lines[1] == "adaptdl-run: restart 1 of 3, from the beginning"
+    assert (
+        lines[1]
+        == "adaptdl-run: restart 1 of 3, from the beginning, because no checkpoint had been saved yet"
+    )
 
 
 def test_a_crash_has_its_signal_as_exit_code(tmp_path: Path) -> None:
@@ -185,6 +252,7 @@ def test_a_crash_has_its_signal_as_exit_code(tmp_path: Path) -> None:
         assert "SIGKILL" in run.text()
 
 
+@pytest.mark.essential
 def test_a_killed_agent_leaves_nothing_behind(tmp_path: Path) -> None:
     with ElasticRun(["--standalone", "--nproc-per-node=2", PLAIN, "sleep"], tmp_path) as run:
         pids(run, 0)
@@ -217,6 +285,7 @@ def test_signals_that_come_when_all_is_over_change_nothing(tmp_path: Path) -> No
 # Elastic jobs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.essential
 def test_a_killed_replica_goes_on_from_the_periodic_checkpoint(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, "--checkpoint-interval=0.3", TRAIN, *LONG], tmp_path) as run:
         victim = pids(run, 0)[1]
@@ -228,12 +297,13 @@ def test_a_killed_replica_goes_on_from_the_periodic_checkpoint(tmp_path: Path) -
         hurry(run)
         assert run.wait() == 0
         assert samples(run) == dict.fromkeys(range(60), 200)
-        assert [g["cause"] for g in run.of("generation")] == ["start", "failure"]
+        assert [g["cause"] for g in run.of("generation")] == ["start", "replica_lost"]
         weights = [line.split()[1] for line in run.said().splitlines() if line.startswith("weights")]
         assert len(weights) == 2
         assert len(set(weights)) == 1
 
 
+@pytest.mark.essential
 def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
     command = [*ELASTIC, TRAIN, *LONG]
     with ElasticRun(command, tmp_path) as run:
@@ -255,7 +325,8 @@ def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
         assert [event["event"] for event in run.events] == ["exit"]
     with ElasticRun([*ELASTIC, TRAIN, "1", "0"], tmp_path) as run:
         assert run.wait() == 1
-        assert f"it ran `{TRAIN} 60 0.1`, and this is `{TRAIN} 1 0`: --anew starts another run" in run.text()
+        ran, this = (shlex.join([str(TRAIN), *given]) for given in (("60", "0.1"), ("1", "0")))
+        assert f"it ran `{ran}`, and this is `{this}`: --anew starts another run" in run.text()
     with ElasticRun([*ELASTIC, "--anew", TRAIN, "1", "0"], tmp_path) as run:
         assert run.wait() == 0
         assert f"--anew: what was in {tmp_path / 'saved'} is kept in" in run.text()
@@ -301,7 +372,7 @@ def test_the_coordinator_may_die_without_touching_training(tmp_path: Path) -> No
 
 
 def test_the_fork_server_may_die(tmp_path: Path) -> None:
-    with ElasticRun([*ELASTIC, TRAIN, *LONG], tmp_path) as run:
+    with ElasticRun([*ELASTIC, TRAIN, *LONG], tmp_path, fresh=True) as run:
         run.wait_for_event("epoch", epoch=0)
         child(run, "fork_server").kill()
         hurry(run)

@@ -322,11 +322,12 @@ def test_that_a_job_is_done_is_noted_before_its_agent_goes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     order = Mock()
+    order.registration.record.unusable = ()
     monkeypatch.setattr(launch, "ignore_signals", order.ignore_signals)
     status = JobStatus("job", "run-1", JobState.DONE)
     monkeypatch.setattr(agent, "ElasticAgent", lambda *what: Mock(job_ended=status, exit_code=0))
     monkeypatch.setattr(ended_run, "write_note", order.note)
-    options = Mock(slots=1, role="worker", max_restarts=0, job="job", standalone=True)
+    options = Mock(cores=0, slots=1, role="worker", max_restarts=0, job="job", standalone=True)
     found = Mock(identity=None, registration=order.registration)
     assert launch.run_agent(options, found, Mock(share=order.share)) == 0
     names = [call[0] for call in order.mock_calls]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from adaptdl_elastic.agent.machine.device_locks import is_locked
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.forked_child import Command, die_with
 from adaptdl_elastic.protocol import uncaught_error
@@ -54,15 +56,18 @@ class Runner:
         threads: int | None = None,
         reports: str = "",
         quiet: bool = False,
+        devices: tuple[str, ...] = (),
     ) -> int:
         self.number += 1
         out = [(self.directory / name).open("w") for name in ("out", "err")]
-        command = Command(mode, argv, str(self.directory), env or {}, threads, reports, quiet)
+        command = Command(mode, argv, str(self.directory), env or {}, threads, reports, quiet, devices)
         self.server.spawn(self.number, command, *(file.fileno() for file in out))
         for file in out:
             file.close()
-        spawned = [item for item in self.news() if isinstance(item, Spawned)]
-        return spawned[0].pid
+        while True:
+            for item in self.news():
+                if isinstance(item, Spawned) and item.id == self.number:
+                    return item.pid
 
     def wait(self) -> int:
         while self.number not in self.ended:
@@ -255,6 +260,19 @@ def test_a_module_runs_as_python_runs_it(runner: Runner, tmp_path: Path) -> None
     assert "child.py" not in err
 
 
+@pytest.mark.parametrize("mode", ["script", "exec"])
+def test_a_device_is_held_until_the_replica_has_ended(runner: Runner, mode: str) -> None:
+    name, script = f"GPU-{uuid.uuid4()}", runner.directory / "script.py"
+    script.write_text("open('go').read()\n")
+    os.mkfifo(runner.directory / "go")
+    command = [str(script)] if mode == "script" else [sys.executable, str(script)]
+    runner.start(mode, *command, devices=(name,))
+    with (runner.directory / "go").open("w"):  # the script reads now
+        assert is_locked(name)
+    assert runner.wait() == 0, runner.said()
+    assert not is_locked(name)
+
+
 def test_a_program_is_executed_plainly(runner: Runner) -> None:
     runner.start("exec", "sh", "-c", "echo $0 $X; exit 7", "name", env={"X": "y"})
     assert (runner.wait(), *runner.said()) == (7, "name y\n", "")
@@ -331,8 +349,10 @@ ORPHAN = """
 import os, signal, socket, sys
 ours, theirs = socket.socketpair()
 if os.fork() == 0:
-    os.setsid()  # the group of the replica is killed with it
+    # The group of the replica is killed with it.
+    os.setsid()
     ours.close()
+    theirs.send(b"apart")
     try:
         data = theirs.recv(1)
         if not data:
@@ -343,6 +363,7 @@ if os.fork() == 0:
     with open("done", "w") as fifo:
         fifo.write("done")
     os._exit(0)
+ours.recv(5)
 if sys.argv[1] == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
 ours.send(b"x")

@@ -164,6 +164,16 @@ def test_agents_of_different_commands_refuse_each_other(
     assert job_joining.join_job(store, KEYS, second, "1.0", print).run == "run-2", "nobody runs the other"
 
 
+def test_agents_that_give_a_replica_another_number_of_gpus_refuse_each_other(store: MemoryStore) -> None:
+    registration = job_joining.register(store, KEYS, NODE, exact=True)
+    two = replace(spec("run-1"), gpus_per_replica=2)
+    job_joining.join_job(store, KEYS, two, "1.0", print)
+    with pytest.raises(job_joining.JoinError, match="runs with --gpus-per-replica=2: give it here, too"):
+        join(store, "run-2")
+    registration.close()
+    assert join(store, "run-2")[0] == "run-2"
+
+
 def test_garbage_where_the_specification_should_be_is_named(store: MemoryStore) -> None:
     store.put(KEYS.job("job", "spec"), "garbage")
     with pytest.raises(job_joining.JoinError, match="--cluster"):

@@ -21,6 +21,7 @@ def listening(process: psutil.Process) -> list[int]:
     return [int(c.laddr.port) for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
 
 
+@pytest.mark.exhaustive
 def test_what_agents_and_the_library_listen_on_is_in_the_range(cluster: Cluster) -> None:
     low = next(port for port in free_ports(50) if port < 65000)
     ports = f"--port-range={low}:{low + 40}"
@@ -42,12 +43,15 @@ def test_what_agents_and_the_library_listen_on_is_in_the_range(cluster: Cluster)
     cluster.check(epochs=60, replicas=2)
 
 
+@pytest.mark.exhaustive
 def test_a_directory_that_is_not_shared_is_found_out(cluster: Cluster, tmp_path: Path) -> None:
     restart = "--rescale=restart"
-    first = cluster.start("first", restart, "--max-restarts=0", TRAIN, *LONG)
+    # otherwise the second agent does not find the secret of the job, and is refused
+    env = {"ADAPTDL_SECRET": "given"}
+    first = cluster.start("first", restart, "--max-restarts=0", TRAIN, *LONG, env=env)
     first.wait_for_event("checkpoint")
     elsewhere = f"--checkpoint-path={tmp_path / 'elsewhere'}"
-    second = cluster.start("second", restart, elsewhere, TRAIN, *LONG)
+    second = cluster.start("second", restart, elsewhere, TRAIN, *LONG, env=env)
     cluster.ask("scale", JOB, "--replicas", "2")
     assert first.wait() == 1
     assert second.wait() == 1

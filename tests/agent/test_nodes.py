@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 def test_a_node_comes_late_and_is_drained_and_the_other_goes_on(cluster: Cluster) -> None:
     first = cluster.start("first", TRAIN, *LONG)
     first.wait_for_event("generation", generation=0)
-    second = cluster.start("second", TRAIN, *LONG)
+    # not forked: sets have another order on this node
+    second = cluster.start("second", TRAIN, *LONG, env={"PYTHONHASHSEED": "7"})
     grown = cluster.scale(2, first)
     assert grown["transition"] == "inplace"
     assert 0 < grown["pause_s"] < 60
@@ -38,6 +39,7 @@ def test_a_node_comes_late_and_is_drained_and_the_other_goes_on(cluster: Cluster
     cluster.check(epochs=60, replicas=1)
 
 
+@pytest.mark.exhaustive
 def test_a_node_leaves_and_comes_back_and_another_follows(cluster: Cluster) -> None:
     first = cluster.start("first", TRAIN, *LONG)
     first.wait_for_event("generation")
@@ -71,6 +73,7 @@ def test_an_agent_is_killed_and_the_other_goes_on(cluster: Cluster) -> None:
     cluster.check(epochs=60, replicas=1)
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_comes_when_the_job_is_done_does_not_train_it_again(cluster: Cluster) -> None:
     assert cluster.start("first", PLAIN, nodes="1").wait() == 0
     late = cluster.start("late", PLAIN, nodes="1")
@@ -86,6 +89,7 @@ def test_a_node_that_comes_when_the_job_is_done_does_not_train_it_again(cluster:
     assert cluster.violations() == []
 
 
+@pytest.mark.exhaustive
 def test_a_job_whose_only_node_was_killed_is_lost_within_the_lease_and_a_second(cluster: Cluster) -> None:
     only = cluster.start("only", TRAIN, *LONG)
     only.wait_for_event("epoch")

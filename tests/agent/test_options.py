@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptdl_elastic.agent import cli
-from adaptdl_elastic.agent.launch import job_spec, store_environment
+from adaptdl_elastic.agent.launch import store_environment
+from adaptdl_elastic.agent.own_records import job_spec
 from adaptdl_elastic.agent.runtime.replica_environment import SharePath
 from adaptdl_elastic.agent.terminal import run_options, run_parser, torchrun_options
 from adaptdl_elastic.agent.terminal.replica_output import StreamOptionError, Streams
@@ -87,10 +88,9 @@ def test_a_user_of_etcd_may_be_given_as_for_adaptdl() -> None:
     assert "ADAPTDL_ETCD_USER" not in alone
 
 
-def test_one_thread_a_replica_where_there_may_be_several() -> None:
-    assert parse("--nproc-per-node=1:2").threads == 1
-    assert parse().threads is None
-    assert parse("--nproc-per-node=1:2", OMP_NUM_THREADS="3").threads is None
+def test_cores_are_divided_unless_the_environment_has_the_number_of_threads() -> None:
+    assert parse("--nproc-per-node=1:2").cores == len(os.sched_getaffinity(0))
+    assert parse("--nproc-per-node=1:2", OMP_NUM_THREADS="3").cores == 0
 
 
 def test_what_has_no_meaning_here_gets_one_line_each() -> None:
@@ -247,7 +247,7 @@ def test_the_help_says_what_holds_here() -> None:
     for part in (
         "MIN:MAX",
         "one node, without an etcd",
-        "(default 3; one that comes again before the first step ends it)",
+        "(default 3; fewer if the same error comes twice after the same step)",
         "(default 120)",
         "usage: adaptdl-run [options] SCRIPT",
     ):
@@ -295,15 +295,17 @@ def test_everything_after_the_script_is_the_scripts() -> None:
         (["--checkpoint-timeout=0"], "--checkpoint-timeout=0", "positive number of seconds"),
         (["--checkpoint-interval=nan"], "--checkpoint-interval=nan", "0 switches it off"),
         (["--no-python", "-m"], "--no-python and --module", "exclude each other"),
+        (["-m", "no_such.module"], "there is no module 'no_such'", "and none is installed"),
+        (["-m", ".module"], "there is no module ''", "and none is installed"),
         (["--local-ranks-filter=a"], "--local-ranks-filter=a", "as in 0,1"),
         (["--signals-to-handle=SIGTERM,USR1"], "'USR1' is not a signal", "as in SIGTERM,SIGINT"),
         (["--signals-to-handle=SIGKILL"], "'SIGKILL' is not a signal that can be handled", "as in SIGTERM"),
         (["--master-port=0"], "--master-port=0", "between 1 and 65535"),
         (["--port-range=9:3"], "--port-range=9:3", "as in 29500:29600"),
         (["--weight=0"], "--weight=0", "must be above 0"),
+        (["--gpus-per-replica=0"], "--gpus-per-replica=0", "must be between 1 and 1024"),
         (["--weight=nan"], "--weight=nan", "must be above 0"),
         (["--weight=1e+09"], "--weight=1e+09", "at most 1e+06; the default is 1"),
-        (["--plot=x.txt"], "--plot x.txt", "give a name that ends in .png"),
     ],
 )
 def test_what_can_not_be_used_is_refused_with_what_was_given(
@@ -320,6 +322,13 @@ def test_a_script_that_is_not_there_is_named_with_where_it_was_looked_for() -> N
     with pytest.raises(run_parser.OptionError) as caught:
         run_options.parse(["nothere.py"], {})
     assert str(caught.value) == f"there is no script 'nothere.py' in {Path.cwd()}: give its path"
+
+
+def test_a_directory_is_a_script_only_with_a_main_module(tmp_path: Path) -> None:
+    with pytest.raises(run_parser.OptionError, match=r"is a directory without a __main__\.py: name a script"):
+        run_options.parse([str(tmp_path)], {})
+    (tmp_path / "__main__.py").touch()
+    assert run_options.parse([str(tmp_path)], {}).mode == "script"
 
 
 def test_torchruns_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,21 @@ def test_a_bar_that_ends_its_states_with_the_carriage_return() -> None:
     assert shows(*bar, (b"\n", 2.5)) == [b"9", b"19", b"24"]
 
 
+def test_where_lines_can_be_overwritten_a_bar_is_one_line() -> None:
+    shown: list[bytes] = []
+    flow = Flow(None, shown.append, live=True)
+    for percent in range(25):
+        flow.flush(percent / 10)
+        flow.feed(b"\r%3d%%" % percent, percent / 10)
+    assert shown == [b"  9%\r", b" 19%\r"]
+    flow.feed(b"\ndone\n", 2.5)
+    assert shown[2:] == [b" 24%", b"done"]
+    flow.feed(b"\r  0%", 3.0)
+    flow.flush(4.0)
+    flow.end()
+    assert shown[4:] == [b"  0%\r", b"  0%"]
+
+
 def test_a_question_without_an_end_is_shown_after_a_moment_and_not_twice() -> None:
     assert shows((b"are you", 0.0), (b" sure? ", MOMENT / 2)) == []
     assert shows((b"are you", 0.0), (b" sure? ", MOMENT / 2), (b"", MOMENT)) == [b"are you sure? "]
@@ -116,7 +131,7 @@ def test_a_line_without_an_end_costs_no_more_than_its_length(monkeypatch: pytest
 def test_what_has_no_end_comes_through_the_pump() -> None:
     shown: queue.Queue[bytes] = queue.Queue()
     pump = Pump()
-    write = pump.pipe(None, shown.put)
+    write = pump.pipe(Flow(None, shown.put))
     os.write(write, b"\r 10%")
     assert shown.get(timeout=200) == b" 10%"
     os.close(write)

@@ -237,6 +237,17 @@ def test_before_anybody_has_switched_a_death_withdraws_the_change() -> None:
     assert kinds(agent(d.ReplicaSwitched(2, 1))) == ["Adopt", "WriteEnded", "WriteRunning"]
 
 
+def test_a_leaver_that_dies_when_another_has_left_is_lost_to_the_generation_that_they_leave() -> None:
+    agent = resilient()
+    agent(d.PlanSeen(plan(1, ("there", 2), transition=INPLACE)))
+    agent(master(1))
+    agent(d.ReplicaSwitched(1, 0))
+    actions = dies(agent, 1)
+    assert "Adopt" not in kinds(actions)
+    assert slots_written(actions) == [(0, (1,))]
+    assert [a.record.generation for a in agent.exits(0) if isinstance(a, d.WriteEnded)] == [0]
+
+
 def test_a_death_elsewhere_withdraws_it_too() -> None:
     agent, _ = growing()
     assert kinds(agent(d.ReplicaLostPeer(0, 0))) == ["WritePeerLoss", "Withdraw", "Kill", "WriteEnded"]

@@ -10,7 +10,7 @@ from cluster import Cluster
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 LONG = ("60", "0.1")  # epochs, seconds per step
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_the_only_node_hands_over_to_another_and_leaves(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ from elastic_run import ElasticRun
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 LONG = ("60", "0.1")  # epochs, seconds per step
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def pids(run: ElasticRun, generation: int) -> dict[int, int]:
@@ -21,6 +21,7 @@ def pids(run: ElasticRun, generation: int) -> dict[int, int]:
     return {int(rank): pid for rank, pid in event["pids"].items()}
 
 
+@pytest.mark.essential
 def test_a_node_that_dies_is_not_missed(cluster: Cluster) -> None:
     first = cluster.start("first", TRAIN, *LONG)
     first.wait_for_event("generation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def test_directories_that_are_none(variable: str, value: str, tmp_path: Path) ->
     assert value in line
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_another_command_or_version_does_not_join(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.start("first", TRAIN, *LONG)
@@ -56,7 +58,8 @@ def test_another_command_or_version_does_not_join(cluster: Cluster, tmp_path: Pa
     other = cluster.start("second", TRAIN, "60", "0.2")
     assert other.wait() == 1
     (line,) = other.text().splitlines()
-    assert f"runs `{TRAIN} 60 0.1`, and this node was to run `{TRAIN} 60 0.2`" in line
+    runs, was = (shlex.join([str(TRAIN), "60", seconds]) for seconds in ("0.1", "0.2"))
+    assert f"runs `{runs}`, and this node was to run `{was}`" in line
     patched = tmp_path / "later" / "sitecustomize.py"
     patched.parent.mkdir()
     patched.write_text("import adaptdl_elastic; adaptdl_elastic.__version__ = '99.0'\n")
@@ -70,6 +73,7 @@ def test_another_command_or_version_does_not_join(cluster: Cluster, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_who_comes_back_to_find_its_name_taken_leaves(cluster: Cluster) -> None:
     stale = cluster.start("first", TRAIN, *LONG)
     stale.wait_for_event("generation")

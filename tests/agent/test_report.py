@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
-import json
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from import_graph import ROOT
+from rich.cells import cell_len
 from rich.console import Console
 
+from adaptdl_elastic.agent.launch import complain
 from adaptdl_elastic.agent.terminal import display, run_summary
 from adaptdl_elastic.agent.terminal.event_log import Event
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
@@ -58,6 +62,32 @@ def test_it_is_printed_for_people() -> None:
         assert word in text.getvalue()
 
 
+REASON = "the throughput of two replicas predicts more goodput than that of one"
+
+
+@given(
+    st.integers(40, 250),
+    st.sampled_from([1, 1000]),
+    st.sampled_from([1, 100_000]),
+    st.sampled_from(["policy", "start", "replica_lost"]),
+    st.booleans(),
+)
+def test_the_summary_fits_the_terminal_and_keeps_words_whole(
+    width: int, replicas: int, batch: int, cause: str, soft_wrap: bool
+) -> None:
+    change = {
+        "generation": {"reason": REASON, "cause": cause, "replicas": replicas, "nodes": replicas},
+        "batch_size": {"batch_size": batch, "gain": batch / 2},
+    }
+    events = [{**event, **change.get(event["event"], {})} for event in RUN]
+    text = io.StringIO()
+    console = Console(file=text, width=width, soft_wrap=soft_wrap)
+    display.print_summary(console, "job", run_summary.summarise(events))
+    assert max(map(cell_len, text.getvalue().splitlines())) <= width
+    for word in (*REASON.split(), "replicas", "batch size", str(batch), str(replicas), "2.5 s"):
+        assert word in text.getvalue()
+
+
 def latest(*events: Event) -> dict[str, Event]:
     return {event["event"]: event for event in events}
 
@@ -82,6 +112,8 @@ def test_the_live_line_does_not_show_replicas_that_are_not_there() -> None:
     refused: Event = {"time": 115.0, "event": "store", "state": "refused", "message": ""}
     assert shown(*RUN[:5], lost)[0] == "others are lost: waiting for a new plan"
     assert shown(*RUN[:5], lost, ended)[0] == "no replica here"
+    well = {**ended, "outcome": "done"}
+    assert display.live_cells(latest(*RUN[:5], well), well["time"])[0] == ("its replicas ended well", "green")
     assert shown(*RUN[:5], ended, refused)[:2] == ["no replica here", "store refuses us (35 s)"]
     assert shown(*RUN[:5], lost, ended, again)[0] == "2 replicas"
 
@@ -94,17 +126,21 @@ def test_any_part_of_a_log_can_be_summed_up_and_printed(events: list[Event]) -> 
 
 
 @pytest.mark.parametrize("events", [RUN, RUN[:2], []], ids=["whole", "just begun", "empty"])
-def test_a_picture_is_drawn(tmp_path: Path, events: list[Event]) -> None:
+def test_a_picture_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]) -> None:
     pytest.importorskip("matplotlib")
-    from adaptdl_elastic.agent.terminal.run_plot import draw
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from draw_run import draw
 
     draw(run_summary.summarise(events), tmp_path / "new" / "run.png", "job")
     assert (tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_both_curves_of_goodput_are_named_though_the_first_replicas_predicted_nothing(tmp_path: Path) -> None:
+def test_both_curves_of_goodput_are_named_though_the_first_replicas_predicted_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     matplotlib = pytest.importorskip("matplotlib")
-    from adaptdl_elastic.agent.terminal.run_plot import draw
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from draw_run import draw
 
     events = [event if event["time"] != 105.0 else {**event, "predicted_goodput": None} for event in RUN]
     with matplotlib.rc_context({"svg.fonttype": "none"}):
@@ -122,7 +158,7 @@ def test_an_error_message_with_brackets_is_no_markup() -> None:
 
 
 def test_the_live_line_is_the_same_above_the_lines_of_a_replica() -> None:
-    shown = display.Display("job", None, None, print)
+    shown = display.Display("job", None, print)
     for event in RUN:
         shown.event(event)
     text = io.StringIO()
@@ -131,10 +167,46 @@ def test_the_live_line_is_the_same_above_the_lines_of_a_replica() -> None:
     assert text.getvalue().lstrip().startswith("job")
 
 
-def test_a_log_that_was_cut_off_can_be_read(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text("\n".join(json.dumps(event) for event in RUN) + '\n{"time": 1, "ev')
-    assert run_summary.read(path) == RUN
+@given(st.integers(40, 250), st.booleans())
+def test_the_live_line_wraps_between_its_words(width: int, soft_wrap: bool) -> None:
+    shown = display.Display("job", None, print)
+    for event in RUN:
+        shown.event(event)
+    text = io.StringIO()
+    Console(file=text, width=width).print(shown.line(), markup=False, soft_wrap=soft_wrap)
+    assert max(map(cell_len, text.getvalue().splitlines())) <= width
+    for word in ("job", "replicas", "batch", "goodput", "430/s", "epoch", "accuracy", "loss", "0.3"):
+        assert word in text.getvalue().split()
+
+
+class Terminal(io.StringIO):
+    """An output stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["terminal", "file"])
+def test_texts_of_other_nodes_are_shown_without_control_characters(
+    watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\x9b2J\x7f\u202egnp"
+    stream = Terminal() if watched else io.StringIO()
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stdout", Terminal() if watched else io.StringIO())
+    shown = display.Display("job", True, complain)
+    for event in RUN:
+        texts = {key: hostile for key, value in event.items() if isinstance(value, str) and key != "event"}
+        shown.event({**event, **texts, **({hostile: 1.0} if event["event"] == "metrics" else {})})
+    shown.say(hostile)
+    line = io.StringIO()
+    Console(file=line, width=200).print(shown.line(), markup=False)
+    shown.finish(1, hostile, None)
+    complain(hostile)
+    for text in (stream.getvalue(), line.getvalue()):
+        assert r"\x1b]0;owned\x07\x1b[2J\x9b2J\x7f\u202egnp" in text
+        assert not re.search("\x1b\\]|\x1b\\[2J|[\x07\x7f-\x9f\u202e]", text)
 
 
 def test_a_long_run_does_not_fill_the_memory() -> None:

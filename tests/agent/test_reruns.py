@@ -36,6 +36,7 @@ def is_after(run: ElasticRun, generation: int, **fields: object) -> dict[str, ob
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("end", ["done", "stopped"])
 def test_another_run_changes_in_place_and_survives_deaths(cluster: Cluster, end: str) -> None:
     first_run(cluster, end)

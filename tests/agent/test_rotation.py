@@ -16,7 +16,7 @@ TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 LONG = ("60", "0.1")  # epochs, seconds per step
 NODES = ("first", "second")
 NEXT_PASSWORD = "second-password"
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @dataclass

@@ -46,9 +46,12 @@ def says(run: ElasticRun, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.exhaustive
 def test_no_process_beside_the_agent_is_needed_for_good(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
-    with ElasticRun([*ELASTIC, "--rdzv-id=job", "--nproc-per-node=2", TRAIN, *LONG], tmp_path) as run:
+    with ElasticRun(
+        [*ELASTIC, "--rdzv-id=job", "--nproc-per-node=2", TRAIN, *LONG], tmp_path, fresh=True
+    ) as run:
         run.wait_for_event("epoch")
         for _ in range(3):
             for process in helpers(run):
@@ -111,6 +114,7 @@ def wait_for_file(path: Path, run: ElasticRun) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.exhaustive
 def test_a_change_that_ctrl_c_withdraws_does_not_say_that_training_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SLOW_NEWCOMER)
@@ -128,6 +132,7 @@ def test_a_change_that_ctrl_c_withdraws_does_not_say_that_training_goes_on(tmp_p
         assert "training goes on" not in run.text()
 
 
+@pytest.mark.exhaustive
 def test_a_change_that_fails_says_that_training_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SLOW_NEWCOMER)

@@ -14,7 +14,7 @@ from elastic_run import ElasticRun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ANSWERS, SWALLOWS = str(SCRIPTS / "answers.py"), str(SCRIPTS / "swallows.py")
-pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.timeout(600)]
 
 
 class Script:
@@ -79,6 +79,7 @@ def test_a_script_that_is_stopped_to_grow_or_to_shrink_goes_on_whatever_its_exit
         assert not script.run.of("failure")
 
 
+@pytest.mark.essential
 def test_a_job_that_is_stopped_is_not_done(tmp_path: Path) -> None:
     with answering(tmp_path, "0") as script:
         script.wait_for("ready", 0, 1)

@@ -72,6 +72,7 @@ def guard(etcd: EtcdServer) -> None:
     call(etcd, "auth/enable")
 
 
+@pytest.mark.exhaustive
 def test_a_user_whose_password_is_nowhere_to_be_read(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text(PASSWORD)

@@ -86,6 +86,66 @@ def test_what_tells_only_of_a_lost_peer(error: BaseException, lost_peer: bool, t
     assert evidence == Evidence("" if lost_peer else found.kind, found.raised, lost_peer)
 
 
+@pytest.mark.parametrize(
+    ("error", "temporary"),
+    [
+        (ConnectionResetError("Connection reset by peer"), True),
+        (TimeoutError("timed out"), True),
+        (OSError(28, "No space left on device"), True),
+        (MemoryError(), True),
+        (type("EndpointConnectionError", (Exception,), {})("no answer"), True),
+        (because(ConnectionRefusedError(111, "Connection refused")), True),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), True),
+        (RuntimeError("unable to write to file </torch_7>: No space left on device (28)"), True),
+        (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), True),
+        (RuntimeError("DataLoader timed out after 30 seconds"), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (type("ClientError", (Exception,), {})("An error occurred (SlowDown)"), True),
+        (FileNotFoundError(2, "No such file or directory"), False),
+        (because(KeyError("label")), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_an_error_that_may_be_temporary_has_no_kind(error: BaseException, temporary: bool) -> None:
+    assert (uncaught_error.describe(error, None).kind == "") is temporary
+
+
+def test_an_error_that_is_raised_from_itself_is_described() -> None:
+    error = ValueError("no such label")
+    error.__cause__ = error
+    found = uncaught_error.describe(error, None)
+    assert (found.kind, found.lost_peer) == ("ValueError at no line", False)
+
+
+@pytest.mark.parametrize(
+    ("script", "final"),
+    [
+        ("import no_such_module", True),
+        ("import json, no_such_module", True),
+        ("def main():\n    import no_such_module\nmain()", False),
+        ("from json import no_such_name", False),
+        ("eval('1 +')", True),
+        ("1 / 0", False),
+    ],
+)
+def test_an_import_that_fails_is_not_tried_again(script: str, final: bool) -> None:
+    assert raised(script).final is final
+
+
+def test_a_syntax_error_of_the_script_is_not_tried_again() -> None:
+    with pytest.raises(SyntaxError) as caught:
+        compile("x +", "/home/me/train.py", "exec")
+    assert uncaught_error.describe(caught.value, None).final
+
+
+def test_the_step_is_that_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uncaught_error, "count_steps", None)
+    assert raised("1 / 0").step is None
+    monkeypatch.setattr(uncaught_error, "count_steps", lambda: 100)
+    assert raised("1 / 0").step == 100
+
+
 @pytest.mark.parametrize(("code", "kind"), [(3, "exit code 3"), (-11, "SIGSEGV"), (-9, ""), (-15, "")])
 def test_without_an_error_the_exit_code_is_the_kind(code: int, kind: str, tmp_path: Path) -> None:
     assert failure_reports.examine(code, str(tmp_path / "error.json"))[1] == Evidence(kind)

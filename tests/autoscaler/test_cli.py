@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -19,8 +20,8 @@ from coordinator_pump import share_policy
 from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
 
-from adaptdl_elastic import sched_hints
-from adaptdl_elastic.autoscaler.cli import CommandError, Place, Where, adaptdl
+from adaptdl_elastic import __version__, sched_hints
+from adaptdl_elastic.autoscaler.cli import COMMANDS, HEADINGS, CommandError, Place, Where, adaptdl
 from adaptdl_elastic.autoscaler.commands.jobs import has_stopped
 from adaptdl_elastic.autoscaler.commands.tables import layout, read
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
@@ -204,7 +205,6 @@ def test_a_job_that_is_done_has_done_all_its_epochs(world: World) -> None:
         (41, "a long reason for something"),
         (40, "a long reason for somethi…"),
         (28, "a long reason…"),
-        (25, ""),
     ],
 )
 def test_a_table_is_as_wide_as_the_terminal(width: int | None, last: str) -> None:
@@ -213,6 +213,18 @@ def test_a_table_is_as_wide_as_the_terminal(width: int | None, last: str) -> Non
     assert lines[1] == f"[j]  running  {last}".rstrip()
     assert lines[0].startswith("JOB  STATE")
     assert width is None or all(len(line) <= width for line in lines)
+
+
+def test_a_terminal_too_narrow_for_a_table_gets_records() -> None:
+    cells = [["JOB", "STATE", "WHY"], ["j", "running", "a long reason"], ["k", "-", "作业 is a job"]]
+    assert layout(cells, 25) == [
+        *("JOB: j  STATE: running", "  WHY: a long reason"),
+        *("JOB: k", "  WHY: 作业 is a job"),
+    ]
+    assert layout(cells, 14) == [
+        *("JOB: j", "  STATE:", "  running", "  WHY: a long", "  reason"),
+        *("JOB: k", "  WHY: 作业 is", "  a job"),
+    ]
 
 
 def test_wide_characters_count_twice() -> None:
@@ -393,8 +405,6 @@ def test_mistakes_without_a_store(arguments: tuple[str, ...], code: int, message
         (("autoscale", "--asg", "a", "--local-price", "3"), "--local-price is for --local"),
         (("coordinator", "--fairness", "-1"), "--fairness is for --objective speedup"),
         (("coordinator", "--fairness", "-1", "--objective", "completion"), "--fairness is for --objective"),
-        (("simulate", "--fairness", "-1"), "--fairness is for --objective speedup"),
-        (("simulate", "--workload", "x", "--apps", "y", "--hours", "1"), "--hours is for --generate"),
         (("scale", "a", "--auto", "--timeout", "1"), "--timeout is for --replicas N"),
         (("scale", "a", "--replicas", "2", "--timeout", "1"), "--timeout says how long --wait waits"),
         (("stop", "a", "--timeout", "1"), "--timeout says how long --wait waits"),
@@ -413,6 +423,83 @@ def test_an_option_that_would_be_lost_is_refused(
     assert result.exit_code == 2, result.output
     (line,) = result.output.splitlines()
     assert why in line
+
+
+def test_help_has_each_command_under_one_heading_and_fits_a_screen() -> None:
+    grouped = [name for names in HEADINGS.values() for name in names.split()]
+    assert sorted(grouped) == sorted(COMMANDS.names())
+    lines = CliRunner().invoke(adaptdl, ["--help"], terminal_width=80).output.splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 80
+    for heading in HEADINGS:
+        assert f"{heading}:" in lines
+    for name in grouped:
+        assert sum(line.split()[:1] == [name] for line in lines) == 1, name
+
+
+def test_an_option_of_the_store_may_stand_before_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADAPTDL_ETCD", "127.0.0.1:2")
+    before = CliRunner().invoke(adaptdl, ["--etcd", "127.0.0.1:1", "ls"])
+    assert (before.exit_code, "127.0.0.1:1" in before.output) == (1, True)
+    named = CliRunner().invoke(adaptdl, ["--cluster", "far", "cluster", "status"])
+    assert "this machine knows no cluster 'far'" in named.output
+    both = CliRunner().invoke(adaptdl, ["--etcd", "127.0.0.1:1", "ls", "--etcd", "127.0.0.1:3"])
+    assert "127.0.0.1:3" in both.output
+    useless = CliRunner().invoke(adaptdl, ["--etcd", "127.0.0.1:1", "report", "x"])
+    assert (useless.exit_code, "No such option" in useless.output) == (2, True)
+    # the option of this name is the path of a program
+    other = CliRunner().invoke(adaptdl, ["--etcd", "127.0.0.1:1", "cluster", "up", "n1"])
+    assert (other.exit_code, "No such option" in other.output) == (2, True)
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for name in ("XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for name in ("ADAPTDL_ETCD", "ADAPTDL_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("command", ["ls", "queue", "history"])
+def test_where_nothing_runs_a_list_is_empty(command: str) -> None:
+    listed = CliRunner().invoke(adaptdl, [command])
+    assert listed.exit_code == 0
+    (line,) = listed.output.splitlines()
+    assert line.startswith("no standalone job runs on this machine")
+    assert "start a job with adaptdl-run SCRIPT" in line
+    assert "give --etcd HOST:PORT" in line
+    assert CliRunner().invoke(adaptdl, [command, "--json"]).output == "[]\n"
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_one_machine_needs_no_etcd() -> None:
+    done = CliRunner().invoke(adaptdl, ["doctor"], standalone_mode=False)
+    assert "ok    store: none was given: jobs of one machine need no etcd" in done.output
+    assert "FAIL" not in done.output
+    assert "address" not in done.output, "no other node is to reach this one"
+    assert done.return_value == 0
+    several = CliRunner().invoke(adaptdl, ["doctor", "--local-addr", "127.0.0.1"], standalone_mode=False)
+    assert "address: 127.0.0.1" in several.output
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("module", ["adaptdl_elastic.agent", "adaptdl_elastic.autoscaler"])
+def test_the_version_is_that_of_the_package(module: str) -> None:
+    command = [sys.executable, "-m", module, "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said == f"adaptdl-elastic {__version__}\n"
+
+
+@pytest.mark.processes
+def test_the_package_itself_says_which_commands_there_are() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "adaptdl_elastic"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, *commands = done.stdout.splitlines()
+    assert first.startswith(f"adaptdl-elastic {__version__} ")
+    assert [line.split()[0] for line in commands] == ["adaptdl-run", "adaptdl"]
+    assert "adaptdl_elastic" in done.stderr
+    assert not re.search(r"\| +(torch|adaptdl_elastic\.(agent|autoscaler))$", done.stderr, re.MULTILINE)
 
 
 def test_help_says_what_every_option_is_for_and_where_the_store_is_last() -> None:

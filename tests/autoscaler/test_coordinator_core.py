@@ -207,7 +207,7 @@ def test_slots_of_another_job_are_used_only_after_release(pump: Pump) -> None:
     assert pump.placed("a") == {"n0": 3}
     assert pump.placed("b") == {}
     assert pump.status("b").state is JobState.PENDING
-    assert "waits for 1 slot on n0 that another job is about to leave" in pump.status("b").reason
+    assert "waits for 1 slot on n0 that another job still has" in pump.status("b").reason
     pump.agents.append(slow)
     pump.settle()
     assert pump.placed("b") == {"n0": 2}

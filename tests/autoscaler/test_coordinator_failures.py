@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,31 @@ def test_a_job_goes_on_when_one_of_its_nodes_was_drained_while_no_coordinator_wa
     assert pump.placed("a") == {stayer.node: 1}
     assert stayer.running == pump.plan("a").generation
     assert pump.plan("a").restarts == 0
+
+
+def test_a_job_that_all_nodes_leave_is_stopped_when_its_replicas_have_saved(pump: Pump) -> None:
+    pump.job("a", max_replicas=1)
+    first, second = pump.node("n0", "a"), pump.node("n1", "a")
+    pump.settle()
+    (place,) = pump.plan("a").placements
+    saves, other = (first, second) if place.node == "n0" else (second, first)
+    before = pump.plan("a").generation
+    saves.register(draining=True)
+    pump.decide()
+    plan = pump.plan("a")
+    assert [one.node for one in plan.placements] == [other.node]
+    other.waiting = None  # it is drained, too, before the replica of the other node has saved
+    answer = EndedRecord(other.node, plan.generation, Outcome.STOPPED, 143)
+    pump.store.put(pump.keys.generation("a", plan.generation, "ended", other.node), encode(answer))
+    other.leave()
+    pump.decide()
+    assert pump.status("a").state is JobState.RUNNING
+    assert saves.running == before
+    saves.running = None
+    answer = EndedRecord(saves.node, before, Outcome.STOPPED, 143)
+    pump.store.put(pump.keys.generation("a", before, "ended", saves.node), encode(answer))
+    pump.decide()
+    assert pump.status("a").state is JobState.STOPPED
 
 
 def test_a_job_whose_replicas_were_stopped_from_outside_is_stopped(pump: Pump) -> None:
@@ -212,6 +238,73 @@ def test_a_failure_that_comes_again_before_the_first_step_ends_the_job(pump: Pum
     assert {agent.exit_code for agent in pump.agents} == {1}
 
 
+WHAT = "IndexError: index 10 is out of range"
+
+
+def test_the_same_error_after_the_same_step_ends_the_job(pump: Pump) -> None:
+    start(pump, max_restarts=3)
+    for _ in range(2):
+        pump.agents[0].fail(WHAT, kind=KIND, step=100)
+        pump.later(3)
+    status = pump.status("a")
+    assert (status.state, status.exit_code, status.restarts_used) == (JobState.FAILED, 1, 1)
+    assert status.reason == f"failed twice in the same way after step 100: rank 0: {WHAT}"
+
+
+def test_numbers_and_addresses_in_the_message_do_not_make_another_error(pump: Pump) -> None:
+    start(pump, max_restarts=3)
+    for pid, address in ((7, "0x7f9f93a826b0"), (12, "0x5e0aa1")):
+        pump.agents[0].fail(f"ValueError: <Row at {address}> of worker {pid}", kind=KIND, step=100)
+        pump.later(3)
+    assert (pump.status("a").state, pump.status("a").restarts_used) == (JobState.FAILED, 1)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"message": WHAT, "kind": KIND, "step": 101},
+        {"message": "IndexError: index 10 is negative", "kind": KIND, "step": 100},
+        {"message": WHAT, "kind": "IndexError at train.py:4 in <module>", "step": 100},
+        {"message": WHAT, "kind": "", "step": 100},
+        {"message": WHAT, "kind": KIND, "step": None},
+    ],
+)
+def test_an_error_that_differs_in_anything_is_restarted(pump: Pump, second: Mapping[str, object]) -> None:
+    start(pump, max_restarts=3)
+    pump.agents[0].fail(WHAT, kind=KIND, step=100)
+    pump.later(3)
+    pump.agents[0].fail(**second)  # type: ignore[arg-type]
+    pump.settle()
+    pump.later(10)
+    assert (pump.status("a").state, pump.plan("a").restarts) == (JobState.RUNNING, 2)
+
+
+def test_a_change_between_two_errors_after_the_same_step_does_not_hide_that(pump: Pump) -> None:
+    pump.job("a", max_replicas=2, max_nodes=2)
+    pump.node("n0", "a")
+    pump.settle()
+    pump.agents[0].fail(WHAT, kind=KIND, step=100)
+    pump.later(3)
+    pump.node("n1", "a")
+    pump.ask("a", replicas=2)
+    pump.later(30)
+    assert pump.plan("a").cause is Cause.MANUAL
+    pump.agents[0].fail(WHAT, kind=KIND, step=100)
+    pump.later(3)
+    assert pump.status("a").state is JobState.FAILED
+
+
+def test_a_restart_that_begins_with_the_step_of_the_error_ends_the_job(pump: Pump) -> None:
+    start(pump, max_restarts=3)
+    for agent in pump.agents:
+        agent.steps = False  # the checkpoint that the next generation begins with is of step 100
+    pump.agents[0].fail(WHAT, kind=KIND, step=100)
+    pump.later(3)
+    pump.agents[0].fail(WHAT, kind=KIND, step=100)
+    pump.later(3)
+    assert pump.status("a").reason == f"failed twice in the same way after step 100: rank 0: {WHAT}"
+
+
 def test_a_failure_that_no_restart_cures_ends_the_job_at_once(pump: Pump) -> None:
     start(pump, max_restarts=3)
     pump.agents[0].fail("not even one sample fits", final=True)
@@ -334,6 +427,56 @@ def test_progress_pays_restarts_back(pump: Pump) -> None:
     pump.later(5)
     assert pump.status("a").state is JobState.RUNNING
     assert (pump.plan("a").restarts, pump.plan("a").failed_step) == (1, 100)
+
+
+def test_a_kill_from_outside_counts_only_without_a_newer_checkpoint(pump: Pump) -> None:
+    start(pump, max_restarts=0)
+    for step in (5, 6):
+        pump.checkpoint("a", step=step)
+        pump.agents[1].fail("SIGKILL: killed from outside", exit_code=-9)
+        pump.settle()
+        plan = pump.plan("a")
+        assert (plan.transition, plan.cause, plan.restarts) == (Transition.ABORT, Cause.REPLICA_LOST, 0)
+        assert plan.failed_step == step
+        assert pump.status("a").state is JobState.RUNNING
+    pump.agents[1].fail("SIGKILL: killed from outside", exit_code=-9)
+    pump.settle()
+    assert pump.status("a").state is JobState.FAILED
+
+
+@pytest.mark.parametrize(
+    ("message", "exit_code"),
+    [("does not answer", -9), ("SIGSEGV: crashed in native code", -11), ("SIGKILL of a child", 1)],
+    ids=["hangs", "crashes", "raises"],
+)
+def test_a_failure_that_is_no_kill_from_outside_counts_after_a_checkpoint(
+    pump: Pump, message: str, exit_code: int
+) -> None:
+    start(pump, max_restarts=0)
+    pump.checkpoint("a", step=5)
+    pump.agents[1].fail(message, exit_code)
+    pump.settle()
+    assert pump.status("a").state is JobState.FAILED
+
+
+def test_a_checkpoint_of_an_earlier_run_is_no_progress(pump: Pump) -> None:
+    start(pump, max_restarts=0)
+    pump.checkpoint("a", step=5, generation=pump.plan("a").first - 1)
+    pump.agents[1].fail("SIGKILL: killed from outside", exit_code=-9)
+    pump.settle()
+    assert pump.status("a").state is JobState.FAILED
+
+
+def test_a_kill_that_does_not_count_keeps_the_restarts_that_were_counted(pump: Pump) -> None:
+    start(pump, max_restarts=1)
+    pump.agents[1].fail()
+    pump.settle()
+    failed = pump.plan("a").failed
+    pump.checkpoint("a", step=5)
+    pump.agents[1].fail("SIGTERM", exit_code=-15)
+    pump.settle()
+    plan = pump.plan("a")
+    assert (plan.cause, plan.restarts, plan.failed) == (Cause.REPLICA_LOST, 1, failed)
 
 
 def test_time_without_a_newer_checkpoint_pays_nothing_back(pump: Pump) -> None:

@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import pytest
+from at_once import decide_at_once
 from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 from prometheus_client import CollectorRegistry
@@ -17,7 +18,6 @@ from adaptdl_elastic.autoscaler.cluster_view import ClusterCache, View, view_of
 from adaptdl_elastic.autoscaler.coordinator import decide, reactive
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator import policy_adapter as questions
-from adaptdl_elastic.autoscaler.coordinator.decide import decide_at_once
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     CompareAndSwap,
     CoordinatorSettings,

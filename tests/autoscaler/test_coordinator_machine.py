@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from adaptdl_elastic.autoscaler.coordinator.slots import capacity
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.rendezvous.schema.records import JobState, Outcome, Plan
 
 JOBS = ("a", "b", "c")
@@ -138,7 +138,7 @@ class Cluster(RuleBasedStateMachine):
 
     @invariant()
     def nobody_runs_more_than_a_node_holds(self) -> None:
-        slots = capacity(self.pump.view())
+        slots = Ledger(self.pump.view()).capacity
         busy: dict[str, int] = {}
         for agent in self.pump.agents:
             if agent.exit_code is None and agent.running is not None:

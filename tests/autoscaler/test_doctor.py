@@ -13,8 +13,10 @@ from forbidden import forbidden, unwritable
 from ports import free_port
 
 from adaptdl_elastic.autoscaler.cli import adaptdl
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.diagnostics import checks
 from adaptdl_elastic.autoscaler.diagnostics.checks import Finding, Level
+from adaptdl_elastic.autoscaler.diagnostics.rows import node_rows
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, encode
 from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError
@@ -148,6 +150,18 @@ def test_versions_of_the_others_and_a_cluster_without_a_leader() -> None:
     assert details["versions"].level is Level.ERROR
     assert "9.9" in details["versions"].detail
     assert details["coordinator"].level is Level.WARNING
+
+
+def test_a_gpu_that_cannot_be_used_is_named_once_though_two_jobs_say_so() -> None:
+    pump = Pump()
+    line = "GPU-7: another program has 20.0 of its 80.0 GiB"
+    for job in "ab":
+        pump.job(job)
+        pump.node("n0", job).register(devices=("GPU-6", "GPU-7"), unusable=(line,))
+    (finding,) = checks.check_devices(pump.view())
+    assert (finding.level, finding.detail) == (Level.WARNING, f"n0: {line}")
+    (row,) = node_rows(pump.view(), Ledger(pump.view()))
+    assert (row["unusable"], row["slots"]) == ([line], 1)
 
 
 def test_a_checkpoint_that_is_not_here() -> None:

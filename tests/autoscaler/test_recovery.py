@@ -372,6 +372,27 @@ def test_newcomers_that_die_as_they_join_are_brought_back_with_pauses(pump: Pump
     assert "have died at once, 5 times in a row" in reason
 
 
+def test_a_newcomer_that_dies_on_a_node_of_its_own_is_brought_back_with_pauses(pump: Pump) -> None:
+    resilient(pump, nodes=2, slots=1)
+    for agent in pump.agents:
+        agent.inplace = True
+    pump.ask("a", replicas=2)
+    waited = []
+    for _ in range(4):
+        pump.agents[1].lose(0)
+        pump.decide()
+        assert pump.plan("a").transition is Transition.RECOVER
+        pump.agents[0].report(pump.plan("a"), inplace=True)
+        begun = pump.clock()
+        pump.settle()
+        while pump.plan("a").transition is Transition.RECOVER:
+            pump.clock.now += 0.1
+            pump.settle()
+        assert slots(pump.plan("a")) == {"n0": (0,), "n1": (0,)}
+        waited.append(round(pump.clock() - begun))
+    assert waited == [0, 0, 1, 2]
+
+
 @pytest.mark.parametrize("newcomer", [True, False], ids=["a newcomer", "one that was there before"])
 def test_other_deaths_are_replaced_at_once(pump: Pump, newcomer: bool) -> None:
     """Of newcomers that had joined some time ago, and of those that newcomers joined."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def log(noises: list[float], **other: Any) -> list[dict[str, Any]]:
     first = {"time": 4.0, "event": "generation", "generation": 0, "replicas": 1, "pause_s": None}
     grown = {"time": 8.0, "event": "generation", "generation": 1, "replicas": 2, "pause_s": 0.5}
     change = {"time": 6.0, "event": "batch_size", "batch_size": 64, "lr_factor": 1.5, "goodput": 100.0,
-              "predicted_goodput": 130.0}  # fmt: skip
+              "atomic_bsz": 64, "accumulation_steps": 0, "predicted_goodput": 130.0}  # fmt: skip
     found = [start, first, change, grown]
     found += [sample(10.0 + 2 * place, noise, **other) for place, noise in enumerate(noises)]
     return [*found, {"time": 10.0 + 2 * len(noises), "event": "exit", "code": 0, "reason": "done"}]
@@ -111,7 +112,7 @@ def test_another_size_takes_the_progress_at_its_own_best_goodput() -> None:
         assert one.batch_size == pytest.approx(atomic * (accumulated + 1) * one.replicas)
         assert one.samples == pytest.approx(40.0 * own / model.efficiency(one.batch_size))
         assert one.cost == pytest.approx(3.0 * one.replicas * one.seconds / 3600)
-        assert one.extrapolated == (one.replicas > 4)
+        assert one.tried == (one.replicas <= 2)
     assert [one.replicas for one in found.alternatives] == [1, 2, 4, 8, 16]
 
 
@@ -135,8 +136,8 @@ def test_the_time_is_divided_into_start_changes_and_training() -> None:
 @pytest.mark.parametrize(
     ("noise", "advice"),
     [
-        (256.0, "initial batch size: 128 instead of 32, because the noise allowed 256"),
-        (8.0, "initial batch size: 8 instead of 32, because samples beyond the critical batch size of 8"),
+        (256.0, "initial batch size: 128 (not tried) instead of 32, because the noise allowed 256"),
+        (8.0, "initial batch size: 8 (not tried) instead of 32, because samples beyond 8 were wasted"),
         (40.0, "initial batch size: keep 32"),
         (74.0, "initial batch size: keep 32"),  # half of it is no other power of two
     ],
@@ -153,6 +154,103 @@ def test_replicas_are_recommended_while_each_doubling_is_worth_it() -> None:
     assert any(line.startswith("replicas: 1,") for line in little.advice)
     much = run_report.report(log([10_000.0] * 20))
     assert any(line.startswith(("replicas: 2,", "replicas: 4,")) for line in much.advice)
+
+
+def test_a_size_that_was_not_tried_is_marked(tmp_path: Path) -> None:
+    # two replicas are worth it, four by the curve alone
+    path = written(tmp_path, log([10_000.0] * 20))
+    text = ask(path, "--html", tmp_path / "page.html").output
+    [advice] = [line for line in text.splitlines() if line.startswith("  replicas: ")]
+    assert advice.startswith("  replicas: 2, since the same progress takes ")
+    assert advice.endswith(" on 4 (not tried)")
+    assert advice.count("not tried") == 1
+    assert text.count("replica hours (not tried)") == 3
+    assert "<td>2</td>" in (page := (tmp_path / "page.html").read_text())
+    assert "<td>4 (not tried)</td>" in page
+    only = run_report.report(log([10_000.0] * 20, replicas=3, max_profiled_replicas=3))
+    assert [one.replicas for one in only.alternatives if one.tried] == [3]
+    assert only.advice[-1].startswith("replicas: 3, since the same progress takes ")
+    # 1.5 times the replicas need not give 1.5 times the goodput
+    both = run_report.report(log([10_000.0] * 20, replicas=2, max_profiled_replicas=3))
+    assert both.advice[-1].startswith("replicas: 3, since")
+    used = [*log([256.0] * 20)[:-1], chosen(49, 128, 10.0)]
+    assert run_report.report(used).advice[0].startswith("initial batch size: 128 instead of 32")
+
+
+def test_no_batch_size_comes_from_a_gradient_of_zero(tmp_path: Path) -> None:
+    path = written(tmp_path, log([100.0] * 20, grad_params=(0.0, 3.0), grad_error=0.25))
+    text = ask(path, "--html", tmp_path / "page.html").output
+    assert "initial batch size: keep 32; no gradient was found in the noise at first (|G|² is 0)\n" in text
+    assert "largest batch size" not in text
+    found = run_report.report(run_report.read_events(path))
+    assert {one.batch_size for one in found.alternatives} == {None}
+    assert "<td>–</td>" in (tmp_path / "page.html").read_text()
+    # samples without a gradient take no part in the mean size
+    some = log([100.0] * 20)
+    without = [dict(event, grad_params=(0.0, 3.0)) if event["time"] > 30 else event for event in some]
+    sizes = [one.batch_size for one in run_report.report(some).alternatives]
+    assert [one.batch_size for one in run_report.report(without).alternatives] == pytest.approx(sizes)
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.01])
+def test_a_size_is_kept_where_the_time_of_a_step_is_proportional_to_it(constant: float) -> None:
+    curve = (constant, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0)
+    advice = run_report.report(log([1_700.0] * 20, perf_params=curve, max_batch_size=None)).advice
+    if constant:
+        assert advice[0].startswith("initial batch size: 1024 (not tried) instead of 32")
+        assert any(line.startswith("batch size: let it grow") for line in advice)
+    else:
+        assert advice[0].startswith(
+            "initial batch size: keep 32, because the time of a step is proportional to the batch"
+        )
+        assert not any(line.startswith("batch size: let it grow") for line in advice)
+
+
+def test_the_learning_rate_of_the_next_run_is_that_of_the_scaling_rule() -> None:
+    events = log([256.0] * 20)
+    # the square-root rule gave 2 at four times the initial size
+    used = [*events[:2], {**chosen(5, 128, 10.0), "lr_factor": 2.0}, *events[4:]]
+    assert run_report.report(used).advice[1] == "learning rate: × 2.00 (the scaling rule gave × 2.00 at 128)"
+    less = [*events[:2], {**chosen(5, 64, 10.0), "lr_factor": 2.0**0.5}, *events[4:]]
+    assert run_report.report(less).advice[1] == "learning rate: × 2.00 (the scaling rule gave × 1.41 at 64)"
+    fixed = [*events[:2], *events[4:]]
+    assert "the scaling rule was not used in this run" in run_report.report(fixed).advice[1]
+    kept = run_report.report(log([40.0] * 20)).advice
+    assert not any(line.startswith("learning rate") for line in kept)
+
+
+def chosen(time: float, batch: int, goodput: float, replicas: int = 1) -> dict[str, Any]:
+    """Return the event of a batch size that was chosen, with what was measured of it."""
+    return {"time": time, "event": "batch_size", "batch_size": batch, "atomic_bsz": batch // replicas,
+            "accumulation_steps": 0, "lr_factor": 1.5, "goodput": goodput}  # fmt: skip
+
+
+def test_a_change_has_its_gain_over_the_size_before_it_and_why_it_was_made(tmp_path: Path) -> None:
+    model = GoodputFunction(CURVE, (1.0, 100.0 / INIT), INIT)
+    start, *_, end = log([])
+    events = [
+        start, chosen(1, 32, 100.0), sample(2, 100.0, 32, goodput=110.0), sample(3, 100.0, 32, goodput=90.0),
+        chosen(4, 1024, 69.0), sample(5, 100.0, 1024, goodput=70.0), sample(6, 100.0, 1024, goodput=71.0),
+        {"time": 6.5, "event": "metrics", "goodput": "good"},
+        chosen(7, 64, 105.0), chosen(8, 1024, 70.0), chosen(9, 1024, 140.0, replicas=2), end,
+    ]  # fmt: skip
+    first, large, back, again, wider = run_report.report(events).changes
+    assert (first.predicted, first.measured, first.why) == (None, None, "first measured")
+    worse = model(1, 1, 1024, 0) / model(1, 1, 32, 0)
+    assert worse < 0.9
+    assert large.predicted == pytest.approx(worse)
+    assert (large.measured, large.why) == (pytest.approx(0.7), "not tried in this run")
+    assert back.predicted == pytest.approx(model(1, 1, 64, 0) / model(1, 1, 1024, 0))
+    assert (back.measured, back.why) == (pytest.approx(1.5), "predicted to be better")
+    assert again.why == "may be better than predicted"
+    assert (wider.predicted, wider.measured) == (None, pytest.approx(2.0))
+    assert wider.why == "2 replicas instead of 1"
+    text = ask(written(tmp_path, events), "--html", tmp_path / "page.html").output
+    assert f"goodput × 0.70 (predicted {worse:.2f})  not tried in this run" in text
+    assert (
+        "<td>0.70</td>" + f"<td>{worse:.2f}</td><td>not tried in this run</td>"
+        in (tmp_path / "page.html").read_text()
+    )
 
 
 def test_the_command_reports_on_the_last_of_several_runs(tmp_path: Path) -> None:
@@ -221,6 +319,18 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(tmp_path: Path) -> N
     assert parser.seen.count("svg") == 2
     assert parser.seen.count("table") == 3
     assert "cost" in done.output
+
+
+@pytest.mark.parametrize("size", [0.001, 3.0, 379_100.0, 9e8, 1e15])
+def test_the_numbers_of_a_picture_fit_beside_it(tmp_path: Path, size: float) -> None:
+    path = written(tmp_path, log([size, 10 * size] * 10, goodput=size, predicted_goodput=size))
+    assert ask(path, "--html", tmp_path / "page.html").exit_code == 0
+    page = (tmp_path / "page.html").read_text()
+    numbers = re.findall(r'<text x="([0-9.]+)" y="([0-9.]+)" text-anchor="end">([^<]+)</text>', page)
+    assert len(numbers) == 2 * (5 + 1)  # five beside each picture, the last one below it
+    # a digit of the font of 12 px is at most 7.5 px wide and 9 px high
+    assert not [text for right, down, text in numbers if 7.5 * len(text) > float(right) or float(down) < 9]
+    assert "e+05" not in page
 
 
 def test_a_line_that_was_cut_short_at_the_end_is_left_out(tmp_path: Path) -> None:

@@ -160,6 +160,18 @@ def test_a_report_that_changes_what_is_best_waits_for_no_interval(change: float,
     assert bool(pump.asked) is asks
 
 
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_job_that_trains_outside_of_epochs_keeps_its_size(outside: bool) -> None:
+    pump = Pump()
+    pump.job("a", max_replicas=4)
+    agent = pump.node("n0", "a", 1)
+    pump.settle()
+    agent.report(pump.plan("a"), outside_epochs=outside)
+    pump.node("n1", "a", 3)
+    pump.settle().later(600)
+    assert pump.plan("a").replicas == (1 if outside else 4)
+
+
 def test_the_policys_reason_for_giving_nothing_is_shown_until_it_says_something_else() -> None:
     pump = Pump()
     pump.policy = lambda jobs, *_: Decision({"a": {}}, {}, pending={"a": "not today"})

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from simulator.application import read_application
+from simulator.engine import FixedCluster, Simulation, SimulationOptions
+from simulator.outcome_report import summarize
+from simulator.synthetic import generate_workload, write_applications
+from simulator.through_coordinator import ThroughCoordinator
 
-from adaptdl_elastic.autoscaler.coordinator.simulated_policy import ThroughCoordinator
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.policy_types import Allocation, Decision, JobInfo, NodeInfo
-from adaptdl_elastic.autoscaler.simulator.application import read_application
-from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Simulation, SimulationOptions
-from adaptdl_elastic.autoscaler.simulator.outcome_report import summarize
-from adaptdl_elastic.autoscaler.simulator.synthetic import generate_workload, write_applications
 
 
 def fixed(places: Mapping[str, Allocation]) -> Any:
@@ -51,6 +51,7 @@ def test_a_node_that_goes_is_planned_without_and_a_job_that_ends_leaves_its_slot
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_simulation_through_the_coordinator_comes_to_the_same(tmp_path: Path) -> None:
     write_applications(tmp_path, 4, 4)
     apps = {path.name: read_application(path) for path in tmp_path.iterdir()}

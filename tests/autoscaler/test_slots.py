@@ -3,12 +3,14 @@ from __future__ import annotations
 import itertools
 import time
 
+import pytest
 from coordinator_pump import Pump
 from fake_agents import spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, everything, nearest, resize, smallest
+from adaptdl_elastic.autoscaler.coordinator.slots import rooms as job_rooms
 
 
 @st.composite
@@ -118,5 +120,15 @@ def test_slots_are_held_once_whatever_the_generations() -> None:
     pump.settle()
     ledger = Ledger(pump.view())
     assert ledger.used == sum(pump.placed("a").values()) + sum(pump.placed("b").values())
-    ledger.hold("a", {"n0": 1})
     assert ledger.free_for("b", "n0") == 4 - pump.placed("a")["n0"]
+
+
+@pytest.mark.parametrize("avoids", [True, False])
+def test_a_job_that_avoids_preemptible_nodes_begins_on_another(avoids: bool) -> None:
+    pump = Pump()
+    pump.job("a", avoid_preemptible_nodes=avoids, max_replicas=1)
+    for node, preemptible in (("n0", True), ("n1", False)):
+        pump.node(node, "a", 1).register(preemptible=preemptible)
+    places = job_rooms(pump.view(), pump.view().jobs["a"], None)
+    assert (places["n0"].preferred, places["n1"].preferred) == (2 * avoids, 0)
+    assert nearest(spec_of("a", max_replicas=1), 1, places, {}) == {"n1" if avoids else "n0": 1}

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from coordinator_pump import Pump
 
-from adaptdl_elastic.agent.launch import job_spec
+from adaptdl_elastic.agent.own_records import job_spec
 from adaptdl_elastic.agent.terminal import run_options
 from adaptdl_elastic.autoscaler.coordinator.slots import fewest
 from adaptdl_elastic.autoscaler.policy import allocate

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 from etcd_server import find_etcd
+from program_head import PYTHON_HEAD
 
 from adaptdl_elastic.autoscaler.provisioning import wheel
 from adaptdl_elastic.autoscaler.provisioning.lock import locked
@@ -91,7 +93,7 @@ else:
 """
 
 # `enable --now UNIT ...`: starts each unit's command with its environment, and returns when etcd answers
-SYSTEMCTL = f"""#!{sys.executable}
+SYSTEMCTL = f"""{PYTHON_HEAD}
 import os, re, shlex, socket, subprocess, sys, time
 if sys.argv[1:3] != ["enable", "--now"]:
     sys.exit(0)
@@ -102,8 +104,13 @@ for unit in sys.argv[3:]:
     environment = dict(os.environ)
     for file in re.findall(r"^EnvironmentFile=(.*)$", text, re.M):
         environment.update(line.split("=", 1) for line in open(file).read().split())
+    state = re.search(r"^StateDirectory=(.*)$", text, re.M)
+    if state:
+        os.makedirs(f"/var/lib/{{state[1]}}", mode=0o700, exist_ok=True)
+    folder = re.search(r"^WorkingDirectory=(.*)$", text, re.M)
     with open(f"/var/log/{{unit}}.log", "w") as log:
-        subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        given = {{"stdout": log, "stderr": log, "cwd": folder and folder[1], "env": environment}}
+        subprocess.Popen(command, start_new_session=True, **given)
     while "etcd" in unit:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", 2379)) == 0:
@@ -141,7 +148,7 @@ def boot(folder: Path, package: bytes, key: str) -> dict[str, Any]:
     programs = {
         "apt-get": "#!/bin/sh\n",
         "systemctl": SYSTEMCTL,
-        "python3": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+        "python3": f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n',
     }
     for name, text in programs.items():
         (folder / "bin" / name).write_text(text)
@@ -191,6 +198,7 @@ def key_of(package: bytes) -> str:
     return f"adaptdl/stack/package-{hashlib.sha256(package).hexdigest()}.tar.gz"
 
 
+@pytest.mark.exhaustive
 def test_a_head_that_serves_says_so(package: bytes, tmp_path: Path) -> None:
     report = boot(tmp_path, package, key_of(package))
     assert report["code"] == 0, report["output"]
@@ -202,6 +210,7 @@ def test_a_head_that_serves_says_so(package: bytes, tmp_path: Path) -> None:
     assert "--job train --max-job-cost 12.5\n" in unit
 
 
+@pytest.mark.exhaustive
 def test_a_package_that_is_not_what_was_packed_fails_the_stack(package: bytes, tmp_path: Path) -> None:
     report = boot(tmp_path, package + b"more", key_of(package))
     assert report["code"] != 0

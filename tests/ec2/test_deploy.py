@@ -7,13 +7,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from program_head import PYTHON_HEAD
 
 from adaptdl_elastic.autoscaler.providers.ec2.stacks import STACK_TAG
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "ec2"
 CHANGES = "arn:aws:cloudformation:eu-west-1:1:changeSet/awscli-1/2"
 
-AWS = f"""#!{sys.executable}
+AWS = f"""{PYTHON_HEAD}
 import json, os, sys
 import jmespath
 arguments = sys.argv[1:]

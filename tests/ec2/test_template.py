@@ -224,3 +224,14 @@ def test_the_page_names_the_actions_of_cloud_down() -> None:
     assert used <= known
     # what CloudFormation does in the name of the person who deletes
     assert known - used == {"ec2:TerminateInstances", "autoscaling:DeleteAutoScalingGroup"}
+
+
+@pytest.mark.parametrize("page", ["docs/bare-metal.md", "examples/ec2/template.yaml"])
+def test_no_etcd_of_one_member_opens_a_port_for_others(page: str) -> None:
+    """etcd asks its peers for no password, and port 2380 of loopback is its default."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    units = re.findall(r"^ *WorkingDirectory=(\S+)\n *ExecStart=/usr/bin/etcd ((?:.*\\\n)*.*)", text, re.M)
+    assert len(units) == text.count("ExecStart=/usr/bin/etcd ") == 1
+    for folder, options in units:
+        assert folder == "/var/lib/etcd"
+        assert "--listen-peer-urls=unix://peer:1 " in options

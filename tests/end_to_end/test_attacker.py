@@ -20,7 +20,7 @@ pathlib.Path("secret").write_text(os.environ["ADAPTDL_SECRET"])
 runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -57,6 +57,7 @@ def attacker(run: ElasticRun, tmp_path: Path) -> Iterator[Attacker]:
         yield made
 
 
+@pytest.mark.essential
 def test_who_reads_everything_learns_nothing_and_changes_nothing(run: ElasticRun, attacker: Attacker) -> None:
     secret = (run.directory / "secret").read_bytes()
     attacker.do(attacker.read_all, attacker.impersonate)

@@ -23,6 +23,7 @@ def job(tmp_path: Path, **variables: str) -> ElasticRun:
     return ElasticRun(arguments, tmp_path, variables)
 
 
+@pytest.mark.exhaustive
 def test_a_job_whose_self_test_passes_changes_in_place_and_survives(tmp_path: Path) -> None:
     with job(tmp_path) as run:
         run.wait_for_event("metrics")
@@ -43,6 +44,7 @@ def test_a_job_whose_self_test_passes_changes_in_place_and_survives(tmp_path: Pa
         assert len(set(re.findall(r"weights (\S+) of rank", run.text()))) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_job_whose_self_test_fails_restarts_and_says_why(tmp_path: Path) -> None:
     with job(tmp_path, DEFERRED_FAULT="once", DEFERRED_DEVICES="1") as run:
         run.wait_for_event("metrics")

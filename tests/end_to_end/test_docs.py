@@ -3,7 +3,7 @@
 A fenced block of `bash` or `python` names in its info string how it is run:
 
     test=make      every line is a `make` target that exists
-    test=shell     as it stands, in a directory that has the repository's examples/
+    test=shell     as it stands, in a directory that has the repository's examples/ and benchmarks/
     test=etcd      the same, with a real etcd in the place of etcd0:2379, and a folder in that of /shared
     test=job       the same, while a job called `images` runs there
     test=module    a Python block, as a script
@@ -56,8 +56,9 @@ def of(how: str) -> list[pytest.param]:
 
 def run(snippet: Snippet, directory: Path, endpoint: str = "", timeout: float = 560) -> str:
     """Run a block as a user would, from a directory like a clone; returns what it printed."""
-    if not (directory / "examples").exists():
-        (directory / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "benchmarks"):
+        if not (directory / name).exists():
+            (directory / name).symlink_to(ROOT / name)
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -135,6 +136,7 @@ def test_make_targets_exist(snippet: Snippet) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("snippet", of("shell") + of("module"))
 def test_it_runs_as_it_stands(snippet: Snippet, tmp_path: Path) -> None:
     if snippet.how == "module":
@@ -146,6 +148,7 @@ def test_it_runs_as_it_stands(snippet: Snippet, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.etcd
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("snippet", of("etcd"))
 def test_it_runs_with_an_etcd(snippet: Snippet, tmp_path: Path) -> None:
     with EtcdServer() as server:
@@ -155,6 +158,7 @@ def test_it_runs_with_an_etcd(snippet: Snippet, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.etcd
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("snippet", of("job"))
 def test_it_runs_while_a_job_does(snippet: Snippet, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")

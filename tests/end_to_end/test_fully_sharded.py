@@ -82,7 +82,8 @@ def test_resized_in_place_and_restarted_after_a_death_ends_as_an_undisturbed_pla
         "--nproc-per-node=1:3",
         "--rdzv-id=shards",
         "--no-autoscale",
-        "--max-restarts=1",
+        "--max-restarts=0",
+        "--checkpoint-interval=0",
     ]
     script = [str(SCRIPT), str(run_in), f"--every={every}", *options]
     with ElasticRun([*launch, *script], tmp_path) as run:
@@ -92,13 +93,16 @@ def test_resized_in_place_and_restarted_after_a_death_ends_as_an_undisturbed_pla
             assert run.adaptdl("scale", "shards", "--replicas", str(replicas)).returncode == 0
             change = run.wait_for_event("generation", after=seen, replicas=replicas)
             assert change["transition"] == "inplace", run.text()
-        assert run.adaptdl("checkpoint", "shards", "--wait").returncode == 0
+            saved = run.wait_for_event("checkpoint", after=seen)
         pids = run.wait_for_event("started", generation=1)["pids"]  # the one that joined first
         seen = len(run.events)
         os.kill(next(iter(pids.values())), signal.SIGKILL)
+        again = run.wait_for_event("generation", after=seen)
+        assert (again["transition"], again["cause"]) == ("abort", "replica_lost")  # no restart was allowed
         assert (
-            run.wait_for_event("generation", after=seen)["transition"] == "abort"
-        )  # restarted from the checkpoint
+            f"starting again, from the checkpoint of step {saved['step']}, as training cannot go on without "
+            f"a dead replica: a dead replica's part of a sharded model is only in the checkpoint (rank "
+        ) in run.text()
         (run_in / "hurry").touch()
         assert run.wait() == 0, run.text()
     assert first_steps(run_in)[-1] > 1  # after the death: what was done before it is part of the result

@@ -11,7 +11,7 @@ from etcd_server import EtcdServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
-pytestmark = [pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(600)]
 
 
 def test_a_job_waits_for_the_slots_of_another_and_takes_them_over(tmp_path: Path) -> None:

@@ -60,6 +60,6 @@ def test_it_has_the_ray_with_which_this_was_tested() -> None:
 
 
 def test_its_nodes_have_the_script_and_its_modules() -> None:
-    (folder,) = cluster()["file_mounts"].values()
+    folder, _ = cluster()["file_mounts"].values()
     assert (EXAMPLES.parent / folder / "tune_ray.py").is_file()
     assert (EXAMPLES.parent / folder / "image_data.py").is_file()

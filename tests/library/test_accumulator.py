@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import enum
 import io
+import linecache
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ports import free_port
 
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import _frames, _session, checkpoint
 from adaptdl_elastic.torch import AdaptiveDataLoader, remaining_epochs_until
 from adaptdl_elastic.torch._data import accumulator_state
 from adaptdl_elastic.torch._data.accumulator_state import Additions
@@ -576,13 +577,17 @@ def run(sums):
 """
 
 
-def test_a_script_that_was_edited_elsewhere_adds_nothing_twice(script: Script) -> None:
+def test_a_script_that_was_edited_elsewhere_adds_nothing_twice(script: Script, tmp_path: Path) -> None:
+    path = tmp_path / "edited.py"
     for source in (
         EDITED,
         "import sys\n\nUNUSED = 1\n" + EDITED.replace("    for", "    print('x')\n\n    for"),
     ):
         names: dict[str, Any] = {}
-        exec(compile(source, "edited.py", "exec"), names)
+        path.write_text(source)
+        linecache.checkcache()
+        _frames.lines_of.cache_clear()
+        exec(compile(source, str(path), "exec"), names)
         sums = Accumulator()
         run = names["run"]
         run(sums)
@@ -591,6 +596,17 @@ def test_a_script_that_was_edited_elsewhere_adds_nothing_twice(script: Script) -
     sums = Accumulator()
     with sums.synchronized():
         assert dict(sums) == {"n": 1, "m": 4}
+
+
+def test_an_edit_of_a_running_script_does_not_change_what_its_lines_are(tmp_path: Path) -> None:
+    path = tmp_path / "running.py"
+    path.write_text("found.append(statements(None))\n")
+    code, found = compile(path.read_text(), str(path), "exec"), list[str]()
+    for _ in range(2):
+        exec(code, {"found": found, "statements": _frames.running_statements})
+        path.write_text("# a line above\nfound.append(statements(None))\n")
+        linecache.checkcache()  # as the traceback of any error does
+    assert found[0] == found[1]
 
 
 def merged(one: Additions, other: Additions) -> Additions:

@@ -71,7 +71,7 @@ def test_loaders_that_are_made_when_first_needed(start: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize("size", [SIZE, 12])  # in loops of one batch the boundary is an epoch's beginning
 def test_one_that_joins_at_another_loop_gives_up(start: Any, tmp_path: Path, size: int) -> None:
     """A variable of the script decided otherwise on it: training goes on without, and it says why."""
-    job = start(1, kind="fickle", epochs=400, pace=0.2, size=size)
+    job = start(1, kind="fickle", epochs=1500, pace=0.2, size=size)
     while 1 not in seen(tmp_path, "train"):
         job.wait_for("step")
     job.plan(2)
@@ -82,7 +82,7 @@ def test_one_that_joins_at_another_loop_gives_up(start: Any, tmp_path: Path, siz
     job.withdraw()
     (tmp_path / "hurry").touch()
     job.finish()
-    trained_alike(tmp_path, 1, 400, size)
+    trained_alike(tmp_path, 1, 1500, size)
 
 
 def test_one_that_does_not_stop_early_as_the_others_do(start: Any, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_what_is_not_for_scripts_is_described_nowhere(generator: Any) -> None:
     assert "`giving_up`" in page.partition("## Not for scripts")[2]
     assert "### `agree(" not in page
     assert "- `is_optim_step() -> bool`" in page
-    assert "| [`torch.s3_dataset.S3Dataset`](#adaptdl_elastictorchs3_dataset) |" in page
+    assert "| [`checkpoint.State`](#adaptdl_elasticcheckpoint) |" in page
 
 
 def test_a_docstring_becomes_markdown(generator: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_agent
+import loop_script_path
 import psutil
 import pytest
 from attacker import Attacker
@@ -52,15 +53,20 @@ def forged(job: FakeAgent, attacker: Attacker) -> bool:
     return False
 
 
+def lead_a_survivor_to(attacker: Attacker, job: FakeAgent) -> None:
+    """Kill rank 2 of three, and let rank 1 find the attacker's address where it looks for rank 0's."""
+    attacker.do(attacker.send_replicas_here, attacker.impersonate)
+    job.kill(2)
+    # rank 1 looks before rank 0 writes
+    forgery = "adaptdl/1/go/1"
+    job.plan_recovery(told=[1], before=lambda: job.stores[-1].wait([forgery], timedelta(seconds=60)))
+
+
 def test_survivors_are_not_led_to_a_stranger(start: Any, attack: Any) -> None:
     """They believed an address and a key of the stranger's, and unpickled its reply."""
     job = start(3)
     attacker = attack(job)
-    attacker.do(attacker.send_replicas_here, attacker.impersonate)
-    job.kill(2)
-    # Rank 1 looks before rank 0 writes, so that it finds the stranger's address.
-    forgery = "adaptdl/1/go/1"
-    job.plan_recovery(told=[1], before=lambda: job.stores[-1].wait([forgery], timedelta(seconds=60)))
+    lead_a_survivor_to(attacker, job)
     refused = forged(job, attacker)
     assert not attacker.owned.exists()
     assert refused
@@ -68,6 +74,22 @@ def test_survivors_are_not_led_to_a_stranger(start: Any, attack: Any) -> None:
     job.plan_recovery()  # as the agents do: training goes on
     job.wait_for("switched", 2)
     job.finish()
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_the_attacker_wins_where_the_guard_is_broken_and_only_there(
+    broken: bool, tmp_path: Path, attack: Any
+) -> None:
+    given = {"size": SIZE, "batch": BATCH, "pace": 0.2, "broken": broken}
+    with fake_agent.starter(tmp_path, "step", loop_script_path.UNGUARDED, **given) as start:
+        job = start(3)
+        attacker = attack(job)
+        lead_a_survivor_to(attacker, job)
+        while not attacker.owned.exists():
+            _, message, _ = job.messages.get(timeout=fake_agent.PATIENCE)
+            if "an object where only plain data may come" in message.get("reason", ""):
+                break
+        assert attacker.owned.exists() == broken
 
 
 def test_who_only_reads_and_talks_changes_nothing(start: Any, attack: Any) -> None:

@@ -324,6 +324,14 @@ def test_torch_reports_a_really_full_device_as_such(script: Script) -> None:
     assert cause.errno == errno.ENOSPC
 
 
+def test_an_error_that_is_raised_from_itself_is_its_own_root_cause() -> None:
+    from adaptdl_elastic.checkpoint.manager import root_cause
+
+    error = ValueError("cannot be saved")
+    error.__cause__ = error
+    assert root_cause(error) is error
+
+
 def test_a_directory_without_write_permission_is_told_at_the_start(script: Script) -> None:
     with unwritable() as folder:
         script.restart(ADAPTDL_CHECKPOINT_PATH=str(folder))

@@ -24,6 +24,7 @@ PLAIN: list[Any] = [
     -1,
     2**63 - 1,
     -(2**63),
+    -(2**63) - 1,
     2**63,
     -(2**200),
     0.1,
@@ -140,6 +141,49 @@ def test_a_value_that_is_in_itself_is_refused() -> None:
     value.append(value)
     with pytest.raises(NotPlainError, match="nested more than 100 deep, or in itself"):
         encode(value)
+
+
+def nested(value: Any, levels: int) -> Any:
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "inner"),
+    [
+        (1, 0),
+        (torch.ones(2), 0),
+        (np.ones((2, 2)), 0),
+        (np.float64(1), 0),
+        (deque([1]), 1),
+        (defaultdict(int, {1: 2}), 1),
+        ({1: 2}, 1),
+        (slice(1, 2), 1),
+    ],
+)
+def test_whatever_is_encoded_can_be_decoded(value: Any, inner: int) -> None:
+    deepest = encode(nested(value, 100 - inner))
+    assert encode(decode(deepest)) == deepest
+    with pytest.raises(NotPlainError, match="nested more than 100 deep"):
+        encode(nested(value, 101 - inner))
+
+
+def test_nested_deques_and_defaultdicts_can_be_decoded() -> None:
+    value: Any = 1
+    for level in range(100):
+        value = deque([value]) if level % 2 else defaultdict(int, {0: value})
+    deepest = encode(value)
+    assert encode(decode(deepest)) == deepest
+    with pytest.raises(NotPlainError, match="nested more than 100 deep"):
+        encode(deque([value]))
+
+
+def test_bytes_that_are_nested_too_deep_are_refused() -> None:
+    one = encode([1])[:-9]
+    assert decode(100 * one + encode(1)) == nested(1, 100)
+    with pytest.raises(CodecError, match="nested more than 100 deep"):
+        decode(103 * one + encode(1))
 
 
 def test_bytes_that_nobody_encoded_are_an_error_and_nothing_else() -> None:

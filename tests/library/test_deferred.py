@@ -85,6 +85,7 @@ def test_up_and_down(start: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.exhaustive
 def test_from_one_that_is_alone(start: Any, tmp_path: Path) -> None:
     job = start(1)
     job.rescale(2)
@@ -102,6 +103,7 @@ def failed(tmp_path: Path) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("unlucky", [0, 1])
+@pytest.mark.exhaustive
 def test_one_node_whose_self_test_failed_is_enough(
     tmp_path: Path, share: Path, failed: str, unlucky: int
 ) -> None:
@@ -149,6 +151,7 @@ def test_one_of_two_dies(start: Any, tmp_path: Path, dies: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.exhaustive
 def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
     """Deaths and changes of size at random moments."""
     choose = random.Random(seed)
@@ -234,6 +237,7 @@ def test_the_self_test_passes(tmp_path: Path, processes: Callable[..., str | Non
         ("once", 2, 180.0, "a second group cannot be made"),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_backend_with_a_fault_is_found_out(
     processes: Callable[..., str | None], fault: str, devices: int, limit: float, why: str
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
 
 pytestmark = pytest.mark.processes
@@ -137,6 +138,26 @@ def test_a_newcomer_in_trouble_never_stops_the_training(start: Any, tmp_path: Pa
     check(tmp_path, 1)
 
 
+def test_a_newcomer_does_not_train_by_itself_where_the_others_have_no_epochs(tmp_path: Path) -> None:
+    line = "outside_script.py:30 trains outside of adl.remaining_epochs_until"
+    with fake_agent.starter(tmp_path, "look", loop_script_path.OUTSIDE) as start:
+        job = start(1)
+        job.plan(2)
+        (early,) = job.pending
+        assert early.join() == CAN_NOT_JOIN
+        assert line in early.text()
+        job.withdraw()
+        (tmp_path / "go").touch()
+        job.wait_for("step")
+        job.plan(2)
+        (late,) = job.pending
+        assert late.join() == CAN_NOT_JOIN
+        assert "the script trains outside of remaining_epochs_until" in late.text()
+        job.withdraw()
+        job.finish()
+        assert job.running[0].text().count(line) == 1
+
+
 def test_a_newcomer_that_dies_when_ready_is_withdrawn(start: Any, tmp_path: Path) -> None:
     """Between its readiness and the switch nothing has been given up yet, or all of it: no third thing."""
     job = start(1, size=400)
@@ -230,6 +251,7 @@ def test_all_that_a_step_changes_goes_along(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.exhaustive
 def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
     """Changes, some called off, some with a newcomer killed at a random moment of its way."""
     choose = random.Random(seed)
@@ -251,6 +273,7 @@ def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_newcomers_get_through_epochs_that_end_while_they_come(tmp_path: Path) -> None:
     """What `synchronized()` showed in those epochs, it shows them, too."""
     given = fake_agent.settings(pace=0.05, size=160, epochs=30)
@@ -267,6 +290,7 @@ def test_newcomers_get_through_epochs_that_end_while_they_come(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_changes_leave_neither_threads_nor_descriptors_behind(start: Any) -> None:
     job = start(1)
 

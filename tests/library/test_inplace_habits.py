@@ -87,7 +87,7 @@ def test_a_newcomer_gets_the_results_of_collectives_that_the_others_have_passed(
 @pytest.mark.parametrize(
     ("habit", "why"),
     [
-        ("scheduler", "AdaptiveDataParallel was not given the StepLR in use as lr_scheduler"),
+        ("hidden scheduler", "AdaptiveDataParallel was not given the StepLR in use as lr_scheduler"),
         ("scaler", "AdaptiveDataParallel was not given the GradScaler in use as mp_scaler"),
         ("new group", "the script has process groups of its own"),
         ("late group", "the script has process groups of its own"),
@@ -106,7 +106,7 @@ def test_what_newcomers_would_not_share_is_no_change_in_place(start: Any, habit:
     job.withdraw()
     job.drain()
     job.wait_for("step", 2)
-    if habit in ("scheduler", "scaler"):  # those who are there have what they need
+    if habit in ("hidden scheduler", "scaler"):  # those who are there have what they need
         job.rescale(1)
     job.finish()
 
@@ -134,10 +134,25 @@ def test_what_was_given_goes_along(start: Any, tmp_path: Path, habit: str) -> No
     stays_in_place(job, tmp_path)
 
 
+def test_a_scheduler_in_a_variable_goes_along(start: Any, tmp_path: Path) -> None:
+    job = start(2, "scheduler")
+    stays_in_place(job, tmp_path)
+
+
 @pytest.mark.parametrize("habit", ["", "barrier", pytest.param("dry run", marks=pytest.mark.slow)])
 def test_what_is_not_used_is_in_nobodys_way(start: Any, tmp_path: Path, habit: str) -> None:
     """A scheduler and a GradScaler that are there and do nothing; a barrier; a step before the data loop."""
     job = start(2, habit)
+    stays_in_place(job, tmp_path)
+
+
+def test_changes_and_deaths_in_an_evaluation_in_inference_mode_leave_no_trace(
+    start: Any, tmp_path: Path
+) -> None:
+    job = start(2, "inference")
+    job.rescale(3)
+    job.wait_for("step", 3)
+    job.recover(2)
     stays_in_place(job, tmp_path)
 
 

@@ -138,6 +138,7 @@ def run(directory: Path, part: str) -> tuple[list[dict[str, Any]], str]:
         return [e for e in warnings if e["about"] == "the speed of replica 1"], job.text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_slow_replica_of_a_job_is_named_once_and_it_is_said_when_that_is_over(tmp_path: Path) -> None:
     (begun, over), text = run(tmp_path, "communication")

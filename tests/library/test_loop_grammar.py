@@ -53,6 +53,7 @@ def test_more_random_scripts(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("seed", ALONE)
+@pytest.mark.exhaustive
 def test_a_random_script_is_stopped_and_resumed_at_every_batch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
 ) -> None:

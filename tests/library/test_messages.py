@@ -21,6 +21,7 @@ PLAIN = st.dictionaries(st.text(), SCALARS | st.lists(SCALARS.filter(lambda v: v
 FINITE = PLAIN.filter(lambda values: "Infinity" not in json.dumps(values))
 BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "reason": st.text(),
+    "why_not": st.text(),
     "request": st.integers(0, 10**9),
     "generation": st.integers(0, 10**6),
     "replicas": st.integers(1, 1000),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from adaptdl_elastic.torch._data.partition import (
     count_chunks,
+    derive_seed,
     order,
     plan_window,
     share,
@@ -111,6 +112,14 @@ def test_a_batch_of_64_on_three_replicas_is_22_each() -> None:
 def test_a_remainder_too_small_for_all_replicas_is_shared_with_the_step_before() -> None:
     assert list(windows(0, 13, 3, 2)) == [(6,), (4,), (3,)]
     assert plan_window(4, 3, 1) == (4,)
+
+
+def test_the_order_of_a_checkpoint_is_that_of_later_versions() -> None:
+    """A job that resumes in the middle of an epoch draws the same order again."""
+    assert derive_seed(1, 2, 3) == 6498626229777268288
+    assert derive_seed(-1) < 2**63
+    assert order(8, True, seed=5, epoch=2).tolist() == [0, 3, 4, 7, 6, 5, 2, 1]
+    assert order(8, True, seed=5, epoch=2, number=1).tolist() == [5, 1, 4, 0, 3, 6, 7, 2]
 
 
 @given(st.integers(0, 2**63), st.integers(0, 2**63), st.integers(0, 100))

@@ -78,7 +78,7 @@ def test_a_jump_at_a_change_is_recognised_when_the_size_before_is_used_again(fac
     machine.train(64, 10)
     machine.train(16, 10, replicas=2)
     assert machine.ratio(16, 64) == pytest.approx(factor, rel=0.3), "nothing says that it is a jump"
-    machine.train(64, step_times.LONG + 2)
+    machine.train(64, 7 * step_times.SPAN)
     assert machine.ratio(16, 64) == pytest.approx(1.0, rel=0.15)
 
 
@@ -143,7 +143,7 @@ def test_a_size_is_believed_when_its_mean_is_known() -> None:
         machine.now += took
         machine.times.add(Key(1, 1, 16), took, machine.now, False)
     assert machine.times.entries() == (), "0.3 s were measured: ±50 %"
-    machine.train(16, step_times.LONG)
+    machine.train(16, 5)
     assert len(machine.times.entries()) == 1
 
 

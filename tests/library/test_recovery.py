@@ -17,7 +17,7 @@ from fake_agent import FakeAgent
 
 from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 SIZE, BATCH = 2004, 12  # 1 to 4 replicas divide it: no uneven window, whose samples would weigh more
 
@@ -52,6 +52,7 @@ def evaluated(folder: Path, epochs: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.essential
 def test_one_of_two(start: Any, tmp_path: Path, dies: int) -> None:
     job = start(2)
     job.recover(dies)
@@ -60,6 +61,7 @@ def test_one_of_two(start: Any, tmp_path: Path, dies: int) -> None:
 
 
 @pytest.mark.parametrize("die", [(0, 1), (1, 3), (2, 3)])
+@pytest.mark.essential
 def test_two_of_four_at_once(start: Any, tmp_path: Path, die: tuple[int, ...]) -> None:
     job = start(4)
     job.recover(*die)
@@ -121,6 +123,7 @@ def test_in_the_middle_of_an_accumulation(start: Any, tmp_path: Path) -> None:
     applied(tmp_path, 1)
 
 
+@pytest.mark.essential
 def test_changes_of_size_and_deaths_mixed(start: Any, tmp_path: Path) -> None:
     job = start(2, epochs=2)
     job.recover(0)
@@ -133,6 +136,7 @@ def test_changes_of_size_and_deaths_mixed(start: Any, tmp_path: Path) -> None:
     applied(tmp_path, 2, epochs=2)
 
 
+@pytest.mark.essential
 def test_a_death_while_newcomers_warm_up(start: Any, tmp_path: Path) -> None:
     job = start(2)
     job.plan(3)
@@ -194,6 +198,7 @@ def test_in_evaluation_loops_and_short_epochs(start: Any, tmp_path: Path, dies: 
 
 
 @pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.essential
 def test_with_worker_processes(start: Any, tmp_path: Path, persistent: bool) -> None:
     job = start(2, workers=1, persistent=persistent)
     job.recover(0)
@@ -546,6 +551,7 @@ def test_who_is_busy_outside_of_all_loops_is_waited_for(tmp_path: Path, busy: in
         ("lbfgs", 0, ""),
     ],
 )
+@pytest.mark.essential
 def test_what_can_not_be_put_back_says_why_and_ends(tmp_path: Path, kind: str, bucket: int, why: str) -> None:
     faults = [[1, 20, bucket, "die"]]
     settings = fake_agent.settings(kind=kind, faults=faults)

@@ -14,7 +14,7 @@ from fake_agent import FakeAgent
 
 from adaptdl_elastic.protocol.messages import Stop
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 SIZE, BATCH = 240, 24
 LONG = 20 * SIZE
@@ -40,6 +40,7 @@ def trained(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("where", ["forward", "backward", "loss"])
 @pytest.mark.parametrize(("replicas", "rank"), [(1, 0), (2, 1), (2, None)])
+@pytest.mark.essential
 def test_the_batch_becomes_smaller(
     start: Any, tmp_path: Path, where: str, replicas: int, rank: int | None
 ) -> None:
@@ -117,6 +118,7 @@ def test_an_evaluation_whose_batches_do_not_fit(start: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.essential
 def test_not_even_one_sample_fits(start: Any, tmp_path: Path, where: str) -> None:
     job = start(1, fits=[where, 0, 0])
     assert job.running[0].join() == 1

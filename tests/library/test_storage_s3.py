@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from numbers_state import Number
 
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic import storage as storage_module
+from adaptdl_elastic.agent.cluster.run_secret import common_secret
 from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.storage import DamagedError, Manifest, StorageError
 from adaptdl_elastic.storage.s3 import S3Storage
 
@@ -330,3 +334,44 @@ def test_killed_at_any_point_a_whole_checkpoint_is_left(script: Script, bucket: 
         assert len(content) == 1
         assert content == ({b"first"} if point < 5 else {str(point).encode()})
     assert codes == [-9] * 6 + [0]
+
+
+def test_nodes_that_begin_at_once_agree_on_a_secret_that_stays_when_checkpoints_move(bucket: Any) -> None:
+    path = f"s3://{BUCKET}/jobs/one"
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda n: S3Storage(path).agree("secret", b"%d" % n), range(16)))
+    assert len(found) == 1
+    write(S3Storage(path), {"a": b"1"})
+    assert S3Storage(path).move_aside("archive-1") is not None
+    assert {S3Storage(path).agree("secret", b"late")} == found
+    assert keys(bucket).count("jobs/one/secret") == 1
+
+
+def test_a_secret_stays_where_the_bucket_ignores_conditions_or_may_only_be_read(
+    bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"s3://{BUCKET}/jobs/one"
+
+    def put_always(self: S3Storage, key: str, data: bytes) -> None:
+        bucket.put_object(Bucket=BUCKET, Key=key, Body=data)
+
+    def refuse(self: S3Storage, key: str, data: bytes) -> None:
+        raise StorageError("AccessDenied")
+
+    monkeypatch.setattr(S3Storage, "put_new", put_always)
+    assert S3Storage(path).agree("secret", b"first") == b"first"
+    assert S3Storage(path).agree("secret", b"second") == b"first"
+    monkeypatch.setattr(S3Storage, "put_new", refuse)
+    assert S3Storage(path).agree("secret", b"third") == b"first"
+
+
+@pytest.mark.parametrize("content", [b"", b"a list of secrets\n"])
+def test_an_object_that_is_no_secret_is_refused_with_the_remedy(bucket: Any, content: bytes) -> None:
+    bucket.put_object(Bucket=BUCKET, Key="jobs/one/secret", Body=content)
+    with pytest.raises(StorageError, match=r"`secret` there is no secret: remove it, or set ADAPTDL_SECRET"):
+        common_secret({}, MemoryStore(), Keys("test"), False, f"s3://{BUCKET}/jobs/one")
+
+
+def test_a_bucket_that_keeps_no_secret_is_an_error_that_names_it(bucket: Any) -> None:
+    with pytest.raises(StorageError, match="cannot write to s3://nowhere/jobs"):
+        S3Storage("s3://nowhere/jobs").agree("secret", b"x")

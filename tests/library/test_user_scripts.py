@@ -16,7 +16,7 @@ from fake_agent import FakeAgent
 
 from adaptdl_elastic.protocol.messages import SaveCheckpoint
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 SIZE, EPOCHS = 120, 200  # outlasts whatever is done, and is over in seconds once that is done
 

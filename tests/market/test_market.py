@@ -8,29 +8,29 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from adaptdl_elastic.autoscaler.policy import PolicySettings
-from adaptdl_elastic.autoscaler.policy.allocate import allocate
-from adaptdl_elastic.autoscaler.providers.base import Pool
-from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.simulator.application import Application
-from adaptdl_elastic.autoscaler.simulator.engine import SimulationOptions
-from adaptdl_elastic.autoscaler.simulator.market_bound import cost_at, epoch_seconds, frontier, pareto
-from adaptdl_elastic.autoscaler.simulator.market_run import (
+from market_bound import cost_at, epoch_seconds, frontier, pareto
+from market_run import (
     Bill,
     Setup,
     run_fixed,
     run_goodput,
     run_threshold,
 )
-from adaptdl_elastic.autoscaler.simulator.simulated_market import (
+from simulated_market import (
     SimulatedMarket,
     busy_fraction,
     fixed,
     generate,
     parse_market,
 )
-from adaptdl_elastic.autoscaler.simulator.workload import Submission, WorkloadError
+from simulator.application import Application
+from simulator.engine import SimulationOptions
+from simulator.workload import Submission, WorkloadError
+
+from adaptdl_elastic.autoscaler.policy import PolicySettings
+from adaptdl_elastic.autoscaler.policy.allocate import allocate
+from adaptdl_elastic.autoscaler.providers.base import Pool
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 
 DEMAND = Pool("demand", desired=0, maximum=8, slots=4, hourly_price=1.0)
 SPOT = Pool("spot", desired=0, maximum=8, slots=4, hourly_price=0.3, preemptible=True)

@@ -224,7 +224,8 @@ def test_one_job_on_a_laptop_grows_and_says_why() -> None:
     assert text.startswith("goodput ")
     assert "→" in text
     assert text.endswith("with 2 replicas pays the 2.1 s pause within 60 s")
-    assert grown.reasons["job"].one_fewer == pytest.approx(grown.reasons["job"].previous_goodput)
+    assert grown.reasons["job"].one_more is None
+    assert started.reasons["job"].one_more is None
 
 
 def test_a_change_that_does_not_pay_is_not_made() -> None:
@@ -415,3 +416,15 @@ def test_whatever_the_fairness_it_is_worth_more_to_run_than_not(p: float, pause:
 def test_a_fairness_that_no_numbers_can_hold_is_refused(p: float) -> None:
     with pytest.raises(ValueError, match=r"fairness .* must be between -20 and 1"):
         PolicySettings(objective=Objective.SPEEDUP, fairness=p)
+
+
+def test_noise_in_what_jobs_report_moves_nothing() -> None:
+    """One of two jobs has two of three slots, of which the other would make a part in a thousand more."""
+    better = replace(MODEL, perf_params=MODEL.perf_params._replace(alpha_r=0.0798))
+    jobs = [
+        JobInfo(n, max_replicas=2, model=m, max_profiled_replicas=2)
+        for n, m in (("one", MODEL), ("other", better))
+    ]
+    current = {"one": {"node-0": 2}, "other": {"node-0": 1}}
+    assert allocate(jobs, cluster(3), current, 0.0, replace(PLAIN_SUM, hysteresis=0.005)).changed == ()
+    assert allocate(jobs, cluster(3), current, 0.0, PLAIN_SUM).changed == ("one", "other")

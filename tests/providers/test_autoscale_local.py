@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import uuid
@@ -130,13 +131,14 @@ def instances(store: Store) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.etcd
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_agents_of_this_machine_come_and_go_with_their_job(
     store: tuple[str, Store], start: Callable[..., Autoscaled], tmp_path: Path
 ) -> None:
     endpoint, there = store
     agent = (
-        f"{sys.executable} -m adaptdl_elastic.agent --etcd={endpoint} --rdzv-id={JOB} --once "
-        f"--nnodes=1:2 --nproc-per-node=1 {SCRIPT}"
+        f"{shlex.quote(sys.executable)} -m adaptdl_elastic.agent --etcd={endpoint} --rdzv-id={JOB} --once "
+        f"--nnodes=1:2 --nproc-per-node=1 {shlex.quote(str(SCRIPT))}"
     )
     scaled = start(agent, "--max-nodes=2", f"--job={JOB}", "--until-done", "--shrink-after=1")
     try:
@@ -177,7 +179,7 @@ def test_agents_that_can_not_run_are_not_started_for_ever(
     store: tuple[str, Store], start: Callable[..., Autoscaled], tmp_path: Path
 ) -> None:
     _, there = store
-    scaled = start(f"{sys.executable} -m adaptdl_elastic.agent --no-such-option", f"--job={JOB}")
+    scaled = start(f"{shlex.quote(sys.executable)} -m adaptdl_elastic.agent --no-such-option", f"--job={JOB}")
 
     def closed() -> bool:
         item = there.get(KEYS.autoscaler_status)

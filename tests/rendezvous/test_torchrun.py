@@ -24,7 +24,7 @@ from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.torchrun import create_handler
 
 SCRIPT = Path(__file__).parents[1] / "support" / "torchrun_script.py"
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @dataclass
@@ -148,6 +148,7 @@ def test_it_is_registered_under_its_name():
     assert callable(entry.load()())
 
 
+@pytest.mark.essential
 def test_up_and_down(run: Run):
     first = run.agent()
     run.wait_for_size(1)
@@ -272,6 +273,7 @@ def test_an_agent_that_is_stopped_in_a_round_does_not_hold_the_other(run: Run):
         ({"ca": "/nowhere"}, "cannot be read"),
     ],
 )
+@pytest.mark.essential
 def test_mistakes_are_named(given: dict[str, str], wanted: str):
     usual = {"backend": "adaptdl-etcd", "endpoint": "127.0.0.1:1", "run_id": "job"}
     with pytest.raises(ValueError, match=re.escape(wanted)):

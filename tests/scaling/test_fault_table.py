@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from fake_provider import FakeProvider
 from scaling_cluster import KEYS, Cluster
 
 from adaptdl_elastic.agent.machine.dead_mans_switch import Look, watch
 from adaptdl_elastic.autoscaler.providers.base import InstanceState, Pool, ProviderError, TryLaterError
-from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fake_provider import FakeProvider
 from scaling_cluster import KEYS, POOL, Cluster
 from scaling_world import World, waiting
 
@@ -19,7 +20,6 @@ from adaptdl_elastic.autoscaler.providers.base import (
     ProviderError,
     UnknownPoolError,
 )
-from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import LoopOptions
 from adaptdl_elastic.autoscaler.scaling.observed_history import shifted
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, PoolMemory, Release

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import scaling_world
 from scaling_cluster import KEYS, POOL, Cluster
+from static_provider import StaticProvider
 
 from adaptdl_elastic import sched_hints
-from adaptdl_elastic.agent.launch import job_spec
+from adaptdl_elastic.agent.own_records import job_spec
 from adaptdl_elastic.agent.terminal import run_options
 from adaptdl_elastic.autoscaler.cluster_view import view_of
 from adaptdl_elastic.autoscaler.providers.base import (
@@ -18,7 +19,6 @@ from adaptdl_elastic.autoscaler.providers.base import (
     TryLaterError,
     UnknownPoolError,
 )
-from adaptdl_elastic.autoscaler.providers.static import StaticProvider
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import LoopOptions
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.autoscaler.scaling.observe import node_uses, observe
@@ -97,6 +97,20 @@ def test_it_is_told_what_a_job_without_nodes_takes_of_one(store: MemoryStore) ->
     store.put(KEYS.job("train", "spec"), records.encode(job_spec(run_options.parse(command, {}))))
     (info,) = observe(view_of(KEYS, store.range(KEYS.root), 0.0, 0.0), Capacity((POOL,)), ()).jobs
     assert (info.min_replicas, info.min_slots) == (1, 4)
+
+
+def test_a_replica_with_several_gpus_takes_as_many_slots(store: MemoryStore) -> None:
+    command = ["--nnodes=1:4", "--nproc-per-node=1:4", "--gpus-per-replica=2", "--etcd=e:1"]
+    spec = job_spec(run_options.parse([*command, "--rdzv-id=train", __file__], {}))
+    store.put(KEYS.job("train", "spec"), records.encode(spec))
+    (waiting,) = observe(view_of(KEYS, store.range(KEYS.root), 0.0, 0.0), Capacity((POOL,)), ()).jobs
+    assert (waiting.min_replicas, waiting.min_slots) == (2, 2)
+    gpus = tuple(f"GPU-{number}" for number in range(8))
+    record = records.NodeRecord("metal", "train", spec.run, "a", "127.0.0.1", 4, devices=gpus)
+    store.put(KEYS.node("metal", "train"), records.encode(record))
+    seen = observe(view_of(KEYS, store.range(KEYS.root), 0.0, 0.0), Capacity((POOL,)), ())
+    assert (seen.other_slots, seen.other_nodes) == (8, 1)
+    assert seen.jobs[0].min_replicas == 2
 
 
 def test_an_expected_job_gets_its_first_node(store: MemoryStore) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from fake_provider import FakeProvider
 from scaling_world import World, waiting
 
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Instance, Pool
-from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Release, Request
 
 DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0)

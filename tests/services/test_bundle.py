@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import io
 import os
+import random
 import shutil
 import subprocess
 import tarfile
@@ -12,10 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaptdl_elastic.agent.service.blobs import KEPT_SECONDS, BlobError, Blobs, unpack
+from adaptdl_elastic.agent.service.archives import unpack
+from adaptdl_elastic.agent.service.blobs import KEPT_SECONDS, BlobError, Blobs
 from adaptdl_elastic.agent.service.private_archive import PrivateArchive, read_private
 from adaptdl_elastic.autoscaler.provisioning import bundle
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.rendezvous.schema.submissions import OWNER_HEADER
 
 pytestmark = pytest.mark.processes  # git
 
@@ -61,11 +66,11 @@ def test_gitignore_is_respected_in_a_repository_and_outside(work: Path, reposito
 
 @needs_git
 def test_the_same_files_make_the_same_archive(work: Path, tmp_path: Path) -> None:
-    first = bundle.pack(work, tmp_path / "a")
+    first = bundle.pack(work, tmp_path / "a", "alice")
     (work / "train.py").touch()
-    assert bundle.pack(work, tmp_path / "b").digest == first.digest
+    assert bundle.pack(work, tmp_path / "b", "alice").digest == first.digest
     (work / "train.py").write_text("other")
-    assert bundle.pack(work, tmp_path / "c").digest != first.digest
+    assert bundle.pack(work, tmp_path / "c", "alice").digest != first.digest
 
 
 @needs_git
@@ -73,7 +78,7 @@ def test_a_directory_that_is_too_large_names_its_largest_files(work: Path, tmp_p
     (work / "src" / "weights.bin").write_bytes(b"x" * (3 << 20))
     message = r"has 3 MiB in 5 files, and 2 MiB may travel: .*\.gitignore.*--max-size.*weights\.bin \(3 MiB\)"
     with pytest.raises(ProvisionError, match=message):
-        bundle.pack(work, tmp_path / "a", 2 << 20)
+        bundle.pack(work, tmp_path / "a", "alice", 2 << 20)
 
 
 @needs_git
@@ -81,14 +86,14 @@ def test_a_directory_that_is_too_large_names_its_largest_files(work: Path, tmp_p
 def test_keys_do_not_travel(work: Path, tmp_path: Path, start: str) -> None:
     """Who submits from the home directory sent the cluster's keys and passwords to every node."""
     private = [tmp_path / "elsewhere", work / ".config" / "adaptdl", work / ".ssh"]
-    assert bundle.pack(work, tmp_path / "a", private=private).files == 4  # there are no keys
+    assert bundle.pack(work, tmp_path / "a", "alice", private=private).files == 4  # there are no keys
     (work / ".config" / "adaptdl" / "default").mkdir(parents=True)
     (work / ".config" / "adaptdl" / "default" / "identity").write_text("a key")
     message = r"holds your keys, in (\.config/)?adaptdl, .*a directory of its own.*\.gitignore"
     with pytest.raises(ProvisionError, match=message):
-        bundle.pack(work / start, tmp_path / "a", private=private)
+        bundle.pack(work / start, tmp_path / "a", "alice", private=private)
     (work / start / ".gitignore").write_text("adaptdl\n")
-    bundle.pack(work / start, tmp_path / "a", private=private)
+    bundle.pack(work / start, tmp_path / "a", "alice", private=private)
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
@@ -98,13 +103,13 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 @needs_git
 def test_an_archive_is_stored_by_its_digest_and_unpacked(work: Path, tmp_path: Path) -> None:
-    packed = bundle.pack(work, tmp_path / "archive")
+    packed = bundle.pack(work, tmp_path / "archive", "alice")
     blobs = Blobs(tmp_path / "blobs")
     with packed.path.open("rb") as file:
         blobs.receive(packed.digest, packed.size, file.read)
     assert blobs.has(packed.digest)
     for _ in range(2):  # again is the same
-        unpack(blobs.path(packed.digest), tmp_path / "there")
+        unpack(blobs.path(packed.digest), tmp_path / "there", "alice")
     assert (tmp_path / "there" / "src" / "model.py").read_text() == "src/model.py"
     assert (tmp_path / "there" / "link").readlink() == Path("train.py")
 
@@ -117,18 +122,109 @@ def test_an_archive_that_is_not_what_was_announced_is_not_kept(tmp_path: Path, d
     assert list((tmp_path / "blobs").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["../outside", "/outside"])
-def test_an_archive_cannot_write_outside_of_its_directory(tmp_path: Path, name: str) -> None:
-    with tarfile.open(tmp_path / "evil", "w") as tar:
-        tar.addfile(tarfile.TarInfo(name), io.BytesIO())
-    if name.startswith("/"):  # taken as relative
-        unpack(tmp_path / "evil", tmp_path / "there")
-        assert (tmp_path / "there" / "outside").exists()
-        return
-    with pytest.raises(BlobError, match="cannot be unpacked"):
-        unpack(tmp_path / "evil", tmp_path / "there")
-    assert not (tmp_path / "outside").exists()
+@needs_git
+def test_another_persons_archive_is_not_unpacked(work: Path, tmp_path: Path) -> None:
+    packed = bundle.pack(work, tmp_path / "archive", "alice")
+    with pytest.raises(BlobError, match="it was not packed by mallory, who submits it"):
+        unpack(packed.path, tmp_path / "there", "mallory")
     assert not (tmp_path / "there").exists()
+
+
+@needs_git
+def test_a_file_with_two_names_travels_twice(work: Path, tmp_path: Path) -> None:
+    (work / "second.py").hardlink_to(work / "train.py")
+    packed = bundle.pack(work, tmp_path / "archive", "alice")
+    unpack(packed.path, tmp_path / "there", "alice")
+    assert (tmp_path / "there" / "second.py").read_bytes() == (work / "train.py").read_bytes()
+
+
+def evil(path: Path, *entries: tarfile.TarInfo, headers: dict[str, str] | None = None) -> Path:
+    """Write an archive of these entries, each with as many zeros as its size says."""
+    with tarfile.open(path, "w:gz", pax_headers={OWNER_HEADER: "eve"} if headers is None else headers) as tar:
+        for entry in entries:
+            tar.addfile(entry, io.BytesIO(bytes(entry.size)))
+    return path
+
+
+def entry(name: str, kind: bytes = tarfile.REGTYPE, size: int = 0, link: str = "") -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.size, made.linkname = kind, size, link
+    return made
+
+
+def not_unpacked(archive: Path) -> str:
+    """Return why an archive is refused; nothing of it is left."""
+    folder = archive.parent / "nodes"
+    folder.mkdir(exist_ok=True)
+    with pytest.raises(BlobError, match=r"^the working directory cannot be unpacked into ") as error:
+        unpack(archive, folder / "there", "eve")
+    assert list(folder.iterdir()) == []
+    return str(error.value).partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [entry("../outside")],
+        [entry("/outside")],
+        [entry("a/../../outside")],
+        [entry("link", tarfile.SYMTYPE, link="..")],
+        [entry("link", tarfile.SYMTYPE, link="/etc")],
+        [entry("a/link", tarfile.SYMTYPE, link="../../etc")],
+        [entry("b", tarfile.LNKTYPE, link="/etc/passwd")],
+        [entry("device", tarfile.CHRTYPE)],
+        [entry("pipe", tarfile.FIFOTYPE)],
+        [entry("a", tarfile.SYMTYPE, link="b"), entry("a/c", tarfile.SYMTYPE, link="d")],
+        [entry("a", tarfile.SYMTYPE, link="b"), entry("a/c")],
+        [entry("twice"), entry("twice")],
+        [entry(f"{'d/' * 5000}file")],
+    ],
+    ids=lambda entries: " ".join(one.name[:20] for one in entries),
+)
+def test_an_archive_cannot_write_outside_of_its_directory(
+    entries: list[tarfile.TarInfo], tmp_path: Path
+) -> None:
+    assert not_unpacked(evil(tmp_path / "evil", *entries))
+    assert not (tmp_path / "outside").exists()
+
+
+def test_headers_of_a_malformed_archive_are_an_error_and_nothing_else(tmp_path: Path) -> None:
+    choose = random.Random(0)
+    with gzip.open(evil(tmp_path / "whole", entry("a", size=700), entry("b" * 300))) as file:
+        whole = file.read()
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(choose.randint(1, 20)):
+            data[choose.randrange(len(data))] = choose.randrange(256)
+        with gzip.open(tmp_path / "cut", "wb", compresslevel=1) as file:
+            file.write(data[: choose.randrange(len(data))] if choose.random() < 0.3 else data)
+        with contextlib.suppress(BlobError):
+            unpack(tmp_path / "cut", tmp_path / "there", "eve")
+        shutil.rmtree(tmp_path / "there", ignore_errors=True)
+
+
+@pytest.mark.parametrize("format", ["xz", "bz2", ""])
+def test_an_archive_of_another_kind_is_refused(tmp_path: Path, format: str) -> None:
+    with tarfile.open(tmp_path / "other", f"w:{format}", pax_headers={OWNER_HEADER: "eve"}) as tar:
+        tar.addfile(entry("a"))
+    assert "Not a gzipped file" in not_unpacked(tmp_path / "other")
+
+
+def test_a_long_header_does_not_fill_the_memory(tmp_path: Path) -> None:
+    archive = evil(tmp_path / "evil", headers={OWNER_HEADER: "eve", "comment": "x" * (1 << 20)})
+    assert archive.stat().st_size < 10_000
+    assert not_unpacked(archive) == "a header in it is too long"
+    with pytest.raises(BlobError, match="a header in it is too long"):
+        read_private(archive, "eve")
+
+
+def test_an_archive_of_too_many_files_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adaptdl_elastic.agent.service.archives.MOST_ENTRIES", 3)
+    files = [entry(str(number)) for number in range(4)]
+    unpack(evil(tmp_path / "three", *files[:3]), tmp_path / "there", "eve")
+    assert "more than 3 files" in not_unpacked(evil(tmp_path / "four", *files))
 
 
 def test_variables_travel_in_an_archive_whose_digest_tells_nothing(tmp_path: Path) -> None:
@@ -147,17 +243,13 @@ def test_variables_travel_in_an_archive_whose_digest_tells_nothing(tmp_path: Pat
 def test_an_archive_of_a_few_kilobytes_that_holds_gigabytes_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tarfile.open(tmp_path / "bomb", "w:gz") as tar:
-        for name in ("small", "large"):
-            entry = tarfile.TarInfo(name)
-            entry.size = 10 if name == "small" else 4 << 20
-            tar.addfile(entry, io.BytesIO(bytes(entry.size)))
+    evil(tmp_path / "bomb", entry("small", size=10), entry("large", size=4 << 20))
     assert (tmp_path / "bomb").stat().st_size < 8000
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=102 << 20))
     with pytest.raises(
         BlobError, match=rf"cannot be unpacked.* of {tmp_path} is full: 102 MiB are free, 104 MiB are needed"
     ):
-        unpack(tmp_path / "bomb", tmp_path / "there")
+        unpack(tmp_path / "bomb", tmp_path / "there", "eve")
     assert [path.name for path in tmp_path.iterdir()] == ["bomb"]
 
 

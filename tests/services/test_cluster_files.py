@@ -240,12 +240,12 @@ def test_output_is_chosen_by_rank() -> None:
 
 
 def test_an_agent_is_started_as_a_person_would_start_it(tmp_path: Path) -> None:
-    from adaptdl_elastic.agent.launch import job_spec
+    from adaptdl_elastic.agent.own_records import job_spec
     from adaptdl_elastic.agent.terminal.run_options import parse
 
     (tmp_path / "train.py").write_text("")
     config = ServiceConfig("lab", "abc", "n1", "10.0.0.5", "https://h:1", port_range="29500:29600")
-    wanted = Submission("job", "eve", "script", (str(tmp_path / "train.py"), "--x"), "0" * 64, None, 2, 6)
+    wanted = Submission("job", "eve", "script", (str(tmp_path / "train.py"), "--x"), "0" * 64, None, 2, 6, 2)
     words = command_line(config, wanted, 4, "/saved", resumed=False)
     options = parse(words[words.index("adaptdl_elastic.agent") + 1 :], {})
     assert (options.job, options.cluster, options.node_name, options.slots) == ("job", "lab", "n1", 4)
@@ -253,6 +253,7 @@ def test_an_agent_is_started_as_a_person_would_start_it(tmp_path: Path) -> None:
     assert options.script_args == ("--x",)
     spec = job_spec(options)
     assert (spec.min_replicas, spec.max_replicas, spec.min_nodes) == (2, 6, 1)
+    assert spec.gpus_per_replica == 2
     directory = ServiceDirectory(tmp_path)
     found = agent_environment(
         {"A": "own", "ADAPTDL_ETCD_USER": "x", "B": "own"}, {"B": "job"}, directory, "s"

@@ -30,7 +30,7 @@ from adaptdl_elastic.rendezvous.store.base import StoreAuthError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TRAIN = Path(__file__).parents[1] / "agent" / "scripts" / "train.py"
 PATIENCE = 200.0  # seconds that a slow and busy machine may need for anything
@@ -196,6 +196,17 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
         ("node2", "up", ""),
     ]
 
+    # a job on two nodes that is cancelled moves to neither of them, and every command says that it is
+    lab.run("submit", "--name", "two", "--replicas", "2", "train.py", "60", "0.05")
+    lab.wait_for(lambda: "[rank1]: epoch" in "".join(lab.output(node, "two") for node in ("node1", "node2")))
+    generation = int(str(lab.job("two")["generation"]))
+    assert "two is cancelled" in lab.run("cancel", "two")
+    lab.wait_for(lambda: lab.job("two")["state"] == "cancelled")
+    assert lab.job("two")["generation"] == generation + 1
+    shown = lab.run("status", "two")
+    assert re.search(r"^job +two   cancelled ", shown, re.MULTILINE)
+    assert re.search(r"^ran on +node1, node2$", shown, re.MULTILINE)
+
     # another person sees the cluster, and etcd knows a person who was revoked no more
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", "alice"], check=True)
     assert "alice may use" in lab.run("cluster", "grant", "alice", "alice.pub", "--archive", "alice.tar")
@@ -244,6 +255,7 @@ def test_a_node_that_cannot_be_reached_hinders_no_change_of_the_others(lab: Lab)
     assert "until then it is left as it is" in added
     assert "node1: unchanged" in added
     assert "node3: started" in added
+    assert (lab.directory("node3").state / "jobs.json").read_text() == "{}"  # what the others remember
     found = json.loads(lab.run("cluster", "status", "--json"))
     assert [row["state"] for row in found["nodes"]] == ["up", "up", "up"]  # its service goes on
     refused = lab.run("cluster", "remove", "node2", code=1)

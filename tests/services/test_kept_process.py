@@ -22,6 +22,7 @@ signal.pause()
 """
 
 
+@pytest.mark.processes
 def test_an_end_that_the_parent_does_not_collect_is_an_end(tmp_path: Path) -> None:
     """As in a container whose process 1 collects no children: `cluster down` waited for its limits there."""
     note = tmp_path / "note.json"
@@ -41,6 +42,7 @@ def test_an_end_that_the_parent_does_not_collect_is_an_end(tmp_path: Path) -> No
         parent.communicate()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("asks", ["the service that has started it", "a later one"])
 def test_wait_for_a_process_that_is_gone(tmp_path: Path, asks: str) -> None:
     command = [sys.executable, "-c", ""]

@@ -6,7 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from adaptdl_elastic.agent.service.known_jobs import KnownJobs
+import pytest
+
+from adaptdl_elastic.agent.service.known_jobs import KnownJobs, LostListError
+from adaptdl_elastic.autoscaler.provisioning.bring_up import merged_jobs
 from adaptdl_elastic.rendezvous.schema.records import JobState as State
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request
@@ -14,6 +17,13 @@ from adaptdl_elastic.rendezvous.services.signatures import Person
 from adaptdl_elastic.rendezvous.services.submitted import Submitted
 
 PEOPLE = {name: Person(name, "ssh-ed25519 AAAA") for name in ("alice", "bob", "admin")}
+
+
+def opened(path: Path) -> KnownJobs:
+    """Return what the service of a node remembers; the file is begun as `cluster up` does."""
+    if not path.exists():
+        path.write_text("{}")
+    return KnownJobs(path, "n1")
 
 
 def job(owner: str = "alice", *, created: float = 1.0) -> Submission:
@@ -39,13 +49,13 @@ def test_archives_are_needed_until_a_job_has_ended_for_good(tmp_path: Path) -> N
         Request(done, None, JobState(state=State.DONE)),
         Request(cancelled, "alice", JobState()),
     )
-    KnownJobs(tmp_path / "jobs.json").check(found, PEOPLE)
-    needed = KnownJobs(tmp_path / "jobs.json").needed_archives()
+    opened(tmp_path / "jobs.json").check(found, PEOPLE)
+    needed = opened(tmp_path / "jobs.json").needed_archives()
     assert needed == {"1" * 64, "e" * 64, "2" * 64}
 
 
 def test_a_job_is_not_replaced_by_another_of_its_name(tmp_path: Path) -> None:
-    known = KnownJobs(tmp_path / "jobs.json")
+    known = opened(tmp_path / "jobs.json")
     first = waiting(job())
     assert known.check(read(first), PEOPLE) == read(first)
     for other in (job("bob"), job(created=0.5)):  # another person's, and an older one of the same person
@@ -61,28 +71,28 @@ def test_a_job_is_not_replaced_by_another_of_its_name(tmp_path: Path) -> None:
 
 def test_a_job_that_another_version_has_noted_with_other_fields_is_the_same_job(tmp_path: Path) -> None:
     path = tmp_path / "jobs.json"
-    KnownJobs(path).check(read(waiting(job())), PEOPLE)
+    opened(path).check(read(waiting(job())), PEOPLE)
     noted = json.loads(path.read_text())
     fields = json.loads(noted["job"]["submission"])
     del fields["notify"]  # which the version before did not know
     noted["job"]["submission"] = json.dumps({**fields, "later": 1})
     path.write_text(json.dumps(noted))
     cancelled = Request(job(), "alice", JobState())
-    found = KnownJobs(path).check(read(cancelled), PEOPLE)
+    found = opened(path).check(read(cancelled), PEOPLE)
     assert (found.requests, dict(found.refused)) == ((cancelled,), {})
 
 
 def test_what_has_ended_stays_ended_when_the_record_of_it_is_deleted(tmp_path: Path) -> None:
     cancelled = Request(job(), "admin", JobState())
-    known = KnownJobs(tmp_path / "cancelled")
+    known = opened(tmp_path / "cancelled")
     known.check(read(cancelled), PEOPLE)
-    for again in (known, KnownJobs(tmp_path / "cancelled")):  # and after a restart of the service
+    for again in (known, opened(tmp_path / "cancelled")):  # and after a restart of the service
         # the administrator is revoked, or the key deleted: the reader sees no valid cancellation
         assert again.check(read(waiting(job())), PEOPLE).requests == (cancelled,)
     for state in (State.DONE, State.FAILED, State.STOPPED):
-        known = KnownJobs(tmp_path / state.value)
+        known = opened(tmp_path / state.value)
         known.check(read(Request(job(), None, JobState(state=state))), PEOPLE)
-        (found,) = KnownJobs(tmp_path / state.value).check(read(waiting(job())), PEOPLE).requests
+        (found,) = opened(tmp_path / state.value).check(read(waiting(job())), PEOPLE).requests
         assert found.run.state is state
 
 
@@ -91,7 +101,7 @@ def test_a_stopped_job_is_over_until_it_is_resumed_or_runs_again(tmp_path: Path)
     resumed = Request(job(), None, JobState(run="r1", resumed=True))
     running = Request(job(), None, JobState(1, State.RUNNING, "", "r2"))
     for number, again in enumerate((resumed, running)):
-        known = KnownJobs(tmp_path / str(number))
+        known = opened(tmp_path / str(number))
         assert known.check(read(stopped), PEOPLE).requests[0].over
         assert known.check(read(waiting(job())), PEOPLE).requests[0].over  # the coordinator forgot its status
         assert known.check(read(again), PEOPLE).requests == (again,)
@@ -103,7 +113,7 @@ def test_a_stopped_job_is_over_until_it_is_resumed_or_runs_again(tmp_path: Path)
 
 
 def test_jobs_of_the_revoked_are_told_from_jobs_whose_records_have_vanished(tmp_path: Path) -> None:
-    known = KnownJobs(tmp_path / "jobs.json")
+    known = opened(tmp_path / "jobs.json")
     known.check(read(waiting(job())), PEOPLE)
     without = {name: person for name, person in PEOPLE.items() if name != "alice"}
     jobs = ("job", "of an earlier version")
@@ -112,11 +122,39 @@ def test_jobs_of_the_revoked_are_told_from_jobs_whose_records_have_vanished(tmp_
     assert known.vanished(jobs, read(waiting(job())), PEOPLE) == {"of an earlier version"}
 
 
-def test_a_damaged_file_is_begun_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"job": {"submission": "{}"}}', '{"job": {"x": 1}}'])
+def test_without_its_list_a_node_starts_nothing(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "jobs.json"
-    for text in ("{", "[]", '{"job": {"submission": "{}"}}', '{"job": {"x": 1}}'):
+    if text is not None:
         path.write_text(text)
-        known = KnownJobs(path)
-        assert known.owner("job") is None
+    known = KnownJobs(path, "n1")
+    with pytest.raises(LostListError, match=r"node n1 starts no job, .* is lost: adaptdl cluster up brings"):
         known.check(read(waiting(job())), PEOPLE)
-        assert KnownJobs(path).owner("job") == "alice"
+    assert (known.owner("job"), known.needed_archives(), path.exists()) == (None, set(), text is not None)
+    # no restart of the service is needed
+    path.write_text("{}")
+    assert known.check(read(waiting(job())), PEOPLE).requests == (waiting(job()),)
+
+
+def test_a_node_that_is_added_later_starts_nothing_that_has_ended(tmp_path: Path) -> None:
+    """Whoever has the store's password can delete the records of an end."""
+    runs = waiting(replace(job(), job="runs"))
+    ended = {
+        "cancelled": Request(replace(job(), job="cancelled"), "alice", JobState()),
+        "done": Request(replace(job(), job="done"), None, JobState(state=State.DONE)),
+    }
+    lists = []
+    for number, seen in enumerate(([runs, ended["done"]], [runs, *map(waiting_again, ended.values())])):
+        opened(tmp_path / str(number)).check(read(*seen), PEOPLE)
+        lists.append(json.loads((tmp_path / str(number)).read_text()))
+    opened(tmp_path / "1").check(read(ended["cancelled"]), PEOPLE)
+    lists[1] = json.loads((tmp_path / "1").read_text())
+    for merged in (merged_jobs(lists), merged_jobs(reversed(lists))):
+        (tmp_path / "added").write_text(json.dumps(merged))
+        found = opened(tmp_path / "added").check(read(runs, *map(waiting_again, ended.values())), PEOPLE)
+        assert found.requests == (runs, *ended.values())
+    assert merged_jobs([]) == {}
+
+
+def waiting_again(request: Request) -> Request:
+    return waiting(request.submission)

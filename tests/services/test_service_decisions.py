@@ -42,6 +42,12 @@ def test_jobs_begin_in_the_order_of_their_submission_while_there_is_room() -> No
     }
 
 
+def test_a_replica_with_several_gpus_takes_as_many_slots() -> None:
+    first, second = (request(name, 2, created=n, gpus_per_replica=3) for n, name in enumerate("ab"))
+    assert reasons(first, second, slots=8) == {"a": "", "b": "needs 6 slots, jobs before it need 6 of 8"}
+    assert reasons(first, second, slots=12) == {"a": "", "b": ""}
+
+
 def test_a_priority_counts_up_to_what_its_owner_may_give() -> None:
     fair, greedy = request("fair", 3, created=1), request("greedy", 3, created=2, priority=900)
     assert reasons(fair, greedy, slots=4)["greedy"] == ""

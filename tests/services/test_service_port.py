@@ -241,7 +241,7 @@ def test_a_signed_request_is_good_for_a_quarter_of_an_hour(world: World) -> None
 
 
 def test_silent_connections_keep_nobody_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adaptdl_elastic.agent.service.connections.MOST_UNKNOWN", 4)
+    monkeypatch.setattr("adaptdl_elastic.rendezvous.services.connections.MOST_UNKNOWN", 4)
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
         silent = [
@@ -256,7 +256,7 @@ def test_silent_connections_keep_nobody_out(world: World, monkeypatch: pytest.Mo
 
 
 def test_people_and_nodes_have_places_of_their_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adaptdl_elastic.agent.service.connections.MOST_KNOWN", 1)
+    monkeypatch.setattr("adaptdl_elastic.rendezvous.services.connections.MOST_KNOWN", 1)
     first = world.client("alice")
     first.get_json(world.record, "/v1/status")  # and the connection stays
     refused(

@@ -25,19 +25,49 @@ BUDGET_SECONDS = 30.0  # of CPU time, for each of the two first seeds
 MOST_SEEDS = 100  # a faster machine tries no others: a failure here is a change's, not the machine's
 
 
+DIGESTS = """
+import os, sys
+from faultsim.run import run
+REAL = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename", "subprocess.Popen"}
+def end(event, arguments):
+    if event in REAL:
+        os.write(2, f"a run reaches {event}{arguments}".encode())
+        os._exit(1)
+run(1)  # what is imported late is imported now
+sys.addaudithook(end)
+for seed in map(int, sys.argv[1:]):
+    print(run(seed).digest)
+"""
+
+
+def digests(folder: Path, hash_seed: int, seeds: range) -> list[str]:
+    """The digests of runs in a process of its own, which sees no other folder than this one as its own."""
+    path = os.pathsep.join([str(HERE), str(HERE.parent / "support")])
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": path, "PYTHONHASHSEED": str(hash_seed)}
+    environ |= {"HOME": str(folder), "TMPDIR": str(folder), f"ONLY_IN_{folder.name}": "1"}
+    command = [sys.executable, "-c", DIGESTS, *map(str, seeds)]
+    done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(777011, 777013), id="two"),
+        pytest.param(range(777001, 777031), id="thirty", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 @pytest.mark.processes
-def test_a_seed_repeats_a_run_byte_for_byte_in_another_process() -> None:
-    code = "from faultsim.run import run\nfor seed in (3, 5): print(run(seed).digest)"
-    digests = []
-    for hash_seed in ("1", "2"):
-        path = os.pathsep.join([str(HERE), str(HERE.parent / "support")])
-        environ = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
-        )
-        digests.append(done.stdout.split())
-    assert digests[0] == digests[1]
-    assert len(set(digests[0])) == 2
+def test_a_seed_repeats_a_run_in_another_process_and_folder_and_under_another_hash_seed(
+    tmp_path: Path, seeds: range
+) -> None:
+    found = []
+    for hash_seed, folder in ((0, tmp_path / "a"), (1, tmp_path / "b"), (2, tmp_path / "a")):
+        folder.mkdir(exist_ok=True)
+        found.append(digests(folder, hash_seed, seeds))
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == len(seeds)
 
 
 def test_no_module_that_runs_here_reaches_for_a_real_clock_or_thread() -> None:
@@ -120,6 +150,7 @@ def test_an_event_log_names_a_survivor_that_dies_after_the_leaver_has_switched(s
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", [1, 1001])
+@pytest.mark.exhaustive
 def test_no_defect_is_found_in_half_a_minute(first: int) -> None:
     began, seed = time.process_time(), first
     while time.process_time() - began < BUDGET_SECONDS and seed < first + MOST_SEEDS:

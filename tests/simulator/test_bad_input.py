@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from simulated_market import read_market
+from simulator.application import read_application
+from simulator.simulate_command import simulate
+from simulator.synthetic import write_applications
+from simulator.workload import WorkloadError, read_workload
 
 from adaptdl_elastic.autoscaler.commands.cluster import coordinator
-from adaptdl_elastic.autoscaler.simulator.application import read_application
-from adaptdl_elastic.autoscaler.simulator.simulate_command import simulate
-from adaptdl_elastic.autoscaler.simulator.simulated_market import read_market
-from adaptdl_elastic.autoscaler.simulator.synthetic import write_applications
-from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError, read_workload
 
 SMALL = ["--generate", "3", "--hours", "0.1", "--nodes", "2", "--rescale-cost", "1"]
 
@@ -30,9 +30,8 @@ def refused(*arguments: str) -> str:
 def test_a_place_that_can_not_be_written_is_refused_before_anything_is_simulated(
     tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "adaptdl_elastic.autoscaler.simulator.simulate_command.Simulation", None
-    )  # nobody gets there
+    # a simulation that begins fails
+    monkeypatch.setattr("simulator.simulate_command.Simulation", None)
     (tmp_path / "file").write_text("")
     line = refused(*SMALL, option, str(tmp_path / "file" / "x.png"))
     assert line.startswith(f"simulate: {option} {tmp_path}/file/x.png: ")
@@ -212,3 +211,8 @@ def test_files_that_a_spreadsheet_has_written(tmp_path: Path) -> None:
     assert [(job.name, job.num_replicas) for job in read_workload(path)] == [("a", 2)]
     path.write_bytes(mark + b"seconds,price,interruptions_per_hour\n0,1,0.25\n")
     assert list(read_market(path).prices) == [1.0]
+
+
+def test_options_that_would_be_lost_are_refused() -> None:
+    assert "--fairness is for --objective speedup" in refused("--fairness", "-1")
+    assert "--hours is for --generate" in refused("--workload", "x", "--apps", "y", "--hours", "1")

@@ -7,6 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from simulator.application import Application, read_application
+from simulator.engine import GivenCluster, Simulation, SimulationOptions
+from simulator.outcome_report import summarize
+from simulator.synthetic import generate_workload, write_applications
 
 from adaptdl_elastic.autoscaler.coordinator.job_models import Report
 from adaptdl_elastic.autoscaler.coordinator.node_types import (
@@ -20,10 +24,6 @@ from adaptdl_elastic.autoscaler.coordinator.node_types import (
 )
 from adaptdl_elastic.autoscaler.policy import NodeInfo, allocate
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
-from adaptdl_elastic.autoscaler.simulator.application import Application, read_application
-from adaptdl_elastic.autoscaler.simulator.engine import GivenCluster, Simulation, SimulationOptions
-from adaptdl_elastic.autoscaler.simulator.outcome_report import summarize
-from adaptdl_elastic.autoscaler.simulator.synthetic import generate_workload, write_applications
 from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry, TypeProfile
 
 WORKLOAD = generate_workload(10, 0.3, seed=3)

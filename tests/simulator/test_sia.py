@@ -8,8 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from adaptdl_elastic.autoscaler.simulator.outcome_report import summarize
+from simulator.outcome_report import summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT.parent / "shared" / "traces" / "hetero"
@@ -35,6 +34,7 @@ def sia() -> ModuleType:
         pytest.param("fifo", 2, 21271.8375, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_replay_gives_exactly_the_figures_of_the_artifact(
     sia: ModuleType, policy: str, number: int, average: float
 ) -> None:
@@ -44,6 +44,7 @@ def test_a_replay_gives_exactly_the_figures_of_the_artifact(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.exhaustive
 def test_jobs_end_sooner_than_under_sia(sia: ModuleType) -> None:
     report = summarize(sia.replay(TRACES, 3, "goodput").outcome, fairness=False)
     assert report.average_jct < 0.97 * 2049.4  # Sia's, measured with the artifact

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-
-from adaptdl_elastic.autoscaler.policy import Decision, JobInfo, NodeInfo, PolicySettings, allocate
-from adaptdl_elastic.autoscaler.simulator.application import Application, read_application
-from adaptdl_elastic.autoscaler.simulator.baselines import POLICIES, Tiresias, make_policy
-from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Simulation, SimulationOptions
-from adaptdl_elastic.autoscaler.simulator.outcome_report import summarize
-from adaptdl_elastic.autoscaler.simulator.simulate_command import simulate
-from adaptdl_elastic.autoscaler.simulator.synthetic import generate_workload, write_applications
-from adaptdl_elastic.autoscaler.simulator.workload import (
+from simulator.application import Application, read_application
+from simulator.baselines import POLICIES, Tiresias, make_policy
+from simulator.engine import FixedCluster, Simulation, SimulationOptions
+from simulator.outcome_report import summarize
+from simulator.simulate_command import simulate
+from simulator.synthetic import generate_workload, write_applications
+from simulator.workload import (
     Submission,
     WorkloadError,
     read_workload,
     write_workload,
 )
+
+from adaptdl_elastic.autoscaler.policy import Decision, JobInfo, NodeInfo, PolicySettings, allocate
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"no traces in {TRACES}")
@@ -101,6 +101,7 @@ def test_a_placement_keeps_the_order_in_which_it_was_allocated(apps: dict[str, A
 @needs_traces
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_goodput_beats_pollux_by_a_fifth() -> None:
     workload = read_workload(TRACES / "workloads" / "workload-6.csv")
     used = {job.application for job in workload}

@@ -6,8 +6,6 @@ Its payload is a pickle that touches a file where it is loaded.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import os
 import pickle
@@ -24,8 +22,9 @@ import torch.distributed
 
 dist: Any = torch.distributed
 
+# bytes of what replicas send first when they connect, of signatures in a store, and of tags of frames
+_INTRODUCTION, _SIGNATURE, _TAG = 56, 32, 16
 _PAUSE = 0.001  # seconds between two rounds of mischief
-_CHOSEN = "key"  # of the stranger's own
 _GENERATION = re.compile(r"/?adaptdl/(\d{1,3})/")
 _SILENT = 20  # connections that it leaves open at once
 
@@ -97,13 +96,13 @@ class Attacker:
             self.read[key] = value
 
     def send_replicas_here(self) -> None:
-        """Write our own address, and a key that we have chosen, where replicas look for rank 0's."""
+        """Write our own address where replicas look for rank 0's."""
         host, port = self._impostor.getsockname()
-        self._flood("go/{}", json.dumps([host, port, _CHOSEN]).encode())
+        self._flood("go/{}", os.urandom(_SIGNATURE) + json.dumps([host, port]).encode())
 
     def forge_previews(self) -> None:
         """Write the payload where newcomers look for what the others are at."""
-        self._flood("step/0", self.payload)
+        self._flood("step/0", os.urandom(_SIGNATURE) + self.payload)
 
     def _flood(self, name: str, value: bytes) -> None:
         """Write one key of each generation, as fast as can be: before anybody else, and at once after.
@@ -128,21 +127,18 @@ class Attacker:
             store.set(key, self.payload)
 
     def impersonate(self) -> None:
-        """Answer whoever connects to us as rank 0 would, and reply with the payload."""
+        """Answer whoever connects to us as rank 0 would, without its secret, and reply with the payload."""
         sock, _ = self._impostor.accept()
         with sock:
             sock.settimeout(5)
-            nonce = os.urandom(16)
-            sock.sendall(nonce)
-            _, rank, theirs = struct.unpack("!4sI16s", _exactly(sock, 24))
-            _exactly(sock, 32)
-            message = b"root" + theirs + nonce + rank.to_bytes(4, "big")
-            sock.sendall(hmac.new(_CHOSEN.encode(), message, hashlib.sha256).digest())
+            sock.sendall(os.urandom(16))
+            # an introduction and its proof, and a frame with its tag
+            _exactly(sock, _INTRODUCTION)
+            sock.sendall(os.urandom(_SIGNATURE))
             length, _kind = struct.unpack("!QB", _exactly(sock, 9))
-            contribution = _exactly(sock, length)
-            for reply in (self.payload, b"o" + self.payload):
-                answer = contribution[:8] + reply
-                sock.sendall(struct.pack("!QB", len(answer), 1) + answer)
+            contribution = _exactly(sock, length + _TAG)
+            answer = contribution[:8] + b"o" + self.payload
+            sock.sendall(struct.pack("!QB", len(answer), 1) + answer + os.urandom(_TAG))
             sock.recv(1)
 
     def connect_to_all(self) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from at_once import decide_at_once
 from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic.autoscaler.cluster_view import ClusterCache, View
-from adaptdl_elastic.autoscaler.coordinator.decide import decide, decide_at_once
+from adaptdl_elastic.autoscaler.coordinator.decide import decide
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     CompareAndSwap,
     CoordinatorSettings,
@@ -228,8 +229,9 @@ class Pump:
         old = JobRequest() if item is None else records.decode(JobRequest, item.value)
         self.store.put(self.keys.job(job, "request"), records.encode(replace(old, **changes)))
 
-    def checkpoint(self, job: str, step: int) -> None:
-        record = CheckpointRecord(f"{job}-{step}", "/nowhere", self.plan(job).generation, step)
+    def checkpoint(self, job: str, step: int, generation: int | None = None) -> None:
+        generation = self.plan(job).generation if generation is None else generation
+        record = CheckpointRecord(f"{job}-{step}", "/nowhere", generation, step)
         self.store.put(self.keys.job(job, "checkpoint"), records.encode(record))
 
     def plan(self, job: str) -> Plan:

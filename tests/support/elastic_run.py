@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -21,10 +22,11 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from warm_agent import MARK, WarmAgent, suits
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 200.0  # seconds that a slow and busy machine may need for anything
-MARK = "ADAPTDL_TEST_MARK"  # inherited by every process a run starts, so that orphans can be found
+_AGENT = (sys.executable, "-m", "adaptdl_elastic.agent")
 
 Event = dict[str, Any]
 
@@ -35,16 +37,28 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **extra}
 
 
-def run_agent(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`adaptdl-run` in `directory`, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "adaptdl_elastic.agent", *arguments],
-        cwd=directory,
-        env=environment(**{"XDG_RUNTIME_DIR": str(directory), **variables}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run_agent(
+    directory: Path, *arguments: str, fresh: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`adaptdl-run` in `directory`, to its end, with which all that it has started ends."""
+    mark = uuid.uuid4().hex
+    whole = environment(**{"XDG_RUNTIME_DIR": str(directory), MARK: mark, **variables})
+    if fresh or not suits(whole):
+        done = subprocess.run(
+            [*_AGENT, *arguments], cwd=directory, env=whole, capture_output=True, text=True, check=False
+        )
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            agent = WarmAgent(arguments, directory, whole, out, err)
+            try:
+                code = agent.wait()
+            finally:
+                agent.kill()
+            done = subprocess.CompletedProcess(agent.args, code, out.read_text(), err.read_text())
+    left = orphans(mark)
+    assert not left, f"left behind: {left}\n{done.stdout}{done.stderr}"
+    return done
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -67,11 +81,21 @@ def _name(process: psutil.Process) -> str:
         return ""
 
 
+def orphans(mark: str, timeout: float = 60) -> list[str]:
+    """What is still alive of a run that has ended, after a moment to die."""
+    _, alive = psutil.wait_procs(marked(mark), timeout=timeout)
+    return [name for name in map(_name, alive) if name]
+
+
 class ElasticRun:
     """One `adaptdl-run`, its events, and everything it started; killed and checked at the end."""
 
     def __init__(
-        self, arguments: Sequence[str], directory: Path, env: Mapping[str, str] | None = None
+        self,
+        arguments: Sequence[str],
+        directory: Path,
+        env: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ) -> None:
         self.directory = directory
         self.mark = uuid.uuid4().hex
@@ -83,15 +107,21 @@ class ElasticRun:
         self._descriptor = os.open(self._fifo, os.O_RDWR)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        extra = {MARK: self.mark, "XDG_RUNTIME_DIR": str(directory), **(env or {})}
+        whole = environment(**{MARK: self.mark, "XDG_RUNTIME_DIR": str(directory), **(env or {})})
         self.output = (directory / f"output-{self.mark[:6]}").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "adaptdl_elastic.agent", f"--event-log={self._fifo}", *arguments],
-            cwd=directory,
-            env=environment(**extra),
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-        )
+        arguments = [f"--event-log={self._fifo}", *arguments]
+        self.process: WarmAgent | subprocess.Popen[bytes]
+        if fresh or not suits(whole):
+            self.process = subprocess.Popen(
+                [*_AGENT, *arguments],
+                cwd=directory,
+                env=whole,
+                stdout=self.output,
+                stderr=subprocess.STDOUT,
+            )
+        else:
+            output = Path(self.output.name)
+            self.process = WarmAgent(arguments, directory, whole, output, output)
 
     def _read(self) -> None:
         with open(self._descriptor, closefd=False) as lines:
@@ -153,18 +183,6 @@ class ElasticRun:
         """What it printed so far, without the ranks before the lines of its replicas."""
         return re.sub(r"^\[rank\d+\]: ", "", self.text(), flags=re.MULTILINE)
 
-    def replicas(self) -> list[psutil.Process]:
-        """Its replica processes, by rank."""
-        found = {}
-        for process in marked(self.mark):
-            try:
-                rank = process.environ().get("ADAPTDL_REPLICA_RANK")
-            except psutil.Error:
-                continue
-            if rank is not None:
-                found[int(rank)] = process
-        return [found[rank] for rank in sorted(found)]
-
     def adaptdl(
         self, *arguments: str, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
@@ -184,8 +202,7 @@ class ElasticRun:
 
     def orphans(self, timeout: float = 60) -> list[str]:
         """What is still alive although the run has ended, after a moment to die."""
-        _, alive = psutil.wait_procs(marked(self.mark), timeout=timeout)
-        return [name for name in map(_name, alive) if name]
+        return orphans(self.mark, timeout)
 
     def __enter__(self) -> ElasticRun:
         return self

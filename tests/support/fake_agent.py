@@ -93,6 +93,8 @@ class FakeAgent:
                     os.killpg(each.process.pid or 0, signal.SIGKILL)
                 each.process.join(30)
             each.channel.close()
+        # each has five descriptors, of which an ordinary user's process may have 1,024
+        self.stores.clear()
 
     def start(self, replicas: int) -> None:
         host, port = self.open_store()
@@ -294,13 +296,15 @@ def _main(script: str, environment: dict[str, str], output: str, line: socket.so
 
 
 @contextlib.contextmanager
-def starter(folder: Path, word: str, **defaults: Any) -> Iterator[Callable[..., FakeAgent]]:
-    """A function that starts `loop_script` and waits until every replica has said `word`."""
+def starter(
+    folder: Path, word: str, script: Path = loop_script_path.PATH, **defaults: Any
+) -> Iterator[Callable[..., FakeAgent]]:
+    """A function that starts `script` and waits until every replica has said `word`."""
     with contextlib.ExitStack() as jobs:
 
         def start(replicas: int, **given: Any) -> FakeAgent:
             loop = settings(**{**defaults, **given})
-            job = jobs.enter_context(FakeAgent(loop_script_path.PATH, folder, LOOP=loop, OUT=str(folder)))
+            job = jobs.enter_context(FakeAgent(script, folder, LOOP=loop, OUT=str(folder)))
             job.start(replicas)
             job.wait_for(word, replicas)
             return job

@@ -229,9 +229,11 @@ class FakeAgent:
         kind: str = "",
         lost_peer: bool = False,
         final: bool = False,
+        step: int | None = None,
     ) -> None:
         """Let a replica of it fail."""
-        self._end(Outcome.FAILED, Failure(0, exit_code, message, kind=kind, lost_peer=lost_peer, final=final))
+        failure = Failure(0, exit_code, message, kind=kind, lost_peer=lost_peer, final=final, step=step)
+        self._end(Outcome.FAILED, failure)
 
     def lose(self, *slots: int) -> None:
         """Replicas of it are killed; the others live on if they can."""

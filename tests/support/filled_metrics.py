@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from at_once import decide_at_once
 from coordinator_pump import Pump
 
-from adaptdl_elastic.autoscaler.coordinator.decide import decide_at_once
 from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics
 from adaptdl_elastic.protocol.hints import Straggler
 from adaptdl_elastic.rendezvous.schema.records import AutoscalerStatus, GpuUsage, JobCost, NodeUsage, encode

@@ -88,6 +88,22 @@ def restarted(script: Path, folder: Path, **extra: str) -> None:
         assert run.of("failure") == []
 
 
+def stopped_and_resumed(script: Path, folder: Path, **extra: str) -> None:
+    """Run the script on 1 replica, stop the job as Ctrl-C does, and start it again on 2."""
+    folder.mkdir()
+    for replicas in (1, 2):
+        options = ["--standalone", f"--nproc-per-node={replicas}", "--max-restarts=0", "--no-autoscale"]
+        options += ["--rdzv-id=frame", "--checkpoint-path=state", str(script)]
+        with ElasticRun(options, folder, variables(folder, **extra)) as run:
+            trained(run, folder, replicas)
+            if replicas == 1:
+                run.interrupt()
+                assert run.wait() == 143, run.text()
+            else:
+                (folder / "hurry").touch()
+                assert run.wait() == 0, run.text()
+
+
 def replicas(script: Path, folder: Path, count: int, **extra: str) -> None:
     """Run the script to its end on `count` replicas."""
     folder.mkdir()

@@ -13,15 +13,12 @@ import os
 import runpy
 import signal
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ports import free_port
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "adaptdl_elastic.torch.parallel"])
+from warm_agent import CONTEXT
 
 
 @dataclass(frozen=True)
@@ -101,8 +98,8 @@ def main(script: str, environment: dict[str, str], output: str) -> None:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
-        traceback.print_exc()
         sys.last_value = error  # as the interpreter does
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     import atexit
 

@@ -48,6 +48,11 @@ def between(epoch):
     RESULTS[epoch] = [*own.tolist(), *total.tolist(), *names, *drawn]
 
 
+def wait():
+    if not (OUT / "hurry").exists():
+        time.sleep(S["pace"])
+
+
 def main():
     habit = S["habit"]
     torch.manual_seed(3)
@@ -70,6 +75,7 @@ def main():
     elif habit == "plain DDP":
         own = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     loader = adl.AdaptiveDataLoader(range(S["size"]), batch_size=12, shuffle=True)
+    evaluation = adl.AdaptiveDataLoader(range(S["size"]), batch_size=12)
     net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     net[0].requires_grad_(habit != "thaw")
@@ -77,6 +83,9 @@ def main():
     if habit == "nested scheduler":
         parts = [scheduler, torch.optim.lr_scheduler.ConstantLR(optimizer)]
         scheduler = Wrapped(torch.optim.lr_scheduler.ChainedScheduler(parts))
+    schedulers = [scheduler]
+    if habit == "hidden scheduler":
+        del scheduler
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     model = adl.AdaptiveDataParallel(
         net,
@@ -100,10 +109,15 @@ def main():
                 optimizer.step()
             if habit == "plain DDP":
                 own(torch.ones(1, 1)).sum().backward()
-            if not (OUT / "hurry").exists():
-                time.sleep(S["pace"])
+            if habit != "inference":
+                wait()
+        if habit == "inference":  # almost all of the time is spent there
+            with torch.inference_mode():
+                for batch in evaluation:
+                    model(batch[:, None].float())
+                    wait()
         if "scheduler" in habit:
-            scheduler.step()
+            schedulers[0].step()
         if epoch == 1:
             net[0].requires_grad_(True)
         if habit == "late group" and epoch == 1:

@@ -34,6 +34,7 @@ class Loop:
     )  # how a second loader is read in it: "zip", or "endless" by next(); None: there is none
     steps: bool  # it counts steps, and has no loader
     beside_size: int  # samples of the second loader's data set; with "zip" as many as `size` or more
+    rare: str | None  # what assigns `rare` in the first batch: "if", "try", "function"; None: nothing does
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ class Spec:
             after=choose.random() < 0.4,
             epochless=False,
         )
+        choose = random.Random(f"rare names of {seed}")
+        loops = tuple(replace(loop, rare=choose.choice([None, *_RARE])) for loop in spec.loops)
         choose = random.Random(f"steps of {seed}")
-        loops = tuple(replace(loop, steps=choose.random() < 0.25) for loop in spec.loops)
+        loops = tuple(replace(loop, steps=choose.random() < 0.25) for loop in loops)
         if len(loops) == 1 and seed >= CHAOS and choose.random() < 0.4:
             only = replace(loops[0], steps=True, counted=False, left_at=None)
             return replace(spec, loops=(only,), epochs=1, scheduler=False, epochless=True)
@@ -102,6 +105,8 @@ class Spec:
         for number, loop in enumerate(self.loops):
             lines += [("" if self.epochless else "    ") + line for line in self._lines(number, loop)]
         lines += ["    scheduler.step()"] if self.scheduler else []
+        rare = [f"rare{number}" for number, loop in enumerate(self.loops) if loop.rare]
+        lines += [f"assert {name} == epoch == {self.epochs - 1}, ({name}, epoch)" for name in rare]
         lines += _OUTSIDE if self.after else []
         return "\n".join([*lines, "result()", ""])
 
@@ -118,6 +123,7 @@ class Spec:
             loader, variables = f"enumerate({loader})", f"i, {variables}"
         unit = BATCH if loop.steps else 1
         body = [f"here(epoch, {number}, {unit})"]
+        body += [line.replace("rare", f"rare{number}") for line in _RARE[loop.rare]] if loop.rare else []
         if loop.steps:
             body += [f"index = torch.arange({BATCH} * step, {BATCH} * (step + 1))[rank() :: world_size()]"]
         if loop.beside == "endless":
@@ -138,6 +144,7 @@ class Spec:
         if loop.left_at is not None:
             body += [f"if handed_out() * {unit} + {BATCH} >= {loop.left_at}:", "    break"]
         lines += [f"for {variables} in {loader}:", *("    " + line for line in body)]
+        lines += [f"assert rare{number} == epoch, (rare{number}, epoch)"] if loop.rare else []
         used = ["loss.item()", "outputs.shape", *(["i"] if loop.numbered else [])]
         used += ["mean.item()"] if self.collective else []
         used += ["beside.shape"] if loop.beside else []
@@ -176,7 +183,18 @@ def _loop(choose: random.Random, kind: str) -> Loop:
         beside=beside,
         steps=False,
         beside_size=choose.randint(batches if beside == "zip" else 1, 4) * BATCH,
+        rare=None,
     )
+
+
+_RARE = {
+    "if": ["if handed_out() == 0:", "    rare = epoch"],
+    "try": ["try:", "    rare = {0: epoch}[handed_out()]", "except KeyError:", "    pass"],
+    "function": [
+        *("def first(number):", "    global rare", "    rare = number", "def batch(at):"),
+        *("    return (lambda: first(epoch))() if at == 0 else None", "batch(handed_out())"),
+    ],
+}
 
 
 _PLAIN = """

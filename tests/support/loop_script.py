@@ -24,6 +24,7 @@ from adaptdl_elastic import _session, collective
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._elastic import regroup, state_transfer
 from adaptdl_elastic.torch._gradient import out_of_memory
+from adaptdl_elastic.torch._process_group.backends.gloo import Gloo
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
 S = {
@@ -130,8 +131,12 @@ def tear(tag, count, how="SIGKILL"):
 
 
 def forget(generation):
-    """Let DDP's only collective in a forward pass never end, as it may with gloo when a replica dies."""
-    rebuild, steps = torch._C._distributed_c10d.Reducer._rebuild_buckets, set()
+    """Let DDP's only collective in a forward pass never end, as it may with gloo when a replica dies.
+
+    Rank 0 sends nothing and keeps its connections. The others wait where gloo would, with the lock of DDP's
+    reducer.
+    """
+    rebuild, abort, steps = torch._C._distributed_c10d.Reducer._rebuild_buckets, Gloo.abort, set()
 
     def never(self):
         session = _session.current()
@@ -139,10 +144,16 @@ def forget(generation):
             steps.add(session.step)
             if len(steps) == 2:
                 signs.sign("forgotten")
-                threading.Event().wait()
+                if session.rank == 0:
+                    threading.Event().wait()
         return rebuild(self)
 
+    def abort_others(self):
+        if _session.current().generation != generation:
+            abort(self)
+
     torch._C._distributed_c10d.Reducer._rebuild_buckets = never
+    Gloo.abort = abort_others
 
 
 def main():

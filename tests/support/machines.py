@@ -1,23 +1,20 @@
-"""Several machines on this one, to run the pages of the documentation on as they stand.
+"""Several machines on this one that share a network, the folders that a test names, and nothing else.
 
-A `Room` has a root file system of its own, which begins as a copy-on-write view of this machine's: users and
-files that a test adds there are gone with it. Each machine in it is a network namespace with a host name and
-an address. `Unit` runs a unit file as systemd would: its user, environment, directories and command.
+Each machine of a `Room` has a root file system of its own: a copy-on-write view of this machine's, where the
+folders of `EMPTY` and /dev/shm are empty. Its host name, process ids, network and System V IPC are its own.
+The clone and the Python environment of the test are visible at their paths, as copies of the machine's own.
+Everything that runs in a room ends with it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -26,27 +23,67 @@ from etcd_server import tied
 
 ROOT = Path(__file__).resolve().parents[2]
 CLEAN = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-TOOLS = ("unshare", "nsenter", "setpriv", "ip", "useradd", "mount", "chroot")
-NETWORK = "10.0.0"  # the network is the room's own
-PATIENCE = 200.0  # seconds that a slow and busy machine may need for anything
+TOOLS = ("unshare", "nsenter", "setpriv", "ip", "useradd", "mount", "chroot", "bash", "tar")
+# the network is the room's own
+NETWORK = "10.0.0"
+# seconds that a slow and busy machine may need for anything
+PATIENCE = 200.0
+# folders that begin empty on every machine
+EMPTY = ("/tmp", "/run", "/var/tmp", "/home", "/mnt", "/root")
+# Every room mounts a file system of its own here. For all others this stays an empty folder.
+BASE = Path("/run/adaptdl-machines")
 
-_SETUP = """
+# $1: BASE
+_ROOM = """
 set -eu
-mount -t tmpfs -o mode=755 tmpfs /mnt
-mkdir /mnt/upper /mnt/work /mnt/root
-mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root
-cd /mnt/root
+mount -t tmpfs -o mode=755 tmpfs "$1"
+ip link add hub type bridge
+ip link set hub up
+echo ready
+sleep infinity & wait  # unlike sleep, bash waits for the orphans that process 1 adopts
+"""
+
+# $1: BASE, $2: name of the machine, $3: its /etc/hosts, and four lists, with "--" between them: EMPTY,
+# shared folders, needed paths that have to be mounted, all needed paths. Every user may go to the last.
+_MACHINE = """
+set -eu
+shopt -s nullglob
+umask 022
+base=$1 name=$2 hosts=$3; shift 3
+own=$base/machines/$name
+layer() {  # a copy-on-write view of the current folder, whatever its name, at $2
+    mkdir -p "$own/upper$1" "$own/work$1" "$2"
+    mount -t overlay overlay -o "lowerdir=.,upperdir=$own/upper$1,workdir=$own/work$1" "$2"
+}
+echo "$name" > /proc/sys/kernel/hostname
+(cd /; layer root "$own/root")
+cd "$own/root"
+while [ "$1" != -- ]; do
+    mkdir -p ".$1"; mount -t tmpfs -o mode=755 tmpfs ".$1"; shift
+done; shift
+chmod 1777 tmp var/tmp
 mount -t proc proc proc
-mount --rbind /sys sys
-mount --rbind /dev dev
+mount -t sysfs sysfs sys
+mount -t tmpfs -o mode=755 tmpfs dev
+cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty /dev/nvidia* dev/
+ln -s /proc/self/fd dev/fd; ln -s fd/0 dev/stdin; ln -s fd/1 dev/stdout; ln -s fd/2 dev/stderr
+mkdir dev/shm dev/pts
 mount -t tmpfs -o mode=1777 tmpfs dev/shm
-mount -t tmpfs -o mode=755 tmpfs run
-mount -t tmpfs -o mode=1777 tmpfs tmp
-for path in "$@"; do  # what is needed and lies in another file system, or where other users may not go
-    mkdir -p ".$path"
-    mount --rbind "$path" ".$path"
+mount -t devpts -o newinstance,ptmxmode=666 devpts dev/pts
+ln -s pts/ptmx dev/ptmx
+while [ "$1" != -- ]; do
+    mkdir -p "$base/shared$1" ".$1"; mount --bind "$base/shared$1" ".$1"; shift
+done; shift
+while [ "$1" != -- ]; do
+    (cd "$1"; layer "$#" "$own/root$1"); shift
+done; shift
+for path; do
+    while path=${path%/*}; [ "$path" ]; do chmod a+rx ".$path"; done
 done
-exec chroot . sh -c "echo ready; exec sleep infinity"  # ready means: this process's root is the room's
+rm -f etc/hosts
+echo "$hosts" > etc/hosts
+echo "$name" > etc/hostname
+exec chroot . bash -c 'echo ready; sleep infinity & wait'  # ready means: this process's root is the machine's
 """
 
 
@@ -54,70 +91,125 @@ class NoRoomError(Exception):
     """This machine cannot have a room, and why."""
 
 
-def _mount_points(paths: Sequence[Path]) -> list[str]:
-    """Return the mount points, other than /, of the file systems that hold these paths."""
-    found = []
-    for path in paths:
-        point = next(one for one in (path, *path.parents) if os.path.ismount(one))
-        if str(point) != "/" and str(point) not in found:
-            found.append(str(point))
-    return found
+def _needed() -> list[str]:
+    """Return the paths of this machine that programs of the test need on every machine."""
+    paths = [ROOT, Path(sys.prefix), Path(sys.base_prefix)]
+    return list(dict.fromkeys(str(one) for path in paths for one in (path, path.resolve())))
+
+
+def _hidden(path: str) -> bool:
+    """Return whether a machine has to mount this path, because its view of / does not show it."""
+    below = any(Path(path).is_relative_to(folder) for folder in EMPTY)
+    return below or Path(path).stat().st_dev != Path("/").stat().st_dev
+
+
+def _ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        said = process.communicate()[1].splitlines()
+        # mount's hint to look at dmesg is indented
+        said = [line for line in said if line.strip() and not line.startswith(" ")]
+        raise NoRoomError(f"no namespaces or overlay file system here: {''.join(said[-1:])}")
+
+
+def main_process(process: subprocess.Popen[str]) -> psutil.Process:
+    """Return the command itself: what was started has entered the machine and waits for it."""
+    (child,) = psutil.Process(process.pid).children()
+    return child
 
 
 class Room:
-    """`with Room({"etcd0": ..., "node0": ...})`: machines by name, with the number of each one's address."""
+    """`with Room("etcd0", "node0", "node1", shared=["/shared"])`: machines, and folders that all of them see.
 
-    def __init__(self, *names: str) -> None:
+    Args:
+        names: Host names of the machines. Each can reach the others by these.
+        shared: Folders that are the same on every machine, and empty at first.
+    """
+
+    def __init__(self, *names: str, shared: Sequence[str] = ()) -> None:
         self.addresses = {name: f"{NETWORK}.{10 + number}" for number, name in enumerate(names)}
+        self._shared = shared
         self._started: list[subprocess.Popen[str]] = []
+        # the first process of each machine, as this machine numbers it
+        self._first: dict[str, int] = {}
 
     def __enter__(self) -> Room:
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
         if os.geteuid() != 0 or missing:
             raise NoRoomError(f"needs root{''.join(f', {tool}' for tool in missing)}")
-        needed = [ROOT, Path(sys.prefix), Path(sys.base_prefix)]
-        spaces = ["--mount", "--propagation=private", "--net", "--pid", "--ipc", "--fork", "--kill-child"]
-        self._init = subprocess.Popen(
-            tied(
-                [str(shutil.which("unshare")), *spaces, "bash", "-c", _SETUP, "room", *_mount_points(needed)]
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self._init.stdout is not None
-        if self._init.stdout.readline() != "ready\n":
-            said = self._init.communicate()[1]
-            raise NoRoomError(f"no namespaces or overlay file system here: {said.strip()}")
-        (inside,) = psutil.Process(self._init.pid).children()
-        self._enter = ["nsenter", "-t", str(inside.pid), "-m", "-n", "-p", "-i", "-r", "-w"]
+        BASE.mkdir(mode=0o755, exist_ok=True)
+        spaces = ["--mount", "--propagation=private", "--net", "--pid", "--fork", "--kill-child"]
+        unshare = str(shutil.which("unshare"))
+        self._room = self._open(tied([unshare, *spaces, "bash", "-c", _ROOM, "room", str(BASE)]))
         try:
-            self._furnish(needed)
+            _ready(self._room)
+            self._inside = main_process(self._room).pid
+            self._make_machines()
         except BaseException:
             self.close()
             raise
         return self
 
-    def _furnish(self, needed: Sequence[Path]) -> None:
+    def _open(self, command: Sequence[str]) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+
+    def _make_machines(self) -> None:
+        needed = _needed()
         hosts = ["127.0.0.1 localhost", *(f"{ip} {name}" for name, ip in self.addresses.items())]
-        lines = ["umask 022", f"printf '%s\\n' {shlex.join(hosts)} > /etc/hosts"]
-        lines += [f"chmod a+rx {one}" for path in needed for one in reversed(path.parents)]
-        lines += ["ip link set lo up", "ip link add hub type bridge", "ip link set hub up"]
+        given = [
+            *EMPTY,
+            "--",
+            *self._shared,
+            "--",
+            *(path for path in needed if _hidden(path)),
+            "--",
+            *needed,
+        ]
+        spaces = [
+            "--mount",
+            "--propagation=private",
+            "--net",
+            "--pid",
+            "--ipc",
+            "--uts",
+            "--fork",
+            "--kill-child",
+        ]
+        enter = ["nsenter", "-t", str(self._inside), "-m", "-n", "-p"]
+        script = ["bash", "-c", _MACHINE, "machine", str(BASE)]
+        begun = {
+            name: self._open([*enter, "unshare", *spaces, *script, name, "\n".join(hosts), *given])
+            for name in self.addresses
+        }
+        self._started += begun.values()
+        for name, process in begun.items():
+            _ready(process)
+            (first,) = main_process(process).children()
+            self._first[name] = first.pid
         for number, (name, address) in enumerate(self.addresses.items()):
-            lines += [
-                f"ip netns add {name}",
-                f"ip link add hub{number} type veth peer name eth0 netns {name}",
-                f"ip link set hub{number} master hub up",
-                f"ip -n {name} link set lo up",
-                f"ip -n {name} addr add {address}/24 dev eth0",
-                f"ip -n {name} link set eth0 up",
-            ]
-        self.bash("\n".join(lines))
+            pid = self._first[name]
+            end = f"hub{number}"
+            self._network(
+                self._inside,
+                f"link add {end} type veth peer name eth0 netns {pid}\nlink set {end} master hub up",
+            )
+            self._network(pid, f"link set lo up\naddr add {address}/24 dev eth0\nlink set eth0 up")
+
+    @staticmethod
+    def _network(pid: int, commands: str) -> None:
+        """Run commands of ip in the network of a process."""
+        line = ["nsenter", "-t", str(pid), "-n", "ip", "-batch", "-"]
+        done = subprocess.run(line, input=commands + "\n", capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise NoRoomError(f"no network of its own for a machine here: {done.stderr.strip()}")
 
     def close(self) -> None:
-        """End every process of the room; what it held is gone with it."""
-        self._init.kill()  # and with it, by the kernel, the room's process 1 and all others in it
-        self._init.communicate()
+        """End every process of every machine; the files that they wrote are gone with them."""
+        if self._room.poll() is None:
+            # With the first process of the room the kernel kills all others. Its parent ends after them.
+            os.kill(main_process(self._room).pid, signal.SIGKILL)
+        self._room.communicate()
         for process in self._started:
             process.communicate()
 
@@ -129,16 +221,13 @@ class Room:
     def popen(
         self,
         command: Sequence[str],
-        machine: str = "",
+        machine: str,
         user: str = "root",
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command on a machine (none: in the room) as a user, with nothing but this environment."""
-        line = [*self._enter]
-        if machine:
-            name = f'echo {machine} > /proc/sys/kernel/hostname; exec "$@"'
-            line += ["ip", "netns", "exec", machine, "unshare", "--uts", "sh", "-c", name, "sh"]
+        """Start a command on a machine as a user, with nothing but this environment."""
+        line = ["nsenter", "-t", str(self._first[machine]), "-m", "-n", "-p", "-i", "-u", "-r", "-w"]
         if user != "root":
             ids = f'exec setpriv --reuid={user} --regid="$(id -g {user})" --init-groups --inh-caps=-all "$@"'
             line += ["sh", "-c", ids, "sh"]
@@ -161,7 +250,7 @@ class Room:
     def bash(
         self,
         text: str,
-        machine: str = "",
+        machine: str,
         user: str = "root",
         folder: str = "/",
         env: Mapping[str, str] | None = None,
@@ -171,166 +260,71 @@ class Room:
         whole = f"cd {shlex.quote(folder)}\n{text}"
         process = self.popen(["bash", "-euo", "pipefail", "-c", whole], machine, user, env)
         said, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == code, f"as {user} on {machine or 'the host'}:\n{text}\n{said}"
+        assert process.returncode == code, f"as {user} on {machine}:\n{text}\n{said}"
         return said
 
-    def write(self, path: str, text: str) -> None:
-        """Write a file of the room as root."""
-        folder, name = shlex.quote(str(Path(path).parent)), shlex.quote(Path(path).name)
-        self.bash(f"mkdir -p {folder}\ncd {folder}\ncat > {name} <<'END'\n{text}\nEND")
+    def everywhere(self, text: str, user: str = "root", folder: str = "/") -> dict[str, str]:
+        """Run a block of shell on every machine, and return what it said on each.
 
-    def read(self, path: str) -> str:
-        """Read a file of the room as root."""
-        return self.bash(f"cat {shlex.quote(path)}")
+        A user that a block adds has the same number everywhere, because every machine runs the same blocks.
+        """
+        return {machine: self.bash(text, machine, user, folder) for machine in self.addresses}
+
+    def outside(self, machine: str, path: str) -> Path:
+        """Return the path by which this machine sees a path of one of the room."""
+        return Path(f"/proc/{self._first[machine]}/root{path}")
+
+    def write(self, path: str, text: str, *machines: str) -> None:
+        """Write a file as root, on these machines (none: on all)."""
+        for machine in machines or self.addresses:
+            file = self.outside(machine, path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+    def read(self, path: str, machine: str) -> str:
+        """Read a file as root."""
+        return self.outside(machine, path).read_text()
+
+    def copy(self, path: str, giver: str, *takers: str) -> None:
+        """Copy a file or a folder to the same path of other machines, with rights and names of owners."""
+        folder, name = shlex.quote(str(Path(path).parent)), shlex.quote(Path(path).name)
+        packed = self.bash(f"tar -C {folder} -c {name} | base64", giver)
+        for taker in takers:
+            self.write("/run/packed", packed, taker)
+            self.bash(
+                f"mkdir -p {folder}; base64 -d /run/packed | tar -C {folder} -xp; rm /run/packed", taker
+            )
 
     def install_ourselves(self, folder: str) -> None:
-        """Have this test's environment at a folder, as if it had been installed there.
+        """Have this test's environment at a folder of every machine, as if it had been installed there.
 
         NoRoomError where other users cannot use it.
         """
-        self.bash(f"mkdir -p {folder}\nmount --bind {shlex.quote(sys.prefix)} {folder}")
+        self.everywhere(f"mkdir -p {folder}\nmount --bind {shlex.quote(sys.prefix)} {folder}")
         asked = self.popen(
-            [f"{folder}/bin/python", "-c", "import adaptdl_elastic.agent.launch"], user="nobody"
+            [f"{folder}/bin/python", "-c", "import adaptdl_elastic.agent.launch"],
+            next(iter(self.addresses)),
+            "nobody",
         )
         said, _ = asked.communicate(timeout=PATIENCE)
         if asked.returncode:
             raise NoRoomError(f"other users cannot use this environment: {said.strip()[-300:]}")
 
-    def provide(self, source: Path, path: str) -> None:
-        """Put a program of this machine where the room has none, or another one."""
-        self.bash(f"install -D -m 755 {shlex.quote(str(source))} {shlex.quote(path)}")
+    def provide(self, source: Path, path: str, *machines: str) -> None:
+        """Put a program of this machine where these machines (none: all) have none, or another one."""
+        for machine in machines or self.addresses:
+            target = self.outside(machine, path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+            target.chmod(0o755)
 
+    def unplug(self, machine: str) -> None:
+        """Cut a machine off the network."""
+        self._link(machine, "down")
 
-def main_process(process: subprocess.Popen[str]) -> psutil.Process:
-    """Return the command itself: what was started has entered the room and waits for it."""
-    (child,) = psutil.Process(process.pid).children()
-    return child
+    def plug(self, machine: str) -> None:
+        """Connect a machine that was unplugged."""
+        self._link(machine, "up")
 
-
-@dataclass
-class Unit:
-    """A service as systemd would run it; what is not known here is an error, not left out.
-
-    Args:
-        text: the unit file, and what drop-ins add to it.
-        instance: what `%i` stands for.
-    """
-
-    text: str
-    instance: str = ""
-    settings: dict[str, list[str]] = field(init=False)
-
-    _KNOWN = (
-        *("Type", "User", "WorkingDirectory", "Environment", "EnvironmentFile", "ExecStartPre", "ExecStart"),
-        *("StateDirectory", "StateDirectoryMode", "LogsDirectory", "LogsDirectoryMode"),
-        # what decides when it is stopped and started again, which the test does itself
-        *("KillMode", "TimeoutStopSec", "SuccessExitStatus", "Restart", "RestartSec", "LimitNOFILE"),
-    )
-
-    def __post_init__(self) -> None:
-        self.settings = {}
-        section = ""
-        for line in self.text.replace("\\\n", " ").splitlines():
-            line = line.strip()
-            if line.startswith("["):
-                section = line
-            if section != "[Service]" or "=" not in line or line.startswith("#"):
-                continue
-            name, _, value = line.partition("=")
-            assert name in self._KNOWN, f"tests/support/machines.py does not know {name}="
-            values = self.settings.setdefault(name, [])
-            if not value:
-                values.clear()  # an empty assignment takes back what was said before
-            else:
-                values.append(value.replace("%i", self.instance).replace("%%", "%"))
-
-    def _one(self, name: str, default: str = "") -> str:
-        return self.settings.get(name, [default])[-1]
-
-    @property
-    def user(self) -> str:
-        """Who it runs as."""
-        return self._one("User", "root")
-
-    def environment(self, room: Room) -> dict[str, str]:
-        """Return `Environment=` and the files of `EnvironmentFile=`, which systemd reads as root."""
-        lines = [word for value in self.settings.get("Environment", []) for word in shlex.split(value)]
-        for path in self.settings.get("EnvironmentFile", []):
-            lines += [line for line in room.read(path).splitlines() if line and line[0] not in "#;"]
-        return {
-            name: shlex.join(shlex.split(value)) for name, _, value in (line.partition("=") for line in lines)
-        }
-
-    def start(self, room: Room, machine: str, log: Path) -> Service:
-        """Do what `systemctl start` does: make its directories, run its commands, wait until it is ready."""
-        for kind, place in (("StateDirectory", "/var/lib"), ("LogsDirectory", "/var/log")):
-            for name in self._one(kind).split():
-                mode = self._one(f"{kind}Mode", "0755")
-                room.bash(
-                    f"mkdir -p {place}\ncd {place}\nmkdir -p {name}\n"
-                    f"chown -R {self.user}: {name}\nchmod {mode} {name}"
-                )
-        folder = self._one("WorkingDirectory", "/")
-        environment = self.environment(room)
-        for line in self.settings.get("ExecStartPre", []):
-            room.bash(line, machine, self.user, folder, environment)
-        ready = _Ready(room) if self._one("Type") == "notify" else None
-        if ready is not None:
-            environment["NOTIFY_SOCKET"] = ready.path
-        (command,) = self.settings["ExecStart"]
-        script = f'cd {shlex.quote(folder)} && exec "$@"'
-        words = ["sh", "-c", script, "sh", *shlex.split(command)]
-        service = Service(room.popen(words, machine, self.user, environment, log), log)
-        if ready is not None:
-            ready.wait(service)
-        return service
-
-
-class _Ready:
-    """The socket by which a service of `Type=notify` says that it is ready."""
-
-    def __init__(self, room: Room) -> None:
-        self.path = f"/run/notify-{os.urandom(4).hex()}"
-        outside = f"/proc/{room._enter[2]}/root{self.path}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(outside)
-        Path(outside).chmod(0o777)
-
-    def wait(self, service: Service) -> None:
-        self._socket.settimeout(1.0)
-        said = b""
-        while b"READY=1" not in said:
-            assert service.process.poll() is None, service.log.read_text()
-            with contextlib.suppress(TimeoutError):
-                said = self._socket.recv(4096)
-        self._socket.close()
-
-
-@dataclass
-class Service:
-    """A unit that runs."""
-
-    process: subprocess.Popen[str]
-    log: Path
-
-    @property
-    def pid(self) -> int:
-        """Its main process, as this machine numbers it."""
-        return main_process(self.process).pid
-
-    def stop(self) -> int:
-        """Send SIGTERM to the main process, as `systemctl stop` does, and return its exit code."""
-        os.kill(self.pid, signal.SIGTERM)
-        return self.wait()
-
-    def wait(self) -> int:
-        """Wait for its end; the exit code."""
-        return self.process.wait(PATIENCE)
-
-
-def blocks(page: str, language: str, how: str = "") -> list[str]:
-    """Return the fenced blocks of a page of docs/ in a language, marked `test=<how>` if it is given."""
-    text = (ROOT / "docs" / page).read_text()
-    found = re.findall(r"^```(\w+)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    wanted = f"test={how}" if how else ""
-    return [body for lang, info, body in found if lang == language and wanted in info]
+    def _link(self, machine: str, state: str) -> None:
+        self._network(self._inside, f"link set hub{list(self.addresses).index(machine)} {state}")

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from fake_loader import FakeLoader
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from adaptdl_elastic.torch._gradient import comm_hook
 from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale
@@ -450,6 +452,45 @@ def by_hand(plans: Sequence[Plan], options: dict[str, Any]) -> list[tuple[torch.
         found.append((_gradient(model), _gradient(whole)))
         adp.optimizer.step()
     return found
+
+
+def accumulated(kind: str) -> tuple[int, list[torch.Tensor]]:
+    """Run nanoGPT's loop, six steps of four passes, and return the calls of the hook and all gradients.
+
+    Args:
+        kind: "DDP"; "flag", AdaptiveDataParallel whose flag the loop sets; or "no_sync".
+    """
+    model, calls, found = linear(), 0, list[torch.Tensor]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours = comm_hook.reduce_bucket
+
+    def counting(state: Any, bucket: dist.GradBucket) -> Any:
+        nonlocal calls
+        calls += 1
+        return allreduce_hook(None, bucket) if state is None else ours(state, bucket)
+
+    counting.__annotations__ = {}  # torch refuses annotations that are strings
+    comm_hook.reduce_bucket = counting
+    ddp: Any
+    if kind == "DDP":
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(None, counting)
+    else:
+        ddp = AdaptiveDataParallel(model, optimizer)
+    comm_hook.reduce_bucket = ours
+    for step in range(6):
+        for micro_step in range(4):
+            last = micro_step == 3
+            if kind != "no_sync":
+                ddp.require_backward_grad_sync = last
+            x, y = samples(4, 16 * step + 4 * micro_step + 100 * dist.get_rank())
+            with ddp.no_sync() if kind == "no_sync" and not last else nullcontext():
+                loss = (ddp(x) - y).square().mean() / 4
+            loss.backward()
+        found.append(_gradient(model))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return calls, found
 
 
 def _gradient(model: nn.Module) -> torch.Tensor:

@@ -1,6 +1,8 @@
-"""`pytest --quick`: only tests that start no process, and a check that they start none.
+"""Select tests: `--quick` (no process), `--once` (every feature once), `--rest` (what `--once` leaves out).
 
-A test that starts processes has the marker `processes`, `etcd` or `slow`, or its module has.
+A test that starts processes has the marker `processes`, `etcd` or `slow`, or its module has. Of such tests
+`--once` takes the first case of each parametrised function. Neither `--quick` nor `--once` takes a test that
+is `exhaustive` unless it is `essential`. `--quick` checks that its tests start no process.
 """
 
 from __future__ import annotations
@@ -17,16 +19,47 @@ MARKERS = ("processes", "etcd", "slow", "gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="only tests that start no process")
+    parser.addoption("--quick", action="store_true", help="only tests that start no process, none exhaustive")
+    parser.addoption("--once", action="store_true", help="every feature once: what `make test` runs")
+    parser.addoption("--rest", action="store_true", help="what --once leaves out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if sum(map(config.getoption, ("--quick", "--once", "--rest"))) > 1:
+        raise pytest.UsageError("--quick, --once and --rest exclude each other")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--quick"):
+    quick, once, rest = (config.getoption(name) for name in ("--quick", "--once", "--rest"))
+    if quick:
+        left_out = [item for item in items if _starts_processes(item) or _exhaustive(item)]
+        _forbid_processes()  # not before: pytest-xdist starts its workers, and they ask `uname`
+    elif once or rest:
+        repeated = _repeated(items)
+        left_out = [item for item in items if (item in repeated) == once]
+    else:
         return
-    marked = [item for item in items if any(item.get_closest_marker(name) for name in MARKERS)]
-    config.hook.pytest_deselected(items=marked)
-    items[:] = [item for item in items if item not in set(marked)]
-    _forbid_processes()  # not before: pytest-xdist starts its workers, and they ask `uname`
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in MARKERS)
+
+
+def _exhaustive(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("exhaustive") and not item.get_closest_marker("essential"))
+
+
+def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests of features that another test or case has shown already."""
+    found, seen = set(), set[str]()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if _exhaustive(item) or (_starts_processes(item) and name in seen):
+            found.add(item)
+        seen.add(name)
+    return found
 
 
 def _forbid_processes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -11,10 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "adaptdl_elastic.torch.parallel", "adaptdl_elastic.torch.data"]
-)
+from warm_agent import CONTEXT
 
 
 def run(
@@ -31,8 +27,8 @@ def run(
         pipes, processes = [], []
         try:
             for rank in range(replicas):
-                ours, theirs = _CONTEXT.Pipe(duplex=False)
-                process = _CONTEXT.Process(
+                ours, theirs = CONTEXT.Pipe(duplex=False)
+                process = CONTEXT.Process(
                     target=_main, args=(function, rank, replicas, folder, theirs, args), daemon=True
                 )
                 process.start()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fake_provider import FakeProvider
+
 from adaptdl_elastic.autoscaler.providers.base import Pool
-from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.rendezvous.schema import records

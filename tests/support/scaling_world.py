@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from fake_provider import FakeProvider
+
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, InstanceState, Pool
-from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Drain,

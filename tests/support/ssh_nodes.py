@@ -86,7 +86,8 @@ class SshNodes:
             f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {self.folder / 'host_key'}\n"
             f"AuthorizedKeysFile {self.folder / 'authorized_keys'}\nStrictModes no\nUsePAM no\n"
             f"PasswordAuthentication no\nPidFile none\nPermitRootLogin prohibit-password\n"
-            f'SetEnv "HOME={self.home(name)}" "XDG_DATA_HOME=" "XDG_RUNTIME_DIR=" "PATH={path}"\n'
+            f'SetEnv "HOME={self.home(name)}" "XDG_DATA_HOME=" "XDG_RUNTIME_DIR=" "PATH={path}" '
+            f'"CUDA_VISIBLE_DEVICES="\n'
         )
         log = (self.folder / name / "sshd.log").open("ab")
         with log:

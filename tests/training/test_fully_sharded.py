@@ -11,6 +11,7 @@ import pytest
 import replicas
 import sharded_cases
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import adaptdl_elastic.torch as adl
@@ -75,7 +76,13 @@ def test_what_is_not_supported_is_refused_in_one_line(monkeypatch: pytest.Monkey
     fully_shard(net, offload_policy=CPUOffloadPolicy(pin_memory=False))
     with pytest.raises(ValueError, match="leave out offload_policy"):
         adl.AdaptiveFSDP(net, torch.optim.AdamW(net.parameters()))
+    net = sharded_cases.network()
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+    with pytest.raises(ValueError, match=r"this mesh is DeviceMesh\(\(dp=1\).*: give fully_shard no mesh"):
+        adl.AdaptiveFSDP(net, torch.optim.AdamW(net.parameters()))
     net, optimizer = sharded_cases.sharded()
+    with pytest.raises(TypeError, match="supports no mp_scaler: leave it out and train in bfloat16"):
+        adl.AdaptiveFSDP(net, optimizer, mp_scaler=torch.amp.GradScaler("cpu"))
     monkeypatch.setattr(private, "TESTED", ("2.99",))
     with pytest.raises(ValueError, match=r"it needs torch 2\.99, and this is torch "):
         adl.AdaptiveFSDP(net, optimizer)

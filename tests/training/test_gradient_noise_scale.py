@@ -268,6 +268,20 @@ def test_the_preconditioner_is_what_torchs_optimizer_divides_by(kind: Any, amsgr
     torch.testing.assert_close(-weight.grad.flatten() / divisor(slice(None)), step)
 
 
+def test_a_seldom_used_element_is_not_all_of_the_noise() -> None:
+    """The row of a rare token has no second moment, until the step in which the token comes."""
+    weight = torch.nn.Parameter(torch.zeros(10, dtype=torch.float64))
+    theirs = torch.optim.AdamW([weight], lr=1e-3)
+    gns = AdamGradientNoiseScale(None, theirs)
+    assert gns.preconditioner is not None
+    for _ in range(20):
+        weight.grad = torch.tensor([1.0] * 9 + [0.0], dtype=torch.float64)
+        theirs.step()
+    divisor = gns.preconditioner(weight, theirs.param_groups[0])
+    assert divisor is not None
+    assert divisor(slice(None)) == pytest.approx([1.0] * 9 + [(0.9e-3) ** 0.5], rel=1e-3)
+
+
 def test_statistics_survive_a_checkpoint() -> None:
     before = fed(2.0, 6.0)
     before.advance(3.0)

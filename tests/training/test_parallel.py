@@ -232,6 +232,45 @@ def test_accumulating_by_hand_is_ddps_no_sync() -> None:
     assert torch.equal(train(plain, DistributedDataParallel(plain), theirs), train(adaptive, adp, ours))
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("count", [1, 2])
+def test_nanogpts_flag_makes_the_all_reduces_and_gradients_of_ddp(count: int) -> None:
+    ddp, flag, no_sync = (replicas.run(cases.accumulated, count, kind) for kind in ("DDP", "flag", "no_sync"))
+    for rank in range(count):
+        assert (ddp[rank][0], flag[rank][0], no_sync[rank][0]) == (6, 6, 6)
+        for theirs, ours, same in zip(ddp[rank][1], flag[rank][1], no_sync[rank][1], strict=True):
+            assert torch.equal(ours, same)
+            torch.testing.assert_close(ours, theirs)
+    assert not torch.equal(flag[0][1][0], flag[0][1][1])
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_flag_of_a_script_that_accumulates_outlasts_a_change_in_place() -> None:
+    model = cases.linear()
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    adp.require_backward_grad_sync = False
+    adp.reinit_process_group()
+    adp(cases.samples(4)[0])
+    assert not adp.require_backward_grad_sync
+    adp.require_backward_grad_sync = True
+    adp(cases.samples(4)[0])
+    assert adp.require_backward_grad_sync
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_flag_that_a_script_reads_is_what_it_has_set() -> None:
+    model = cases.linear()
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with adp.no_sync():
+        assert not adp.require_backward_grad_sync
+        adp(cases.samples(4)[0])
+        assert not adp.require_backward_grad_sync
+    # as Accelerate does: what was read is set again
+    before, adp.require_backward_grad_sync = adp.require_backward_grad_sync, True
+    adp.require_backward_grad_sync = before
+    assert adp.require_backward_grad_sync
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_closure_can_not_accumulate() -> None:
     model = cases.linear()
@@ -484,6 +523,7 @@ def test_a_model_without_tensor_outputs_can_not_accumulate() -> None:
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
+@pytest.mark.exhaustive
 def test_compiled_models(backend: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -592,25 +632,6 @@ def test_another_initial_batch_size_than_the_checkpoints_is_told_and_reckoned_wi
     assert after.gns.batches_seen == 2 + 4
     assert after.gns.get_progress() == pytest.approx(8.0 / again.gns.gain(4.0) + 4)
     assert 1.0 < again.gns.gain(4.0) < 4.0
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("late", [True, False])
-def test_a_scheduler_that_was_not_given_is_told(given: bool, late: bool, caplog: Any) -> None:
-    model = cases.linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = None if late else torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    known = torch.optim.lr_scheduler.StepLR(optimizer, 1) if given else None
-    adp = AdaptiveDataParallel(model, optimizer, known)
-    scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        adp(cases.samples(4)[0]).mean().backward()
-        optimizer.step()
-    assert caplog.text.count("a learning-rate scheduler that AdaptiveDataParallel was not given") == (
-        not given
-    )
 
 
 @pytest.mark.usefixtures("alone")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,7 @@ from page_world import HOSTILE, PageWorld, small_world
 from adaptdl_elastic.autoscaler.web.access import CSRF_HEADER, Guard
 from adaptdl_elastic.autoscaler.web.http_server import WebServer
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, decode
+from adaptdl_elastic.rendezvous.services.connections import MOST_UNKNOWN
 
 PATIENCE_SECONDS = 100.0
 
@@ -106,6 +109,20 @@ def test_a_page_of_another_site_cannot_read_under_a_name_of_its_own(server: WebS
         assert status == 421
         assert "speech" not in str(body)
         assert "Set-Cookie" not in headers
+
+
+@pytest.mark.exhaustive
+def test_idle_connections_of_another_user_do_not_lock_the_owner_out(server: WebServer) -> None:
+    with contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", server.guard.port)
+        idle = [stack.enter_context(socket.create_connection(address)) for _ in range(MOST_UNKNOWN + 70)]
+        cookie = let_in(server)
+        assert ask(server, "GET", "/api/overview", **cookie)[0] == 200
+        # those that had to give way
+        for one in idle[:70]:
+            one.settimeout(PATIENCE_SECONDS)
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b""
 
 
 def test_the_page_scales_and_stops_a_job(server: WebServer, world: PageWorld) -> None:

@@ -7,14 +7,15 @@ one if the script has called `autoscale_batch_size`. Which one is better is deci
 from __future__ import annotations
 
 import logging
+import sys
 
-from adaptdl_elastic import _session, checkpoint, collective, env
+from adaptdl_elastic import _frames, _session, checkpoint, collective, env
 from adaptdl_elastic._checks import flag, integer
 from adaptdl_elastic._interfaces import Command, ElasticLoader
 from adaptdl_elastic.torch._data.checks import check_bounds
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._data.unequal_shares import UnequalShares
-from adaptdl_elastic.torch._runtime.position import script_position
+from adaptdl_elastic.torch._runtime.position import OUTSIDE, script_position
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial, local_batch, misfit
 from adaptdl_elastic.torch._tuning.memory_limit import limited, memory_limit, split
 from adaptdl_elastic.torch._tuning.shares import Shares
@@ -134,6 +135,8 @@ class LoaderBatchSize(ElasticLoader):
         Raises:
             RuntimeError: another loader, with autoscaling, is the training loader already.
         """
+        if _session.current().epoch is None:
+            self._train_outside()
         known = self.registry.training
         if known is self:
             return
@@ -141,10 +144,41 @@ class LoaderBatchSize(ElasticLoader):
             raise RuntimeError(
                 "a second loader would be used for training: autoscale_batch_size was called on another one"
             )
+        if known is None:
+            self._tell_batch_size()
         self.registry.training = self
         self.trained = True  # if several loaders train in turn, this one will train again
         script_position().trainer = self.key
         self._announce()
+
+    def _tell_batch_size(self) -> None:
+        """Print the batch size with which this process begins to train."""
+        session, total = _session.current(), self.replicas * self._atomic * (self._accum + 1)
+        if session.rank or session.joining or session.dry:
+            return
+        line = f"batch size {total} over {self.replicas} replica{'s' if self.replicas > 1 else ''}"
+        if total != self.batch_size and not self.adaptive:
+            line += f": batch_size={self.batch_size} cannot be divided equally among them"
+        print(line, file=sys.stderr, flush=True)
+
+    def _train_outside(self) -> None:
+        """Report that models are trained outside of epochs, where no position is kept and no replica joins.
+
+        Raises:
+            CanNotJoin: this replica is a newcomer, and the others have not come to an epoch yet, either.
+        """
+        session = _session.current()
+        if session.trains_outside or session.dry or session.channel is None:
+            return
+        session.trains_outside = True
+        line = (
+            f"{_frames.script_line()} trains outside of adl.remaining_epochs_until: there the job keeps its "
+            f"size, and a restart begins the loop again. Write `for epoch in adl.remaining_epochs_until(N):`"
+        )
+        if session.newcomer is not None and session.newcomer.before_epochs:
+            collective.give_up(line)
+        session.metrics.report_problem(OUTSIDE, line)
+        session.report_eligibility()
 
     def _announce_limits(self) -> None:
         limits = self._limits

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adaptdl_elastic import env
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._elastic.script_objects import inside, named
 from adaptdl_elastic.torch._gradient import grad_scaler
 from adaptdl_elastic.torch._process_group import capability
 from adaptdl_elastic.torch._runtime.heap import instances_of
@@ -26,7 +27,6 @@ GROUPS = "the script has process groups of its own"
 
 _c10d: Any = torch.distributed.distributed_c10d
 _KINDS = (LRScheduler, torch.amp.GradScaler, DistributedDataParallel)
-_DEPTH, _MOST = 6, 10_000  # search inside a scheduler for other schedulers: levels, and objects per level
 
 
 def scan_user_objects(session: Session, again: bool = False) -> None:
@@ -67,11 +67,14 @@ def why_not_remade(session: Session) -> str | None:
 
 
 def why_nobody_may_join(session: Session) -> str | None:
-    """Return which state in use a newcomer would not get from the others; None if there is none."""
+    """Return why a newcomer would not get the state of the others; None if there is no reason."""
+    if session.trains_outside:
+        return "the script trains outside of remaining_epochs_until"
+    saved = inside(named(session))
     for model in session.models:
         if model.thawed:
             return "parameters were thawed (requires_grad) after AdaptiveDataParallel was made"
-        known = _inside(model.lr_scheduler)
+        known = saved | inside(model.lr_scheduler)
         for one in _found(session, LRScheduler):
             if getattr(one, "optimizer", None) is model.optimizer and id(one) not in known and _moved(one):
                 return f"AdaptiveDataParallel was not given the {type(one).__name__} in use as lr_scheduler"
@@ -112,23 +115,3 @@ def possible(session: Session) -> tuple[bool, str]:
 def _moved(scheduler: Any) -> bool:
     """Return whether a scheduler has been stepped since its creation, which itself counts as one step."""
     return bool(getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", 0) + 1) > 1)
-
-
-def _inside(scheduler: Any) -> set[int]:
-    """Return the ids of a scheduler and of all objects inside it, such as the schedulers of SequentialLR."""
-    known, level = set[int](), [scheduler]
-    for _ in range(_DEPTH):
-        level = [one for one in level if id(one) not in known][:_MOST]
-        known.update(map(id, level))
-        level = [part for one in level for part in _parts(one)]
-    return known
-
-
-def _parts(one: Any) -> list[Any]:
-    if isinstance(one, list | tuple):
-        return [*one]
-    if isinstance(one, dict):
-        return [*one.values()]
-    if isinstance(one, torch.optim.Optimizer | torch.nn.Module | torch.Tensor):
-        return []
-    return [*getattr(one, "__dict__", {}).values()]

@@ -33,6 +33,11 @@ class Newcomer:
         self._attempt = 0
         self._at: tuple[int, int] = (0, 0)  # epoch and data loop where the others can be joined
 
+    @property
+    def before_epochs(self) -> bool:
+        """Whether the running replicas had not come to an epoch when the last preview was written."""
+        return self._at[0] < 0
+
     def preview(self, step: dict[str, Any] | None = None) -> None:
         """Load a preview: the position and the states of the running replicas when rank 0 wrote it.
 
@@ -59,6 +64,8 @@ class Newcomer:
             collective.give_up(step["refused"])
         return step
 
+    # the loop may be in `torch.inference_mode`, whose tensors are of no use to training
+    @torch.inference_mode(False)
     def arrive(self, place: tuple[int, int], loader: str) -> bool:
         """Reach a data loop, and join the running replicas if they are in it.
 

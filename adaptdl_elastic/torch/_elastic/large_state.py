@@ -29,6 +29,19 @@ _SAMPLED_ELEMENTS = 16  # compared elements of each of these tensors, spread ove
 _CHECKED_WINDOWS = 3  # first windows in which elements are compared at the step, which waits for the device
 
 
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a few elements of a tensor, spread over it, as a view of shape (n,).
+
+    Raises:
+        RuntimeError: it has no plain storage (sparse).
+    """
+    offset = tensor.storage_offset()
+    stored = tensor.untyped_storage().nbytes() // tensor.element_size() - offset
+    reachable = min(tensor.numel(), stored)
+    count = min(_SAMPLED_ELEMENTS, reachable)
+    return tensor.detach().as_strided((count,), (max(1, reachable // _SAMPLED_ELEMENTS),), offset)
+
+
 class StateMarks:
     """Record marks of a TensorState by which a later change is detected.
 
@@ -50,12 +63,7 @@ class StateMarks:
         """Yield a few elements of the largest tensors and of some others, as views."""
         by_size = sorted(self.tensors, key=torch.Tensor.numel)
         others, largest = by_size[:-_LARGEST_TENSORS], by_size[-_LARGEST_TENSORS:]
-        for tensor in [*largest, *others[:: len(others) // _OTHER_TENSORS + 1]]:
-            offset = tensor.storage_offset()
-            stored = tensor.untyped_storage().nbytes() // tensor.element_size() - offset
-            reachable = min(tensor.numel(), stored)
-            count = min(_SAMPLED_ELEMENTS, reachable)
-            yield tensor.detach().as_strided((count,), (max(1, reachable // _SAMPLED_ELEMENTS),), offset)
+        yield from map(sampled, [*largest, *others[:: len(others) // _OTHER_TENSORS + 1]])
 
     def written(self) -> bool:
         """Return whether a version counter of these tensors has changed since. Takes microseconds."""

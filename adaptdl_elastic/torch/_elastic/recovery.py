@@ -3,11 +3,8 @@
 The problem. A replica dies in the middle of a step. A survivor may be waiting for the gradients of this
 step, may have got some of them, or may have finished the step. No survivor knows how far the others are.
 
-Two simple ways fail. Loading the last checkpoint loses all steps since then and restarts every process.
-Letting each survivor finish its step is impossible: some have the sum of the gradients, others will never
-get it.
-
-What is done:
+Loading the last checkpoint would lose all steps since then and restart every process. Letting each survivor
+finish its step is impossible: some will never get the sum of the gradients. What is done:
 
 1. *The step does not commit* on a replica that did not get its gradients. The communication hook replaces the
    result of the failed all-reduce by zeros (`comm_hook`), the optimizer does nothing, and the loop's body
@@ -32,8 +29,7 @@ A data loop ends on all replicas together. So no replica runs the code after the
 has to repeat a step or a part of an evaluation. The accumulators are added up at that point, so that no sum
 of a finished loop is lost with a replica.
 
-If a state cannot be restored, the process ends with an error that says so, and training restarts from the
-last checkpoint.
+If a state cannot be restored, the process ends with an error, and training restarts from the checkpoint.
 """
 
 from __future__ import annotations
@@ -45,6 +41,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import torch
 
 from adaptdl_elastic import env
 from adaptdl_elastic._interfaces import ElasticLoader, Place, RetryDataLoop, StepOutOfMemory
@@ -119,9 +117,12 @@ class Recovery:
         return self._armed == self._session.generation
 
     def arm(self) -> None:
-        """Survive the death of peers from now on; do nothing if `why_not` gives a reason against it."""
+        """Survive the death of peers from now on; if `why_not` gives a reason against it, tell the agent."""
         session = self._session
-        if self.armed or self.why_not() is not None:
+        if self.armed or session.joining:
+            return
+        if (why := self.why_not()) is not None:
+            session.send(Resilient(session.generation, why))
             return
         self._armed = session.generation
         for model in self._session.models:
@@ -277,8 +278,7 @@ class Recovery:
     def loop_left(self, helper: ElasticLoader) -> None:
         """Record that this replica has left a loop by `break`, so that no peer waits at the loop's end."""
         self._give_up_step(helper)
-        # After a failed step the next boundary ends this replica with an error. A recovery is not possible
-        # here, while the loader's generator is being closed.
+        # no recovery while the loader's generator is closed: after a failed step the next boundary raises
         inside = not script_position().outside
         if inside and self.armed and self._session.replicas > 1 and not self.failed:
             self._buffers_diverged = self._buffers_diverged or helper.training
@@ -366,6 +366,7 @@ class Recovery:
                     return max(self._plans, key=lambda plan: plan.generation)
                 self._told.wait()
 
+    @torch.inference_mode(False)
     def recover(self, reason: str, helper: ElasticLoader | None = None, at_end: bool = False) -> None:
         """Form a generation without the dead replica, and go to the position at which training continues.
 

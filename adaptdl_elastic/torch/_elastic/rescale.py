@@ -56,6 +56,7 @@ from adaptdl_elastic._session import Session
 from adaptdl_elastic.protocol.messages import ChangePlan
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
+from adaptdl_elastic.torch._elastic.script_objects import NAME
 from adaptdl_elastic.torch._process_group import backends, capability
 from adaptdl_elastic.torch._process_group.store import FOREVER, PATIENCE, CancellableStore, generation_store
 
@@ -182,7 +183,7 @@ class Rescaler:
             return
         (epoch, loop), attempt = command["position"][:2], command["attempt"]
         at = [epoch, max(loop, 1)]  # at an epoch's beginning: its first data loop, where newcomers can join
-        heavy = {model.name for model in self._session.models}
+        heavy = {NAME, *(model.name for model in self._session.models)}
         names = [name for name in self._session.states if name not in heavy]
         try:
             store = plan.meeting()
@@ -223,6 +224,8 @@ class Rescaler:
             return safe.recover(str(error))
         message = plan.message
         began = time.monotonic()
+        if NAME in session.states:
+            session.states[NAME].collect_for_save()
         for _, state in sorted(session.states.items()):
             state.sync()
         group = backends.present(session)
@@ -247,6 +250,9 @@ class Rescaler:
             donors = [rank for rank in range(session.replicas) if rank not in plan.newcomers]
             state_transfer.give(session, plan.newcomers, donors)
             regroup.finish(session, position, began)
+            if session.rank == 0 and not session.recovery.armed:
+                # a death will cost what comes after the newest checkpoint
+                session.consensus.request({"kind": "checkpoint"})
         except (RuntimeError, OSError) as error:  # a replica died during the switch
             safe.recover(str(error))
         plan.tried.set()

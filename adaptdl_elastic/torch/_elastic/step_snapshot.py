@@ -29,6 +29,8 @@ class StepSnapshot:
         last: Snapshot of the previous window, whose memory is used again.
     """
 
+    # the loop may be in `torch.inference_mode`, whose tensors are of no use to training
+    @torch.inference_mode(False)
     def __init__(self, session: Session, index: int, last: StepSnapshot | None) -> None:
         self.index = index
         models = session.models

@@ -294,7 +294,7 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
     elif state.weight != 1.0:
         buffer.mul_(state.weight)
     recording = state.recording
-    if bucket.index() == 0 or state.failure is not None:
+    if state.under_way and (bucket.index() == 0 or state.failure is not None):
         state.under_way = [one for one in state.under_way if not one.real.done()]
     if state.failure is not None:  # the group is broken: this step will not be used
         return _given_up(state, bucket) if state.completion_is_unreliable else _finished(buffer.zero_())

@@ -66,19 +66,6 @@ _NOTHING = 1e-150  # a smaller squared norm counts as none: its logarithm would 
 _RELEVANT = 0.25  # least change that counts, of a logarithm or relative to |G|²
 
 
-def variance_from_parts(part_sqr: Array, mean_sqr: Array, count: int) -> Array:
-    """Return the variance of the mean of `count` part-gradients. Unbiased, so it may be negative.
-
-    Args:
-        part_sqr: mean |gᵢ|², shape [groups].
-        mean_sqr: |ḡ|², shape [groups].
-        count: number of parts.
-    """
-    if count < 2:
-        raise ValueError(f"a variance needs at least two parts, got count={count}")
-    return (part_sqr - mean_sqr) / (count - 1)
-
-
 def balanced_signs(count: int, generator: torch.Generator) -> torch.Tensor:
     """Return `count` numbers ±1 in random order that sum to zero, shape [count].
 
@@ -174,6 +161,61 @@ class _Cell:
         self.seen_sqr = self.seen_sqr + other.seen_sqr
 
 
+class _Averages:
+    """Compute the averages over the cells of a window, at least one.
+
+    Each cell is moved to the last measurement along the trend. Otherwise the mean lags: while gradients
+    shrink by a fifth in each step it would be that of steps ago.
+
+    Attributes:
+        recency: Weight of a measurement in each cell, shape [cells]: e⁻¹ after a third of the window. With
+            it, slow drift that is not cut lags less, for a quarter more of standard error.
+        trends: Slopes per measurement of log |ḡ|² and of log V.
+        carried: Factors that move both quantities of each cell to the end of the window, shape [cells, 2].
+        weight: Σ S of each cell, shape [cells].
+        sqr: Estimate of |G|², shape [groups].
+        var: Estimate of tr Σ / m₀, shape [groups].
+    """
+
+    def __init__(self, cells: Sequence[_Cell]) -> None:
+        counts = np.array([cell.count for cell in cells], dtype=np.float64)
+        # from the middle of each cell to the end of the window
+        ages = counts[::-1].cumsum()[::-1] - counts / 2.0 - 0.5
+        self.recency: Array = np.exp(-3.0 * ages / counts.sum())
+        self.weight = np.array([cell.weight for cell in cells])
+        self.trends = np.zeros(2)
+        if len(cells) >= 3:
+            seen, seen_sqr = (
+                np.array([getattr(cell, name)[:2] for cell in cells]) for name in ("seen", "seen_sqr")
+            )
+            self.trends = _trends(counts, ages, self.recency, seen, seen_sqr)
+        self.carried: Array = np.exp(np.clip(self.trends * ages[:, None], -3.0, 3.0))
+        weights = self.recency[:, None] * self.carried / (self.recency @ self.weight)
+        self.sqr: Array = weights[:, _KNOWN] @ np.stack([cell.sqr for cell in cells])
+        self.var: Array = weights[:, _VARIANCE] @ np.stack([cell.var for cell in cells])
+
+
+def _trends(counts: Array, ages: Array, recency: Array, seen: Array, seen_sqr: Array) -> Array:
+    """Return slopes per measurement of two quantities, whose sums over cells are `seen`, shape [cells, 2].
+
+    A weighted straight line is fitted to the cells and shrunk where it may be chance: its slope is multiplied
+    by t²/(t² + `_DOUBT`), where t is the slope in standard errors.
+    """
+    weights, size = counts * recency, counts.sum()
+    total = weights.sum()
+    mean = seen / counts[:, None]
+    within = seen_sqr / counts[:, None] - mean**2
+    from_middle = ages - weights @ ages / total
+    spread = weights @ from_middle**2
+    slope = -(weights * from_middle) @ mean / spread
+    off = mean - weights @ mean / total + slope * from_middle[:, None]
+    # subtract what the line itself adds within a cell
+    noise = weights @ (off**2 + within - slope**2 * (counts**2 - 1)[:, None] / 12) / total
+    t_squared = slope**2 * spread / np.maximum(noise * size / (size - 2), 1e-9)
+    result: Array = slope * t_squared / (t_squared + _DOUBT)
+    return result
+
+
 @dataclass
 class Moments:
     """Average the moments over a window of measurements, which grows until the moments change.
@@ -197,7 +239,7 @@ class Moments:
     smoothing: float = SMOOTHING
     cells: list[_Cell] = field(default_factory=list, init=False)  # oldest first
     _group: _Cell | None = field(default=None, init=False)  # measurements that are not in the window yet
-    _averages: tuple[Array, Array] | None = field(default=None, init=False)  # (sqr, var) of the window
+    _averages: _Averages | None = field(default=None, init=False)  # of the window
 
     def add(self, measurement: Measurement) -> bool:
         """Add a measurement; return whether the means have changed. One with a zero gradient is left out."""
@@ -282,18 +324,17 @@ class Moments:
     @property
     def sqr(self) -> Array:
         """Estimate of |G|², shape [groups]; not clipped. Zero before the first measurement."""
-        return self._both[0]
+        return self._now.sqr if self.cells else np.zeros(self.groups)
 
     @property
     def var(self) -> Array:
         """Estimate of tr Σ / m₀, shape [groups]; not clipped."""
-        return self._both[1]
+        return self._now.var if self.cells else np.zeros(self.groups)
 
     @property
-    def _both(self) -> tuple[Array, Array]:
+    def _now(self) -> _Averages:
         if self._averages is None:
-            sqr, var = ([getattr(cell, name) for cell in self.cells] for name in ("sqr", "var"))
-            self._averages = (self._now(sqr, _KNOWN), self._now(var, _VARIANCE))
+            self._averages = _Averages(self.cells)
         return self._averages
 
     def sqr_error(self) -> float:
@@ -306,75 +347,19 @@ class Moments:
         """
         if len(self.cells) < _FEWEST:
             return math.inf
-        weight = np.array([cell.weight for cell in self.cells])
+        now = self._now
         sqr, var = (
-            np.array([getattr(cell, name).sum() for cell in self.cells]) / weight for name in ("sqr", "var")
+            np.array([getattr(cell, name).sum() for cell in self.cells]) / now.weight * carried
+            for name, carried in (("sqr", now.carried[:, _KNOWN]), ("var", now.carried[:, _VARIANCE]))
         )
-        share = self.recency() * weight
+        share = now.recency * now.weight
         share /= share.sum()
-        _, ages = self._ages()
-        sqr, var = (
-            values * np.exp(np.clip(self.trend(which) * ages, -3.0, 3.0))
-            for values, which in ((sqr, _KNOWN), (var, _VARIANCE))
-        )
         mean = share @ var
         if mean <= 0.0:
             return math.inf
         deviation = sqr - (share @ sqr) / mean * var
         squares = share**2
         return float(np.sqrt(squares @ deviation**2 / (1.0 - squares.sum())))
-
-    def _ages(self) -> tuple[Array, Array]:
-        """Return the measurements of each cell, and their distance from its middle to the end.
-
-        Shapes [cells].
-        """
-        counts = np.array([cell.count for cell in self.cells], dtype=np.float64)
-        return counts, counts[::-1].cumsum()[::-1] - counts / 2.0 - 0.5
-
-    def recency(self) -> Array:
-        """Return the weight of a measurement in each cell, shape [cells]: e⁻¹ after a third of the window.
-
-        With it, slow drift that is not cut lags less, for a quarter more of standard error.
-        """
-        counts, ages = self._ages()
-        weights: Array = np.exp(-3.0 * ages / counts.sum())
-        return weights
-
-    def trend(self, which: int) -> float:
-        """Return the slope per measurement of log |ḡ|² (`which` 0) or log V (1).
-
-        A weighted straight line is fitted to the cells and shrunk where it may be chance: its slope is
-        multiplied by t²/(t² + `_DOUBT`), where t is the slope in standard errors.
-        """
-        if len(self.cells) < 3:
-            return 0.0
-        counts, ages = self._ages()
-        weights = counts * self.recency()
-        total = weights.sum()
-        mean = np.array([cell.seen[which] / cell.count for cell in self.cells])
-        within = np.array([cell.seen_sqr[which] / cell.count for cell in self.cells]) - mean**2
-        from_middle = ages - weights @ ages / total
-        spread = weights @ from_middle**2
-        slope = -(weights @ (from_middle * mean)) / spread
-        off = mean - weights @ mean / total + slope * from_middle
-        # subtract what the line itself adds within a cell
-        noise = weights @ (off**2 + within - slope**2 * (counts**2 - 1) / 12) / total
-        size = counts.sum()
-        t_squared = slope**2 * spread / max(noise * size / (size - 2), 1e-9)
-        return float(slope * t_squared / (t_squared + _DOUBT))
-
-    def _now(self, sums: list[Array], which: int) -> Array:
-        """Return the mean over the window, each cell moved to the last measurement along the trend.
-
-        Otherwise the mean lags: while gradients shrink by a fifth in each step it would be that of steps ago.
-        """
-        if not sums:
-            return np.zeros(self.groups)
-        recency, (_, ages) = self.recency(), self._ages()
-        carried = recency * np.exp(np.clip(self.trend(which) * ages, -3.0, 3.0))
-        mean: Array = carried @ np.stack(sums) / (recency @ np.array([c.weight for c in self.cells]))
-        return mean
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers."""
@@ -401,6 +386,9 @@ class Schedule:
     The gap is a fixed fraction of the steps taken so far. So the number of measurements keeps growing
     (logarithmically) until the gap is `longest`, and the estimates of the early, fast changing gradients are
     recent. It depends on the step only, so all replicas agree.
+
+    The first 2·`patience` steps are all measured. If a measurement costs another backward pass, `patience` is
+    small, so that the first hundred steps do not cost much more than later ones.
     """
 
     longest: int

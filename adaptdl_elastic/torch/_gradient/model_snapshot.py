@@ -31,6 +31,9 @@ class _Model(Protocol):
     @property
     def accumulates_by_hand(self) -> bool: ...
 
+    @property
+    def failure(self) -> BaseException | None: ...
+
 
 class DataParallelSnapshot:
     """Copy what a step may change of one model besides its parameters, when a window begins."""
@@ -44,22 +47,24 @@ class DataParallelSnapshot:
         self._scheduler = None if scheduler is None else scheduler.state_dict()
         self._scaler = _scale_of(scaler)
         buffers = list(model.module.buffers())
-        self._buffers: list[torch.Tensor]
+        self._buffers: list[torch.Tensor] = []
+        if not buffers:
+            return
         kinds = [_kind(buffer) for buffer in buffers]
         if isinstance(last, DataParallelSnapshot) and [_kind(one) for one in last._buffers] == kinds:
             self._buffers = last._buffers
         else:
             self._buffers = [torch.empty_like(buffer) for buffer in buffers]
-        if buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers, buffers)
+        with torch.no_grad():
+            torch._foreach_copy_(self._buffers, buffers)
 
     def why_irreparable(self) -> str | None:
         """Return why the step cannot be put back; None if it can."""
         model = self._model
         if model.irreparable is not None:
             return model.irreparable
-        if self._by_hand or model.accumulates_by_hand:
+        # what a failed step has accumulated since its own beginning is computed again
+        if self._by_hand or (model.accumulates_by_hand and model.failure is None):
             return "what it had accumulated by hand in no_sync(), over several batches, is lost"
         if model.attempted_steps != self._attempted:
             return "a part of the step was taken already (several models or several steps in one batch)"

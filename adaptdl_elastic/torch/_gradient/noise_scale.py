@@ -24,6 +24,7 @@ __all__ = ["AdamGradientNoiseScale", "GradientNoiseScale"]
 
 logger = logging.getLogger(__name__)
 
+_RARE = 1e-3  # 1 − β₂ of Adam, whose v̂ after a step is at least that part of the squared gradient
 _SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")  # Adam with amsgrad, Adam, RMSprop
 
 
@@ -47,10 +48,10 @@ class GradientNoiseScale:
     SGD*, ICML 2020; Qiao et al., *Pollux*, OSDI 2021.
     """
 
-    #: Longest gap, in steps, between two measurements that cost two passes over the gradient …
+    #: Gaps, in steps, between two measurements that cost two passes over the gradient …
     cheap_schedule = Schedule(longest=4)
     #: … and between two that cost another backward pass (one replica, no accumulation).
-    costly_schedule = Schedule(longest=40)
+    costly_schedule = Schedule(longest=24, patience=6)
     #: Steps before the first measurement.
     settles_after = 0
 
@@ -278,6 +279,10 @@ class AdamGradientNoiseScale(GradientNoiseScale):
     proportional, has the mean t/(t − 2): infinite at first, and single measurements of 10⁵ times the later
     values would stay in the means for hundreds of steps.
 
+    Elements that seldom have a gradient, as an embedding's rows of rare tokens, have a v̂ near 0 before the
+    step in which one comes, and would be all of the noise. The optimizer divides by √(1 − β₂)·|g| at least,
+    which depends on the step's own gradient. So v̂ counts as `_RARE` of its parameter's mean at least.
+
     For torch.optim.Adam, AdamW and other optimizers that keep `exp_avg_sq` (`max_exp_avg_sq` with amsgrad),
     and for RMSprop's `square_avg`. Source of the preconditioner: Kingma and Ba, *Adam*, 2015; of the noise
     scale in its metric: Pollux (OSDI 2021), section 3.1, and its implementation.
@@ -312,9 +317,10 @@ class AdamGradientNoiseScale(GradientNoiseScale):
             on_device = isinstance(step, torch.Tensor) and step.is_cuda
             correction = 1.0 - float(group["betas"][1]) ** (step if on_device else float(step))
         flat = square.reshape(-1)
+        least = flat.mean() * _RARE
 
         def at(part: slice) -> torch.Tensor:
-            root: torch.Tensor = (flat[part] / correction).sqrt_()
+            root: torch.Tensor = torch.clamp(flat[part], min=least).div_(correction).sqrt_()
             return root.add_(group["eps"])
 
         return at

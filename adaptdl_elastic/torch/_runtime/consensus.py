@@ -52,9 +52,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
+
 from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic._interfaces import Command, Position
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.protocol.messages import (
     ChangePlan,
@@ -132,6 +135,7 @@ class BoundaryConsensus:
         self._install_handlers()
         atexit.register(self._at_exit)
         if session.channel is not None:
+            uncaught_error.count_steps = lambda: session.step
             session.send(session.hello())
             self._thread("adaptdl-channel", self._read_channel)
 
@@ -464,6 +468,8 @@ class BoundaryConsensus:
             )
         return True
 
+    # the loop may be in `torch.inference_mode`, whose tensors are of no use to training
+    @torch.inference_mode(False)
     def _execute(self, commands: list[Command]) -> None:
         """Carry out agreed commands; a checkpoint comes before a change of the number of replicas.
 

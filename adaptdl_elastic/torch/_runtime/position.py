@@ -21,9 +21,11 @@ from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import LOOPS, PeerFinishedError, PeerLostError
 from adaptdl_elastic.torch._runtime.inner_loops import InnerLoops
+from adaptdl_elastic.torch._runtime.script_names import ScriptNames
 
 logger = logging.getLogger(__name__)
 
+OUTSIDE = "the loop outside of epochs"  # in reports of problems
 BEHIND_ALL = 10**6
 """Data loops outside of epochs have greater numbers than this; those in an epoch have smaller ones."""
 _STREAM_POSITIONS = 4  # windows of a stream whose positions are kept: a recovery may go back one or two
@@ -37,6 +39,7 @@ class ScriptPosition(checkpoint.TensorState):
     def __init__(self, session: Session) -> None:
         super().__init__("adaptdl-loops")
         self._session = session
+        self.names = ScriptNames()
         self.step = 0  # optimizer steps finished since the job began
         self.finished = 0  # finished epochs
         self.finished_loops = 0  # finished data loops of the current epoch
@@ -190,6 +193,11 @@ class ScriptPosition(checkpoint.TensorState):
             session.rescaling.epoch_ends(epoch)
         checkpoint.end_epoch(epoch)
 
+    def loop_begins(self) -> None:
+        """Give the script the names that loops have assigned before its first loop in this process."""
+        begun = self.finished, self.finished_loops, self.index
+        self.names.loop_begins(self._session.joining or any(begun))
+
     # -- data loops --------------------------------------------------------------------------------
 
     def enter(self, loader: str) -> bool:
@@ -206,6 +214,7 @@ class ScriptPosition(checkpoint.TensorState):
                 "a data loop over a loader of the script's own, or an AdaptiveBPTTIterator, inside another "
                 "data loop: only an AdaptiveDataLoader can be iterated there. Let the outer loop end first"
             )
+        self.loop_begins()
         self.looping = True
         if self._session.epoch is None:
             self._outside += 1
@@ -311,5 +320,6 @@ def script_position() -> ScriptPosition:
     if found is None:
         found = session.position = ScriptPosition(session)
         checkpoint.load_state(found)
+        checkpoint.load_state(found.names)
     assert isinstance(found, ScriptPosition)
     return found

@@ -40,12 +40,10 @@ def why_not(model: torch.nn.Module) -> str | None:
         return f"parameter {loose[0]!r} is not sharded: leave out ignored_params"
     for group in groups(model):
         for info in (group.mesh_info, group.post_forward_mesh_info):
-            if info is not None and (
-                info.mesh.ndim != 1 or info.mesh.size() != torch.distributed.get_world_size()
-            ):
+            if info is not None and info.mesh != mesh_info(group.device).mesh:
                 return (
-                    f"one shard per replica is supported, and this mesh is {tuple(info.mesh.shape)}: give "
-                    f"fully_shard no mesh, and True or False as reshard_after_forward"
+                    f"one shard per replica is supported, in the order of ranks, and this mesh is "
+                    f"{info.mesh}: give fully_shard no mesh, and True or False as reshard_after_forward"
                 )
     for handle in handles:
         if handle.is_dtensor:

@@ -3,8 +3,9 @@
 | module | question that it answers |
 |---|---|
 | `step_times` | How are step times averaged? |
+| `step_curve` | How long would a step of another batch size take, and how certain is that? (pure) |
 | `reporter` | What is measured and fitted, and what is reported to the agent? |
-| `batch_size` | Which batch size is best now? |
+| `batch_size` | Which batch size is best now? (pure) |
 | `replica_speed` | How fast is each replica, compared with the others? |
 | `lag` | Which replica lags? (pure) |
 | `shares` | How many samples of a batch does each replica take? (pure) |

@@ -1,31 +1,34 @@
-"""Choose the batch size of a job: pure decisions, from a fitted model and measurements."""
+"""Choose the batch size of a job: pure decisions, from measured step times and gradient statistics.
+
+There is one rule. The gain of a size over the present one is predicted: the logarithm of the ratio of
+goodputs. Where its time is uncertain, a trial may show that it is better than predicted, so the standard
+deviation that a trial takes away is added to the gain. What stays uncertain is subtracted, and |G|² is taken
+within its standard error where it speaks for the present size. The best size is chosen if its gain, over the
+work that remains, exceeds what a change costs.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
-from adaptdl_elastic.torch._tuning.step_times import WINDOW, Key
-
-THRESHOLD = 1.05
-"""Predicted ratio of goodputs from which the batch size is changed (as in AdaptDL)."""
+from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, batch_candidates
+from adaptdl_elastic.protocol.hints import ProfileEntry
+from adaptdl_elastic.torch._tuning.step_curve import predict
+from adaptdl_elastic.torch._tuning.step_times import Estimates, Key
 
 GROWTH = 2.0
 """Largest ratio of a new atomic batch size to the largest measured one; also for the global batch size."""
 
-MISFIT = 1.2
-"""Largest ratio of a measurement to the model's prediction at which the model is used unchanged."""
+PRECISION = 0.05
+"""Standard error of the ratio of two step times after a trial. A smaller gain is not seen."""
 
-SETTLED = WINDOW // 2
-"""Optimizer steps at one batch size before an earlier, measured one is used again."""
-
-BLUNDER = 1.5
-"""Ratio of goodputs from which an earlier batch size is used again at once."""
+CHANGE = 10.0
+"""Cost of a change, in steps: the first ones are slow, and batches that were loaded are dropped."""
 
 
 def local_batch(batch_size: int, replicas: int) -> int:
@@ -39,7 +42,6 @@ class BatchSize:
 
     atomic_bsz: int
     accumulation_steps: int
-    predicted_goodput: float | None = None  # in samples at the initial batch size per second
 
 
 @dataclass(frozen=True)
@@ -93,53 +95,29 @@ def misfit(limits: Limits, replicas: int) -> str | None:
     return None
 
 
-Times = Mapping[Key, tuple[float, float]]
-"""Configuration → seconds of a pass without synchronisation (0: not measured), and of one with it."""
+def accumulation_ratio(
+    entries: Sequence[ProfileEntry], perf: PerfParams, nodes: int, replicas: int, atomic_bsz: int
+) -> float:
+    """Return the time of a pass without synchronisation to that of one with it.
 
-
-class _Corrected(GoodputFunction):
-    """Correct a model where measurements deviate from it by more than `MISFIT`.
-
-    Between two measured atomic batch sizes the correction is interpolated; beyond them the nearest one
-    applies. Correcting only the measured sizes would make every untried size look better, or worse, than its
-    neighbours.
+    Args:
+        entries: What was measured.
+        perf: Model for the case that no such pass was measured on so many nodes and replicas.
+        nodes: Number of nodes.
+        replicas: Number of replicas.
+        atomic_bsz: Batch size for the model; 0: none is in use yet.
     """
-
-    def __init__(
-        self, perf: PerfParams, grads: GradParams, init: int, measured: Times, nodes: int, replicas: int
-    ) -> None:
-        super().__init__(perf, grads, init)
-        self._accum: list[tuple[float, float]] = []  # (log size, log correction)
-        self._optim: list[tuple[float, float]] = []
-        for key, (accum, optim) in sorted(measured.items()):
-            if key[:2] != (nodes, replicas):
-                continue
-            size = key.atomic_bsz
-            predicted = float(replicas * size / super().throughput(*key, 0))
-            grad = perf.alpha_c + perf.beta_c * size
-            self._optim.append((math.log(size), _beyond(optim / predicted)))
-            self._accum.append((math.log(size), _beyond(accum / grad) if accum else self._optim[-1][1]))
-
-    def throughput(self, num_nodes: Any, num_replicas: Any, atomic_bsz: Any, accum_steps: Any) -> Any:
-        """Return the throughput like GoodputFunction, at the measurements' numbers of nodes and replicas."""
-        samples = np.multiply(num_replicas, atomic_bsz)
-        optim = samples / super().throughput(num_nodes, num_replicas, atomic_bsz, 0)
-        total = samples * np.add(accum_steps, 1)
-        accum = total / super().throughput(num_nodes, num_replicas, atomic_bsz, accum_steps) - optim
-        return total / (optim * _factor(self._optim, atomic_bsz) + accum * _factor(self._accum, atomic_bsz))
-
-
-def _beyond(ratio: float) -> float:
-    """Return the part of log(`ratio`) that exceeds log(`MISFIT`), with its sign."""
-    off = math.log(ratio)
-    return math.copysign(max(abs(off) - math.log(MISFIT), 0.0), off)
-
-
-def _factor(points: list[tuple[float, float]], atomic_bsz: Any) -> Any:
-    if not points:
-        return 1.0
-    sizes, corrections = np.array(points).T
-    return np.exp(np.interp(np.log(atomic_bsz), sizes, corrections))
+    measured = [
+        entry.accum_step_time / entry.optim_step_time
+        for entry in entries
+        if (entry.nodes, entry.replicas) == (nodes, replicas) and entry.accum_step_time
+    ]
+    if measured:
+        return float(np.mean(measured))
+    size = max(atomic_bsz, 1)
+    compute = perf.alpha_c + perf.beta_c * size
+    model = GoodputFunction(perf, GradParams(1.0, 1.0), 1)
+    return compute * float(model.throughput(nodes, replicas, size, 0)) / (replicas * size)
 
 
 @dataclass(frozen=True)
@@ -149,88 +127,83 @@ class Chooser:
     nodes: int
     replicas: int
     limits: Limits
-    perf: PerfParams
     grads: GradParams
-    measured: Times
+    times: Estimates
     now: BatchSize  # in use; atomic_bsz 0: nothing yet
-    steps: int  # optimizer steps at that batch size
+    remaining: float  # seconds of work at the present goodput
     reached: int = 0  # global batch size before a change of the number of replicas
     sqr_error: float = 0.0  # standard error of |G|² in `grads`; inf: unknown
+    accumulation_ratio: float = 1.0  # time of a pass without synchronisation to that of one with it
 
-    def optimum(self) -> BatchSize | None:
-        """Return the best batch size within the limits and near what was measured; None if it is fixed."""
-        return self._optimum(self._model(self.perf))
+    def first(self) -> BatchSize | None:
+        """Return the size to begin a generation with; None if it is fixed or nothing was measured.
+
+        It is the global batch size `reached`, or the initial one, unless another one is better. A change
+        costs nothing yet.
+        """
+        limits = self.limits
+        if limits.maximum is None or not self.times.keys:
+            return None
+        reached = replace(limits, init=min(max(limits.init, self.reached), limits.maximum))
+        kept = initial(reached, self.replicas)
+        return replace(self, now=kept)._best(0.0) or kept
 
     def better(self) -> BatchSize | None:
-        """Return the optimum if it is enough better than the present batch size, else None."""
-        now, here = self.now, (self.nodes, self.replicas)
-        if now.atomic_bsz < 1 or Key(*here, now.atomic_bsz) not in self.measured:
-            return None  # measure the present one first
-        model = self._model(self._hopeful())
-        best = self._optimum(model)
-        if best is None:
+        """Return the best size if it is enough better than the present one, which has to be measured."""
+        now = Key(self.nodes, self.replicas, self.now.atomic_bsz)
+        if self.limits.maximum is None or now not in self.times.keys:
             return None
-        if (best.atomic_bsz, best.accumulation_steps) == (now.atomic_bsz, now.accumulation_steps):
+        seconds = math.exp(self.times.log_seconds[self.times.keys.index(now)])
+        passes = 1 + self.now.accumulation_steps * self.accumulation_ratio
+        return self._best(CHANGE * seconds * passes / max(self.remaining, 1e-9))
+
+    def _best(self, least: float) -> BatchSize | None:
+        """Return the size with the largest gain if that exceeds `least`, else None."""
+        atomic, passes = self._candidates()
+        if not atomic.size:
             return None
-        worth = [float(model(*here, c.atomic_bsz, c.accumulation_steps)) for c in (best, now)]
-        gained = worth[0] / max(worth[1], 1e-12)
-        if Key(*here, best.atomic_bsz) in self.measured and self.steps < SETTLED and gained < BLUNDER:
-            return None  # it was measured and left before
-        return best if gained > THRESHOLD and self._certain(best) else None
+        gain = self._gain(atomic, passes)
+        best = int(np.argmax(gain))
+        found = BatchSize(int(atomic[best]), int(passes[best]) - 1)
+        return found if gain[best] > least and found != self.now else None
 
-    def _certain(self, best: BatchSize) -> bool:
-        """Return whether `best` would be better even if |G|² were larger by its standard error.
+    def _gain(self, atomic: NDArray[np.float64], passes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the gains that count, of sizes with so many passes a step; arrays of shape (n,)."""
+        now, ratio = self.now, self.accumulation_ratio
+        here = (self.nodes, self.replicas)
+        slower = predict(self.times, *here, now.atomic_bsz, atomic, PRECISION)
+        in_use = now.accumulation_steps + 1
+        passes_slower = np.log((1 + (passes - 1) * ratio) / (1 + (in_use - 1) * ratio))
+        samples = np.log(atomic * passes / (now.atomic_bsz * in_use))
+        total, present = self.replicas * atomic * passes, self.replicas * now.atomic_bsz * in_use
+        error = min(self.sqr_error, 1e3 * (self.grads.sqr + self.grads.var))
+        worth = np.min(
+            [
+                np.log(np.maximum(model.efficiency(total), 1e-12) / max(model.efficiency(present), 1e-12))
+                for model in (
+                    GoodputFunction(None, self.grads._replace(sqr=max(sqr, 0.0)), self.limits.init)
+                    for sqr in (self.grads.sqr - error, self.grads.sqr, self.grads.sqr + error)
+                )
+            ],
+            axis=0,
+        )
+        doubt = np.sqrt(PRECISION**2 + slower.variance - slower.resolved)
+        return np.asarray(samples + worth - slower.mean - passes_slower + np.sqrt(slower.resolved) - doubt)
 
-        A larger |G|² makes every larger batch worth less. So a batch that is no larger than the present one
-        is certain.
-        """
-        now, here = self.now, (self.nodes, self.replicas)
-        if best.atomic_bsz * (best.accumulation_steps + 1) <= now.atomic_bsz * (now.accumulation_steps + 1):
-            return True
-        if not math.isfinite(self.sqr_error):
-            return False
-        doubtful = replace(self, grads=self.grads._replace(sqr=self.grads.sqr + self.sqr_error))
-        model = doubtful._model(self._hopeful())
-        worth = [float(model(*here, c.atomic_bsz, c.accumulation_steps)) for c in (best, now)]
-        return worth[0] > THRESHOLD * worth[1]
-
-    def _model(self, perf: PerfParams) -> GoodputFunction:
-        return _Corrected(perf, self.grads, self.limits.init, self.measured, self.nodes, self.replicas)
-
-    def _hopeful(self) -> PerfParams:
-        """Return θ; with one measured atomic batch size, a θ that predicts its compute time for all sizes.
-
-        With one size, it is unknown how the time depends on the batch size. So a larger batch is tried,
-        unless its samples would be worth too little even if it took no longer. The trial measures the time.
-        """
-        sizes = {key.atomic_bsz for key in self.measured}
-        if len(sizes) != 1:
-            return self.perf
-        return self.perf._replace(alpha_c=self.perf.alpha_c + self.perf.beta_c * sizes.pop(), beta_c=0.0)
-
-    def _optimum(self, model: GoodputFunction) -> BatchSize | None:
+    def _candidates(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the allowed atomic sizes and passes a step near what was measured, of shape (n,) each."""
         limits, now = self.limits, self.now
-        if limits.maximum is None:
-            return None
+        assert limits.maximum is not None
         low, high = limits.bounds or (1, limits.maximum)
-        tried = max([key.atomic_bsz for key in self.measured] or [limits.init])
+        tried = max([key.atomic_bsz for key in self.times.keys] or [limits.init])
         reach = max(int(GROWTH * tried), math.ceil(limits.init / self.replicas), low)
         in_use = self.replicas * now.atomic_bsz * (now.accumulation_steps + 1)
-        largest = min(limits.maximum, math.ceil(GROWTH * max(in_use, self.reached, limits.init)))
-        ways = [limits.accumulation]
-        if limits.accumulation and self.replicas == 1:
-            # AdaptDL's single replica must accumulate to grow, because of its estimator. Here the estimator
-            # splits the batch (`estimator`), so a batch that fits into one pass need not be split into two.
-            ways.append(False)
+        largest = max(limits.init, min(limits.maximum, math.ceil(GROWTH * max(in_use, limits.init))))
+        # AdaptDL's single replica must accumulate to grow, because of its estimator. Here the estimator
+        # splits the batch (`estimator`), so a batch that fits into one pass need not be split into two.
+        ways = {limits.accumulation, limits.accumulation and self.replicas > 1}
         found = [
-            model.optimize(
-                self.nodes,
-                self.replicas,
-                max_batch_size=max(limits.init, largest),
-                atomic_bsz_range=(low, min(high, reach)),
-                accumulation=way,
-            )
-            for way in ways
+            batch_candidates(self.replicas, limits.init, largest, low, min(high, reach), way) for way in ways
         ]
-        goodput, atomic, accum = max(found, key=lambda answer: float(answer[0]))
-        return BatchSize(int(atomic), int(accum), float(goodput)) if goodput > 0 else None
+        atomic, accum, valid = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return atomic[valid].astype(float), accum[valid].astype(float) + 1

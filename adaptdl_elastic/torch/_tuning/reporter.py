@@ -27,8 +27,8 @@ from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.hints import MOST, JobHints, ProfileEntry, Straggler, TypeProfile, encode
 from adaptdl_elastic.protocol.messages import Hints
-from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits
-from adaptdl_elastic.torch._tuning.step_times import ENOUGH, WINDOW, Key, StepTimes, robust_mean
+from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits, accumulation_ratio
+from adaptdl_elastic.torch._tuning.step_times import ENOUGH, Estimates, Key, StepTimes, estimates, robust_mean
 from adaptdl_elastic.torch._tuning.training_warnings import TrainingWarnings, data_problem
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,14 @@ logger = logging.getLogger(__name__)
 WARMUP = 3
 """Steps that are not measured after a start, or a change of replicas or batch size."""
 
-REFIT = 0.05
-"""Relative change of a mean step time after which the model is fitted again."""
+WINDOW = 64
+"""Steps over which the throughput is averaged."""
 
 SOON = 0.1
 """Seconds from a change to the first refresh; then doubled each time, up to the interval."""
+
+UNKNOWN = 60.0
+"""Least seconds of work that remain, where the script declares no end."""
 
 FORMAT = 2
 
@@ -108,9 +111,9 @@ class Metrics:
         self._stragglers: tuple[Straggler, ...] = ()
         self._limits: Limits | None = None
         self._current = BatchSize(0, 0)
-        self._steps = 0  # optimizer steps since the batch size was changed
-        self._reached = 0  # global batch size in use before a restart
+        self._reached = 0  # global batch size of the last step, also before a restart
         self._position = _Position()
+        self._started = self._clock()
         self._inplace = (False, "")
         self._max_profiled = 1
         # the step that is being measured
@@ -123,8 +126,8 @@ class Metrics:
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._window_time, self._window_samples = 0.0, 0
         # results of the background thread
-        self._measured: dict[Key, tuple[float, float]] = {}
-        self._fitted: dict[Key, tuple[float, float]] = {}  # times to which `_perf_params` were fitted
+        self._estimates: Estimates = estimates(())
+        self._entries: tuple[ProfileEntry, ...] = ()  # to which `_perf_params` were fitted
         self._perf_params: PerfParams | None = None
         self._suggestion: BatchSize | None = None
         self._thread: threading.Thread | None = None
@@ -163,9 +166,9 @@ class Metrics:
         self._window_time += elapsed
         self._window_samples += session.replicas * self._atomic
         if not accumulation_step:
-            self._steps += 1
             self._recent.append((self._window_time, self._window_samples))
             self._window_time, self._window_samples = 0.0, 0
+            self._reached = self._batch_size()
         if self._skip > 0:
             self._skip -= 1
         else:  # on every replica, since any of them may become rank 0
@@ -226,7 +229,7 @@ class Metrics:
         """Set the batch size that is in use from now on."""
         now = BatchSize(atomic_bsz, accumulation_steps)
         if now != self._current:
-            self._current, self._suggestion, self._steps = now, None, 0
+            self._current, self._suggestion = now, None
             self._recent.clear()
             self._wake.set()
 
@@ -318,7 +321,7 @@ class Metrics:
         if self._perf_params is None:  # after a restart; otherwise the background thread has done it
             self._refit()
         chooser = self._chooser()
-        return None if chooser is None else chooser.optimum()
+        return None if chooser is None else chooser.first()
 
     def suggestion(self) -> BatchSize | None:
         """Return the last suggestion of the background thread, or None. Costs nothing."""
@@ -337,10 +340,43 @@ class Metrics:
         session, limits, perf, grads = self._session, self._limits, self._perf_params, self.grad_params()
         if limits is None or perf is None or grads is None:
             return None
-        here, error = (session.nodes, session.replicas), self._grad_error(grads)
         return Chooser(
-            *here, limits, perf, grads, self._measured, self._current, self._steps, self._reached, error
+            session.nodes,
+            session.replicas,
+            limits,
+            grads,
+            self._estimates,
+            self._current,
+            self._remaining(),
+            self._reached,
+            self._grad_error(grads),
+            accumulation_ratio(
+                self._entries, perf, session.nodes, session.replicas, self._current.atomic_bsz
+            ),
         )
+
+    def _remaining(self) -> float:
+        """Return the seconds of work that remain; as many as have passed where the script declares no end."""
+        done, total, rate = self._position.samples_done, self._position.samples_total, self._goodput()
+        if done is None or total is None or not rate:
+            return max(self._clock() - self._started, UNKNOWN)
+        return max(total - done, 0.0) / rate
+
+    def _batch_size(self) -> int:
+        """Return the global batch size in use; 0: none yet."""
+        return self._session.replicas * self._current.atomic_bsz * (self._current.accumulation_steps + 1)
+
+    def _efficiency(self) -> float | None:
+        """Return the statistical efficiency of the batch size in use; None if it is unknown."""
+        grads, size = self.grad_params(), self._batch_size()
+        if self._limits is None or grads is None or not size:
+            return None
+        return float(GoodputFunction(None, grads, self._limits.init).efficiency(size))
+
+    def _goodput(self) -> float | None:
+        """Return the measured goodput of the last steps; None if it is unknown."""
+        throughput, efficiency = self.throughput(), self._efficiency()
+        return None if throughput is None or efficiency is None else throughput * efficiency
 
     def _grad_error(self, grads: GradParams) -> float:
         """Return the standard error of |G|² in the units of `grads`; inf: unknown."""
@@ -357,14 +393,9 @@ class Metrics:
         """Return the report of the job."""
         session, limits, position = self._session, self._limits, self._position
         now, grads, model = self._current, self.grad_params(), self.get_goodput_fn()
-        batch_size = session.replicas * now.atomic_bsz * (now.accumulation_steps + 1)
-        throughput, (gain, lr_factor) = self.throughput(), self.gain()
-        efficiency = predicted = None
-        if limits is not None and grads is not None and batch_size:
-            efficiency = float(GoodputFunction(None, grads, limits.init).efficiency(batch_size))
+        batch_size, predicted, (gain, lr_factor) = self._batch_size(), None, self.gain()
         if model is not None and batch_size:
             predicted = float(model(session.nodes, session.replicas, now.atomic_bsz, now.accumulation_steps))
-        goodput = None if throughput is None or efficiency is None else throughput * efficiency
         done, total = position.samples_done, position.samples_total
         error = math.inf if grads is None else self._grad_error(grads)
         return JobHints(
@@ -390,16 +421,17 @@ class Metrics:
             elsewhere=tuple(one.profile for _, one in sorted(self._elsewhere.items())),
             gain=gain,
             lr_factor=lr_factor,
-            throughput=throughput,
-            goodput=goodput,
+            throughput=self.throughput(),
+            goodput=self._goodput(),
             predicted_goodput=predicted,
-            efficiency=efficiency,
+            efficiency=self._efficiency(),
             epoch=position.epoch,
             epochs=position.epochs,
             progress=None if done is None or not total else min(done / total, 1.0),
             samples_done=done,
             remaining_samples=None if done is None or total is None else max(total - done, 0.0),
             step=position.step,
+            outside_epochs=self._session.trains_outside,
             inplace=self._inplace[0],
             inplace_reason=self._inplace[1],
             warnings=self._warnings.messages,
@@ -439,11 +471,8 @@ class Metrics:
 
     def _refit(self) -> None:
         entries = self.entries()
-        means = {
-            Key(e.nodes, e.replicas, e.atomic_bsz): (e.accum_step_time, e.optim_step_time) for e in entries
-        }
-        self._measured = means
-        if not means or not self._changed(means):
+        self._estimates, self._entries = self._times.estimates(), entries
+        if not entries:
             return
         try:
             self._perf_params = fit_perf_params(
@@ -454,16 +483,6 @@ class Metrics:
             )
         except ValueError as error:
             logger.debug("no model from these step times: %s", error)
-        self._fitted = means
-
-    def _changed(self, means: dict[Key, tuple[float, float]]) -> bool:
-        def near(a: float, b: float) -> bool:
-            return abs(a - b) <= REFIT * max(abs(a), abs(b))
-
-        old = self._fitted
-        return means.keys() != old.keys() or not all(
-            near(a, b) for key, pair in means.items() for a, b in zip(pair, old[key], strict=True)
-        )
 
     def _announce(self, hints: JobHints) -> None:
         """Write a `batch_size` event when it has changed and its goodput was measured."""
@@ -487,8 +506,6 @@ class Metrics:
 
     def dump(self) -> dict[str, Any]:
         """Return everything that a later generation needs, as JSON."""
-        now = self._current
-        batch_size = self._session.replicas * now.atomic_bsz * (now.accumulation_steps + 1)
         return {
             "v": FORMAT,
             "times": self._times.dump(),
@@ -500,7 +517,7 @@ class Metrics:
             "theta": self._perf_params,
             "memory_limit": self._limit_learnt_here(),
             "elsewhere": {name: _dumped(one) for name, one in self._elsewhere.items()},
-            "batch_size": batch_size or self._reached,
+            "batch_size": self._reached,
         }
 
     def _limit_learnt_here(self) -> int | None:
@@ -518,7 +535,6 @@ class Metrics:
         self._gains = {key: (pair[0], pair[1]) for key, pair in saved["gains"].items()}
         self._progress = saved["progress"]
         self._reached = saved["batch_size"]
-        self._measured = self._fitted = {}
 
     def _restore_types(self, saved: dict[str, Any]) -> None:
         """Restore the step times of every type, those of the present type as this session's own."""

@@ -11,12 +11,15 @@ where u_k belongs to the configuration and g to the machine at that moment: a ra
 gradually or seldom. Measurements are summed up in *spans* of about a second at one configuration. The
 least-squares u and g (`levels`) follow from all spans together. Measurements right before and right after a
 change of configuration determine their ratio best, and returning to a configuration improves all that were
-measured between. Times are returned as of now: for the configuration in use what was measured last, for
-another one that time multiplied by exp(u_k − u_now).
+measured between. Times are returned as of now: exp(u_k), with g of the last span as 0.
 
 One case is ambiguous: the speed jumps at the moment of a change. The jump then looks like a property of the
 new configuration. When the old one is used again and its steps take far longer or shorter than before
 (`JUMP`), what was measured before it was left is dropped.
+
+Measurements fade: the variance of a span grows with its age (`FADE`). So a configuration that is returned to
+is believed as it is now, and one that was left long ago counts as hardly known. The estimates have a
+covariance (`Estimates`), from which `step_curve` predicts sizes that were not measured.
 """
 
 from __future__ import annotations
@@ -33,20 +36,20 @@ from numpy.typing import NDArray
 
 from adaptdl_elastic.protocol.hints import ProfileEntry
 
-WINDOW = 64
-"""Least number of measurements of a span, unless the configuration was left before."""
-
 SPAN = 1.0
-"""Least duration of a span in seconds."""
+"""Least duration of a span in seconds, unless the configuration is left before."""
 
 ENOUGH = 3
-"""Least number of measurements of a configuration that is used."""
+"""Least number of measurements of a span, and of a configuration that is used."""
 
 SURE = 0.15
-"""A configuration is used if the relative standard error of its mean is at most this, or after `LONG`."""
+"""A configuration is reported if the relative standard error of its mean is at most this."""
 
-LONG = 5.0
-"""Seconds of measurements after which a configuration is used in any case."""
+FADE = 0.01
+"""Standard deviation by which the logarithm of a measured step time becomes uncertain within a second.
+
+After a minute it is 8 %, after an hour 60 %: then it is hardly known whether another size is faster.
+"""
 
 STALL = 0.25
 """Seconds by which a step may exceed the median time and still count in any case.
@@ -61,8 +64,8 @@ JUMP = 5.0
 
 MOST_SPANS = 96  # most spans that are kept: `levels` then takes a millisecond
 # noise of a span (logarithms); its correlation time (seconds); smallest noise
-_JITTER, _CORRELATED, _FLOOR = 0.15, 0.5, 0.02
-_DRIFT = 0.4  # standard deviation of g after a second
+_JITTER, _CORRELATED, _FLOOR = 0.08, 0.5, 0.02
+_DRIFT = 0.1  # standard deviation of g after a second
 _RESTART = 60.0  # seconds of drift that a restart, perhaps on another machine, counts for
 
 
@@ -175,7 +178,7 @@ class StepTimes:
             times.append(seconds)
             open_.ended = now
             count = len(open_.accum) + len(open_.optim)
-            if (count >= WINDOW and now - open_.began >= SPAN) or count >= _LONGEST:
+            if (count >= ENOUGH and now - open_.began >= SPAN) or count >= _LONGEST:
                 self._close()
 
     def forget(self, nodes: int, replicas: int) -> None:
@@ -198,11 +201,9 @@ class StepTimes:
             return list(spans)
         return [*spans, open_.close()]
 
-    def keys(self) -> set[Key]:
-        """Return the configurations with measurements."""
-        with self._lock:
-            spans, open_ = self._spans, self._open
-            return {span.key for span in spans} | ({open_.key} if open_ is not None else set())
+    def estimates(self) -> Estimates:
+        """Return the times of all configurations as of now, with their covariance."""
+        return estimates(since_jump(self.spans()))
 
     def entries(self) -> tuple[ProfileEntry, ...]:
         """Return mean times as of now of the configurations that were measured often enough."""
@@ -242,6 +243,14 @@ def thinned(spans: list[Span]) -> list[Span]:
     return spans
 
 
+class Levels(NamedTuple):
+    """The least-squares u, where g of the last span is 0: the logarithms of times as of now."""
+
+    of: tuple[tuple[Key, bool], ...]  # configuration, without synchronisation?; shape (n,)
+    u: NDArray[np.float64]  # shape (n,)
+    covariance: NDArray[np.float64]  # shape (n, n)
+
+
 def _level(span: Span) -> float:
     return (span.optim if span.optim.number else span.accum).level
 
@@ -250,14 +259,14 @@ def since_jump(spans: Sequence[Span]) -> Sequence[Span]:
     """Return the spans after the last stay that a later one at the same configuration contradicts.
 
     Two stays contradict each other if steps take `JUMP` times as long in one as in the other. The later one
-    counts when it has lasted `LONG`: the first steps after a change are often slow.
+    counts when it has lasted five times `SPAN`: the first steps after a change are often slow.
     """
     places = [0] + [i + 1 for i, (one, other) in enumerate(pairwise(spans)) if one.key != other.key]
     stays = [spans[begin:end] for begin, end in zip(places, [*places[1:], len(spans)], strict=True)]
     for later in range(len(stays) - 1, 0, -1):
         stay = stays[later]
         same = [i for i in range(later) if stays[i][0].key == stay[0].key]
-        enough = next((span for span in stay if span.ended - stay[0].began >= LONG), None)
+        enough = next((span for span in stay if span.ended - stay[0].began >= 5 * SPAN), None)
         if not same or enough is None:
             continue
         if abs(_level(enough) - _level(stays[same[-1]][-1])) > math.log(JUMP):
@@ -265,17 +274,18 @@ def since_jump(spans: Sequence[Span]) -> Sequence[Span]:
     return spans
 
 
-def levels(spans: Sequence[Span]) -> dict[tuple[Key, bool], float]:
-    """Return u by (configuration, without synchronisation?), relative to g of the last span."""
-    found = dict.fromkeys((span.key, kind) for span in spans for kind, _ in span.kinds())
+def levels(spans: Sequence[Span]) -> Levels:
+    """Return u of every configuration and kind of pass. `spans` are in order of time."""
+    found = tuple(dict.fromkeys((span.key, kind) for span in spans for kind, _ in span.kinds()))
     column = {which: len(spans) + i for i, which in enumerate(found)}
-    size = len(spans) + len(column)
+    size, now = len(spans) + len(column), spans[-1].ended
     normal, right = np.zeros((size, size)), np.zeros(size)
     for i, span in enumerate(spans):
         lasted = max(span.ended - span.began, 1e-3)
         jitter = _JITTER**2 * min(1.0, _CORRELATED / lasted)
+        faded = _FLOOR**2 + FADE**2 * max(now - span.ended, 0.0)
         for kind, mean in span.kinds():
-            precision = 1 / (_FLOOR**2 + max(jitter, mean.error**2))
+            precision = 1 / (faded + max(jitter, mean.error**2))
             k = column[span.key, kind]
             for place in (i, k):
                 normal[place, place] += precision
@@ -287,21 +297,30 @@ def levels(spans: Sequence[Span]) -> dict[tuple[Key, bool], float]:
             stiffness = 1 / (_DRIFT**2 * max(apart, 0.05))
             normal[i - 1 : i + 1, i - 1 : i + 1] += stiffness * np.array([[1.0, -1.0], [-1.0, 1.0]])
     keep = np.arange(size) != len(spans) - 1  # g of the last span is 0
-    solved = np.zeros(size)
-    solved[keep] = np.linalg.solve(normal[np.ix_(keep, keep)], right[keep])
-    return {which: float(solved[place]) for which, place in column.items()}
+    inverse = np.asarray(np.linalg.inv(normal[np.ix_(keep, keep)]), dtype=np.float64)
+    first = len(spans) - 1
+    return Levels(found, (inverse @ right[keep])[first:], inverse[first:, first:])
 
 
-def _lately(spans: Sequence[Span]) -> dict[bool, float]:
-    """Return levels of the last `WINDOW` or more passes of each kind at the present configuration."""
-    last = spans[-1]
-    before = dict(spans[-2].kinds()) if len(spans) > 1 and spans[-2].key == last.key else {}
-    found = {}
-    for kind, mean in last.kinds():
-        earlier = before.get(kind, NOTHING)
-        share = max(min(earlier.number, WINDOW) - mean.number, 0)
-        found[kind] = _joined(mean, Mean(earlier.level, share, 0.0)).level
-    return found
+class Estimates(NamedTuple):
+    """Times of passes with synchronisation, as of the end of the last span, and how uncertain they are."""
+
+    keys: tuple[Key, ...]  # shape (n,)
+    log_seconds: NDArray[np.float64]  # shape (n,)
+    covariance: NDArray[np.float64]  # of log_seconds, shape (n, n)
+
+
+def estimates(spans: Sequence[Span]) -> Estimates:
+    """Return the times of configurations that were measured `ENOUGH` times. `spans` are in order of time."""
+    counts: dict[Key, int] = {}
+    for span in spans:
+        counts[span.key] = counts.get(span.key, 0) + span.optim.number
+    if not any(count >= ENOUGH for count in counts.values()):
+        return Estimates((), np.zeros(0), np.zeros((0, 0)))
+    found = levels(spans)
+    chosen = [i for i, (key, kind) in enumerate(found.of) if not kind and counts[key] >= ENOUGH]
+    keys = tuple(found.of[i][0] for i in chosen)
+    return Estimates(keys, found.u[chosen], found.covariance[np.ix_(chosen, chosen)])
 
 
 def entries(spans: Sequence[Span]) -> tuple[ProfileEntry, ...]:
@@ -310,21 +329,16 @@ def entries(spans: Sequence[Span]) -> tuple[ProfileEntry, ...]:
         return ()
     spans = since_jump(spans)
     counts = {(span.key, kind): 0 for span in spans for kind in (True, False)}
-    lasted, precision = dict.fromkeys(counts, 0.0), dict.fromkeys(counts, 0.0)
+    precision = dict.fromkeys(counts, 0.0)
     for span in spans:
         for kind, mean in span.kinds():
             counts[span.key, kind] += mean.number
-            lasted[span.key, kind] += span.ended - span.began
             precision[span.key, kind] += 1 / max(mean.error, 1e-6) ** 2
-    level, here = levels(spans), spans[-1].key
-    lately = _lately(spans)
-    shift = next(lately[kind] - level[here, kind] for kind in (False, True) if kind in lately)
-    times = {which: math.exp(value + shift) for which, value in level.items()}
-    times.update({(here, kind): math.exp(value) for kind, value in lately.items()})
+    level = levels(spans)
+    times = {which: math.exp(u) for which, u in zip(level.of, level.u, strict=True)}
     found = []
     for key in sorted({key for key, _ in counts}):
-        believed = lasted[key, False] >= LONG or precision[key, False] >= SURE**-2
-        if counts[key, False] >= ENOUGH and believed:
+        if counts[key, False] >= ENOUGH and precision[key, False] >= SURE**-2:
             optim = times[key, False]
             accum = times.get((key, True), optim if key.replicas == 1 else 0.0)
             found.append(ProfileEntry(*key, accum, optim, counts[key, True], counts[key, False]))

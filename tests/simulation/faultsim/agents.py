@@ -69,9 +69,16 @@ class AgentProcess(Process):
         return f"{self.machine.name}-{self.job.spec.job}-{self.serial}"
 
     def notice(self, number: int) -> None:
-        """Send it a signal."""
+        """Send it a signal: one that has no loop yet ends by it."""
         if self.alive and self.loop is not None:
             self.loop.post(Signalled(number))
+        elif self.alive:
+            self.kernel.kill(self, -number, "(a signal)")
+
+    @property
+    def _devices(self) -> tuple[str, ...]:
+        """As its agent numbers them: each job's in another order."""
+        return self.machine.devices[:: 1 if self.job.spec.job == "a" else -1]
 
     @property
     def departing(self) -> bool:
@@ -97,6 +104,7 @@ class AgentProcess(Process):
             slots=machine.slots,
             min_slots=job.min_slots,
             version="1",
+            devices=self._devices,
         )
         try:
             spec, registration = self._join(store, fresh, record)
@@ -184,13 +192,14 @@ class AgentProcess(Process):
             environment=JobEnvironment(
                 node=machine.name,
                 role="default",
-                checkpoint_path="/checkpoints",
+                checkpoint_path=spec.checkpoint_path,
                 checkpoint_timeout=job.checkpoint_timeout,
                 checkpoint_interval=job.checkpoint_interval,
                 share_path="/share",
                 max_restarts=spec.max_restarts,
                 threads=None,
                 rescale=spec.rescale.value,
+                devices=self._devices,
             ),
             coordinator=CoordinatorCommand((), {}),
             max_restarts=spec.max_restarts,

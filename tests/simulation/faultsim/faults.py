@@ -406,7 +406,8 @@ class Faults:
         found = [agent for agent in self._agents() if not agent.departing]
         if len(found) < 2:
             return False
-        victim = self._chance.choice(found)
+        fresh = [agent for agent in found if self._is_to_start(agent)]
+        victim = self._chance.choice(fresh if fresh and self._chance.random() < 0.5 else found)
         self._note(f"drains {victim.name}")
         victim.notice(SIGTERM)
         delay = self.away_seconds * self._chance.random()
@@ -414,6 +415,12 @@ class Faults:
             lambda: self._later(delay, lambda: self.start_agent(victim.machine, victim.job.spec.job))
         )
         return True
+
+    def _is_to_start(self, agent: AgentProcess) -> bool:
+        """Whether the newest plan has replicas for an agent that runs none yet."""
+        plan = self._world.truth.job(agent.job.spec.job).plan
+        named = plan is not None and any(place.agent == agent.identity for place in plan.placements)
+        return named and agent.forks is not None and not agent.forks.running
 
     def hurry(self) -> bool:
         """SIGTERM once more to an agent that is about to leave: it stops at once."""
@@ -546,7 +553,8 @@ class Faults:
         self._at_end.clear()
         self._world.kill_before.clear()
         self._bring_back(True)
-        unwatched = [one for one in self._replicas() if not self._world.jobs[one.job].hang_timeout]
+        jobs = self._world.jobs
+        unwatched = [one for one in self._replicas() if not (jobs[one.job].hang_timeout and one.takes_steps)]
         for process in [*unwatched, *self._coordinators()]:
             if process.stopped:
                 self._go_on(process)

@@ -8,10 +8,9 @@ the simulation: what lies inside, the whole of the agent included, is the produc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic.agent.runtime.fork_server import Exited, Spawned
@@ -23,11 +22,11 @@ from adaptdl_elastic.protocol.messages import (
     decode_report,
     encode,
 )
-from adaptdl_elastic.protocol.uncaught_error import UncaughtError
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 from faultsim import threads
 from faultsim.client import Line, SimClient
 from faultsim.etcd import Etcd
+from faultsim.files import Path
 from faultsim.kernel import Kernel, Process
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ JOIN_SECONDS = 30.0  # that an agent waits for rank 0's node
 
 @dataclass(eq=False)
 class Machine:
-    """One node: it has a name, slots, a clock and a line to the store, and it can crash."""
+    """One node: it has a name, slots, files, a clock and a line to the store, and it can crash."""
 
     world: World
     name: str
@@ -52,6 +51,12 @@ class Machine:
     troubled_at: float = float("-inf")  # when it was last stopped or cut off
     line: Line = field(default_factory=Line)
     processes: list[Process] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)  # by path
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of its GPUs, one for each slot."""
+        return tuple(f"{self.name}.gpu{number}" for number in range(self.slots))
 
     @property
     def host(self) -> str:
@@ -315,20 +320,20 @@ class Destination:
 
     stdout: None = None
     stderr: None = None
-    error_file: str = "/nonexistent/error.json"
+    error_file: str = ""
 
     def close(self) -> None:
         pass
 
 
 class Output:
-    """As `output.Output`: nothing is kept."""
+    """As `output.Output`: nothing that replicas write is kept."""
 
-    directory = Path("/nonexistent")
+    directory = Path("/logs")
 
     def open(self, generation: int, local_rank: int, rank: int) -> Destination:
         number = next(threads.kernel().numbers)
-        return Destination(error_file=f"/errors/{number}/error.json")
+        return Destination(error_file=f"/logs/{number}/error.json")
 
     def keeps_tracebacks(self, local_rank: int) -> bool:
         return False
@@ -338,16 +343,6 @@ class Output:
 
     def renumber(self, ranks: dict[int, int]) -> None:
         pass
-
-
-class Errors:
-    """In place of the module `uncaught_error`, where the agent reads what replicas have left."""
-
-    def __init__(self, found: Mapping[str, UncaughtError]) -> None:
-        self._found = found
-
-    def read(self, directory: Path) -> UncaughtError | None:
-        return self._found.get(str(directory))
 
 
 class MeetingPoint:

@@ -1,4 +1,4 @@
-"""Where the product's modules get simulated stand-ins for threads, clocks, processes and descriptors.
+"""Where the product's modules get simulated stand-ins for threads, clocks, processes, files and descriptors.
 
 `installed(world)` puts them in place for as long as one run lasts, and takes them out again. A name that a
 module does not have any more is an error, and so is a module of the agent, the store or the coordinator that
@@ -9,6 +9,7 @@ moves, the simulator finds out loudly.
 from __future__ import annotations
 
 import importlib
+import pathlib
 import pkgutil
 import types
 from collections.abc import Iterator
@@ -16,11 +17,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from adaptdl_elastic.agent.cluster import store_link
-from faultsim import node, threads
+from faultsim import files, node, threads
 from faultsim.kernel import Kernel
 
 WATCHED = (
     "threading", "queue", "time", "secrets", "select", "selectors", "socket", "subprocess", "random", "uuid",
+    "os", "shutil", "tempfile",
 )  # fmt: skip
 
 _T, _Q, _C, _S = threads.Threading, threads.Queue, threads.Time, threads.Secrets
@@ -44,9 +46,16 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "Watcher": Watcher,
         "Writer": Writer,
     },
-    "adaptdl_elastic.agent.runtime.replica_starter": {"ReplicaHandle": node.Handle},
+    "adaptdl_elastic.agent.runtime.replica_starter": {
+        "ReplicaHandle": node.Handle,
+        "Path": files.Path,
+        "os": threads.Os,
+    },
     "adaptdl_elastic.agent.runtime.torch_agent": {"time": _C},
-    "adaptdl_elastic.agent.runtime.failure_reports": {"uncaught_error": None},  # the world's errors
+    "adaptdl_elastic.agent.runtime.failure_reporter": {"DirectoryStorage": None},  # the world's checkpoints
+    "adaptdl_elastic.agent.runtime.replica_environment": {"Path": files.Path},
+    "adaptdl_elastic.agent.runtime.failure_reports": {"Path": files.Path},
+    "adaptdl_elastic.agent.terminal.traceback_display": {"Path": files.Path},
     "adaptdl_elastic.agent.cluster.node_reporter": {"time": _C},
     "adaptdl_elastic.agent.terminal.event_recorder": {"time": _C},
     "adaptdl_elastic.agent.cluster.job_joining": {"time": _C, "threading": _T},
@@ -56,12 +65,14 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "threading": _T,
         "secrets": _S,
         "kept": None,  # the world's checkpoints
+        "Path": files.Path,
     },
     "adaptdl_elastic.agent.cluster.coordinator_host": {
         "time": _C,
         "threading": _T,
         "subprocess": node.Subprocess,
         "os": None,  # the world's pipes
+        "Path": files.Path,
     },
     "adaptdl_elastic.rendezvous.store.keepalive": {"time": _C, "threading": _T},
     "adaptdl_elastic.rendezvous.store.plan_store": {"threading": _T, "secrets": _S},
@@ -80,15 +91,19 @@ NOT_RUN: dict[str, str] = {
     # module or package: why nothing of it runs here, or why what it imports does not matter
     "adaptdl_elastic.agent.cli": "the command line",
     "adaptdl_elastic.agent.launch": "agents.AgentProcess takes its place",
+    "adaptdl_elastic.agent.own_records": "agents.AgentProcess takes its place",
     "adaptdl_elastic.agent.cluster.run_secret": "only `launch` asks for a secret",
     "adaptdl_elastic.agent.cluster.usage_reporter": "only `launch` reports a node's load",
     "adaptdl_elastic.agent.machine.usage": "only `launch` reports a node's load",
     "adaptdl_elastic.agent.machine.node_end": "a process of its own on a cloud's node",
+    "adaptdl_elastic.agent.machine.device_locks": "inside a replica's process",
+    "adaptdl_elastic.agent.machine.devices": "only `launch` asks for devices; each machine has its own",
     "adaptdl_elastic.agent.machine.interruption": "a cloud's notices; faults ask agents to leave instead",
     "adaptdl_elastic.agent.runtime.event_loop": "node.Loop takes its place",
     "adaptdl_elastic.agent.runtime.fork_server": "node.Forks takes its place",
     "adaptdl_elastic.agent.runtime.forked_child": "inside a replica's process",
     "adaptdl_elastic.agent.runtime.generation_store": "node.Meeting takes its place",
+    "adaptdl_elastic.agent.runtime.replica_handle": "node.Handle takes its place",
     "adaptdl_elastic.agent.runtime.torch_events": "no handler of events is named, so its thread does not run",
     "adaptdl_elastic.agent.runtime.orphan_errors": "inside a replica's process",
     "adaptdl_elastic.agent.service": "a machine's service, which starts agents as processes",
@@ -96,7 +111,10 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.agent.terminal.event_log": "a file; the simulator's journals write into a list",
     "adaptdl_elastic.agent.terminal.replica_output": "node.Output takes its place",
     "adaptdl_elastic.agent.terminal.run_options": "the command line",
+    "adaptdl_elastic.agent.terminal.run_parser": "the command line",
+    "adaptdl_elastic.agent.terminal.torchrun_options": "the command line",
     "adaptdl_elastic.rendezvous.local.addresses": "real sockets",
+    "adaptdl_elastic.rendezvous.local.runtime_file": "a file that tells other processes of this machine",
     "adaptdl_elastic.rendezvous.local.scratch_directory": "directories",
     "adaptdl_elastic.rendezvous.local.store_server": "real sockets",
     "adaptdl_elastic.rendezvous.services": "addresses and signatures of services, which no agent here uses",
@@ -110,6 +128,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.rendezvous.store.local_socket": "a driver",
     "adaptdl_elastic.rendezvous.store.login": "a driver",
     "adaptdl_elastic.rendezvous.store.memory": "a store; etcd.Etcd takes its place",
+    "adaptdl_elastic.rendezvous.store.store_options": "the command line",
     "adaptdl_elastic.rendezvous.torchrun.gathering": "plain torchrun",
     "adaptdl_elastic.rendezvous.torchrun.handler": "plain torchrun, which has no agent of ours",
     "adaptdl_elastic.rendezvous.torchrun.roster": "plain torchrun",
@@ -137,7 +156,7 @@ def installed(kernel: Kernel, **of_the_world: object) -> Iterator[None]:
 
 
 def unknown() -> list[str]:
-    """Modules of the product that reach for a clock, a thread or chance, and that nobody has looked at."""
+    """Modules of the product that reach for a clock, a thread, a file or chance and are not listed here."""
     found = []
     for package in _PACKAGES:
         for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
@@ -146,7 +165,8 @@ def unknown() -> list[str]:
                 continue
             module = importlib.import_module(info.name)
             for attribute, value in vars(module).items():
-                reaches = isinstance(value, types.ModuleType) and value.__name__ in WATCHED
+                module_watched = isinstance(value, types.ModuleType) and value.__name__ in WATCHED
+                reaches = module_watched or value is pathlib.Path
                 if reaches and attribute not in STAND_INS.get(info.name, {}):
                     found.append(f"{info.name} imports {attribute}")
     return found

@@ -12,15 +12,15 @@ apart, torch itself, NCCL's self-test, and what a process does between two of it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN, STOPPED
-from adaptdl_elastic.protocol.uncaught_error import UncaughtError
+from adaptdl_elastic.protocol.uncaught_error import RECORD, UncaughtError
 from faultsim import threads
 from faultsim.control import Control
 from faultsim.kernel import EPOCH, Dead, Process
@@ -72,6 +72,7 @@ class Replica(Process):
         self.job, self.slot = environ["ADAPTDL_JOB_ID"], int(environ["LOCAL_RANK"])
         self.rank, self.size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         self.generation = int(environ["ADAPTDL_GENERATION"])
+        self.device = environ["CUDA_VISIBLE_DEVICES"].split(",")[self.slot]
         name = f"{machine.name}:{self.job}.{self.slot}#{next(machine.world.kernel.numbers)}"
         super().__init__(machine.world.kernel, name, machine.clock_offset, machine.wall_offset)
         self.world: World = machine.world
@@ -93,6 +94,7 @@ class Replica(Process):
         self.inbox: threads.SimpleQueue[tuple[Mesh, Callable[[Replica], None]]] = threads.SimpleQueue()
         self._plans: list[messages.RecoveryPlan] = []  # to go on without the dead
         self.bell = threads.Condition()
+        self._writing = threads.RLock()
         self.control = Control(self)
         self.rescaler: Rescaler = self.world.rescaler(self)
         wire.replica_hears = self._hears
@@ -203,7 +205,8 @@ class Replica(Process):
         """End with an error of the script of that kind, or because others are gone (`LOST_PEER`)."""
         lost_peer = kind == LOST_PEER
         error = UncaughtError(kind, why, EPOCH + self.kernel.now + self.wall_offset, lost_peer)
-        self.world.errors[str(Path(self.environ["TORCHELASTIC_ERROR_FILE"]).parent)] = error
+        folder = self.environ["TORCHELASTIC_ERROR_FILE"].rpartition("/")[0]
+        self.machine.files[f"{folder}/{RECORD}"] = json.dumps(asdict(error)).encode()
         self.kernel.kill(self, 1, why)
         if self.kernel.current is not None and self.kernel.current.process is self:
             raise Dead
@@ -343,11 +346,12 @@ class Replica(Process):
             self.kernel.sleep(HINTS_SECONDS)
 
     def save(self, kind: str) -> None:
-        """Write a checkpoint: rank 0 does, and tells its agent."""
+        """Write a checkpoint: rank 0 does, one after the other, and tells its agent."""
         step, chain = self.step, self.chain
-        self.kernel.sleep(self.draw(self.script.save_seconds))
-        number = self.world.truth.save(self, step, chain)
-        self.send(messages.Saved(number, "/checkpoints", step))
+        with self._writing:
+            self.kernel.sleep(self.draw(self.script.save_seconds))
+            number = self.world.truth.save(self, step, chain)
+            self.send(messages.Saved(number, "/checkpoints", step))
 
     # -- deaths
 

@@ -109,7 +109,11 @@ class Standing:
             here = found is not None and f'"agent":"{place.agent}"' in found.value
             ended = world.etcd.get(world.keys.generation(name, plan.generation, "ended", place.node))
             at = name, plan.generation, place.agent
-            if here or (ended is not None and '"outcome":"done"' in ended.value):
+            # a job that has failed pauses before its restart
+            over = ended is not None and any(
+                f'"outcome":"{how}"' in ended.value for how in ("done", "failed")
+            )
+            if here or over:
                 self._left.pop(at, None)
             elif now - self._left.setdefault(at, now) > PLANNED_SECONDS:
                 world.kernel.defect(

@@ -297,7 +297,9 @@ class Secrets:
 
 
 class Os:
-    """Takes the place of the module `os` where it says which process this is."""
+    """Takes the place of the module `os` where it says which process this is, and in which environment."""
+
+    environ: Mapping[str, str] = {}
 
     @staticmethod
     def getpid() -> int:

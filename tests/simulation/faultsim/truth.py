@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
+    CheckpointRecord,
     JobSpec,
     JobState,
     JobStatus,
     MalformedRecordError,
     Plan,
+    Transition,
     decode,
 )
 from adaptdl_elastic.rendezvous.store.base import Change
+from faultsim.budget import Budget
 
 if TYPE_CHECKING:
     from faultsim.agents import AgentProcess
@@ -46,10 +49,14 @@ class Checkpoint:
 
 
 class Archive:
-    """In place of what `checkpoint_archive.kept` makes of a path: the checkpoints of one job."""
+    """The checkpoints of one job, in place of what `checkpoint_archive.kept` and `storage` make of a path."""
 
     def __init__(self, job: JobTruth) -> None:
         self._job = job
+
+    def ids(self) -> list[str]:
+        """The ids of all."""
+        return [one.number for one in self._job.checkpoints]
 
     def read_note(self) -> bytes | None:
         """What the agents of a run have left."""
@@ -84,12 +91,18 @@ class JobTruth:
     status_at: float = 0.0  # when the status was written
     resumed: bool = False  # and a plan that was made before that was known has gone on from a checkpoint
     finished_by: tuple[tuple[int, str], ...] = ()  # (generation, node) of those replicas
+    given_up: set[str] = field(default_factory=set)  # replicas whose node was lost, and planned without
     plain_ends: dict[int, set[int]] = field(default_factory=dict)  # generation → ranks, without the library
     errors: list[tuple[int, str]] = field(default_factory=list)  # (generation, kind): what scripts raised
     fault_at: float = float("-inf")  # the last fault after which work may be lost
     lost_steps: int = 0
     losses: int = 0  # restarts that lost steps
     deaths: int = 0  # replicas that faults have killed, or that ended with an error of their own
+    budget: Budget = field(default_factory=Budget)
+    recorded: CheckpointRecord | None = None  # what the store says
+    least_step: dict[int, int] = field(
+        default_factory=dict
+    )  # generation → step that it must not begin before
     status: JobStatus | None = None
     plan: Plan | None = None
     run: str = ""
@@ -144,6 +157,9 @@ class Truth:
             for one in found
             if self._counts(one)
         ]
+        for other in here:
+            if other.device == replica.device and other is not replica and self._counts(replica):
+                self._kernel.defect(f"{replica.name} gets {replica.device}, which {other.name} has")
         if len(here) > machine.slots:
             self._kernel.defect(f"{len(here)} replicas on {machine.name}, which has {machine.slots} slots")
         job = self.job(replica.job)
@@ -196,7 +212,11 @@ class Truth:
                     f"{mesh.label} takes step {step + 1} after generation {job.mesh.generation} has begun to"
                 )
             return False
-        lost = job.newest - step
+        lost, least = job.newest - step, job.least_step.get(mesh.generation, 0)
+        if step < least:
+            self._kernel.defect(
+                f"{mesh.label} begins at step {step}, and the checkpoint of step {least} was recorded before"
+            )
         if lost > 0:
             job.lost_steps += lost
             job.losses += 1
@@ -229,7 +249,8 @@ class Truth:
         for rank, member in mesh.members.items():
             behind = member.over or member.step >= self._world.jobs[replica.job].script.steps
             died = not member.alive and behind and (member.exit_code or 0) < 0
-            if not member.finished and not (rank > 0 and (died or not self._counts(member))):
+            lost = died or not self._counts(member) or member.name in job.given_up
+            if not member.finished and not (rank > 0 and lost):
                 return
         nodes = sorted({member.machine.name for member in mesh.members.values()})
         self._is_finished(job, [(mesh.generation, node) for node in nodes])
@@ -341,6 +362,8 @@ class Truth:
                 self._run(self.job(parts[1]), parts[1], decode(JobSpec, change.value, change.key).run)
             elif parts[2] == "status":
                 self._status(self.job(parts[1]), parts[1], decode(JobStatus, change.value, change.key))
+            elif parts[2] == "checkpoint":
+                self._recorded(self.job(parts[1]), decode(CheckpointRecord, change.value, change.key))
             elif parts[2] == "plan":
                 self._plan(self.job(parts[1]), parts[1], decode(Plan, change.value, change.key))
         except MalformedRecordError as error:
@@ -369,17 +392,16 @@ class Truth:
             if job.over and job.status is not None and job.status.state is JobState.DONE:
                 self._kernel.defect(f"job {name} is done, and run {run} begins")
             job.deaths, job.errors, job.finished, job.resumed = 0, [], False, False
+            job.budget = Budget(recorded=job.budget.recorded)
         job.run = run
 
     def _fails_again(self, job: JobTruth, name: str, status: JobStatus) -> bool:
         """Whether a job has failed because its script raised the same twice before its first step."""
-        last = dict(job.errors[-8:])  # generation → kind
-        alike = [
-            kind
-            for generation, kind in last.items()
-            if status.reason.startswith("failed twice") and not self._reported_step(name, generation)
-        ]
-        return len(alike) > len(set(alike))
+        if not status.reason.startswith("failed twice"):
+            return False
+        early = {one for one in job.errors[-8:] if not self._reported_step(name, one[0])}
+        kinds = [kind for _, kind in early]
+        return len(kinds) > len(set(kinds))
 
     def _reported_step(self, name: str, generation: int) -> bool:
         found = self._world.etcd.range(self._world.keys.reports(name, generation))
@@ -401,6 +423,15 @@ class Truth:
         most = self._world.specs[name].max_restarts
         if plan.restarts > most:
             self._kernel.defect(f"job {name} has used {plan.restarts} of {most} restarts")
+        of_this_run = before if before is not None and before.run == plan.run else None
+        if wrong := job.budget.planned(self._world, name, of_this_run, plan):
+            self._kernel.defect(wrong)
+        if plan.transition is Transition.RECOVER and job.mesh is not None:
+            planned = {place.agent for place in plan.placements}
+            for member in job.mesh.members.values():
+                if not self._counts(member) and member.agent.identity not in planned:  # type: ignore[attr-defined]
+                    job.given_up.add(member.name)
+        job.least_step.setdefault(plan.generation, self._recorded_step(job))
         if before is None or before.generation == plan.generation or before.run != plan.run:
             return
         counts = plan.cause is Cause.FAILURE and plan.failed != before.failed
@@ -412,6 +443,21 @@ class Truth:
             self._kernel.defect(
                 f"a failure of job {name} makes {plan.restarts} restarts of {before.restarts}"
             )
+
+    def _recorded(self, job: JobTruth, record: CheckpointRecord) -> None:
+        before, job.recorded = job.recorded, record
+        if before is not None and (record.generation, record.step) < (before.generation, before.step):
+            self._kernel.defect(
+                f"the checkpoint of step {record.step} and generation {record.generation} is recorded after "
+                f"that of step {before.step} and generation {before.generation}"
+            )
+        job.budget.record(record)
+
+    def _recorded_step(self, job: JobTruth) -> int:
+        """Return the step of the recorded checkpoint; 0 for one of a generation that was given up."""
+        record = job.recorded
+        known = [one for one in job.checkpoints if record is not None and one.number == record.id]
+        return max((one.step for one in known if not job.chains.get(one.chain)), default=0)
 
     def _counted(self, job: JobTruth, name: str, restarts: int, later: int) -> None:
         """A restart is counted for replicas that failed; one that proves to be a node's loss is given back.

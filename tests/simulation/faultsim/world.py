@@ -11,7 +11,6 @@ import history
 
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, Reason
-from adaptdl_elastic.protocol.uncaught_error import UncaughtError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec
 from faultsim import patching, threads
@@ -19,7 +18,7 @@ from faultsim.agents import AgentProcess, CoordinatorProcess, Job
 from faultsim.etcd import Etcd
 from faultsim.kernel import Dead, Kernel
 from faultsim.network import Network
-from faultsim.node import Errors, Machine, MeetingPoint, Pipes
+from faultsim.node import Machine, MeetingPoint, Pipes
 from faultsim.rescale import Rescaler
 from faultsim.truth import Truth
 
@@ -35,7 +34,6 @@ class World:
         self.pipes = Pipes()
         self.network = Network(self.kernel)
         self.network.on_mend = self._ring
-        self.errors: dict[str, UncaughtError] = {}  # by the directory of a replica's reports
         self.machines: dict[str, Machine] = {}
         self.jobs: dict[str, Job] = {}
         self.agents: list[AgentProcess] = []
@@ -66,9 +64,8 @@ class World:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         try:
-            with patching.installed(
-                self.kernel, os=self.pipes, kept=self.truth.archive, uncaught_error=Errors(self.errors)
-            ):
+            archive = self.truth.archive
+            with patching.installed(self.kernel, os=self.pipes, kept=archive, DirectoryStorage=archive):
                 yield self
         finally:
             logger.removeHandler(log)

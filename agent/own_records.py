@@ -1,0 +1,108 @@
+"""What an agent writes of itself and of its job into the store, from its command line and its machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import adaptdl_elastic
+from adaptdl_elastic.agent.cluster.job_joining import JoinError, node_name
+from adaptdl_elastic.agent.machine.devices import Device, Gpus
+from adaptdl_elastic.agent.machine.interruption import InstanceIdentity
+from adaptdl_elastic.agent.terminal.run_options import RunOptions
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord, Rescale
+from adaptdl_elastic.rendezvous.text import pluralize
+
+_MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
+
+
+def node_record(
+    options: RunOptions, host: str, identity: InstanceIdentity | None, run: str, gpus: Gpus
+) -> NodeRecord:
+    """Return the registration of this agent.
+
+    Raises:
+        JoinError: the node cannot have a replica of the job.
+    """
+    devices = gpus.devices
+    slots, divided = _slots_on(devices, options)
+    return NodeRecord(
+        node=options.node_name or node_name(socket.gethostname()),
+        job=options.job,
+        run=run,
+        agent=uuid.uuid4().hex[:12],
+        host=host,
+        slots=slots,
+        min_slots=min(options.min_slots, slots),
+        version=adaptdl_elastic.__version__,
+        pid=os.getpid(),
+        gpus=len(devices),
+        devices=tuple(device.name for device in devices) if divided else (),
+        unusable=gpus.unusable() if divided else (),
+        node_type=(devices[0].model if devices else "") if options.node_type is None else options.node_type,
+        instance=identity.instance if identity else None,
+        instance_type=identity.instance_type if identity else None,
+        zone=identity.zone if identity else None,
+        preemptible=identity.preemptible if identity else False,
+        joined=time.time(),
+    )
+
+
+def _slots_on(gpus: Sequence[Device], options: RunOptions) -> tuple[int, bool]:
+    """Return how many replicas this node takes, and whether each has GPUs of its own."""
+    each = options.gpus_per_replica
+    if not gpus or (each == 1 and options.min_slots > len(gpus)):
+        return options.slots, False  # a script that needs no GPU may have more replicas than there are GPUs
+    if len(gpus) < each:
+        raise JoinError(f"--gpus-per-replica={each}: this node has {pluralize(len(gpus), 'GPU')}")
+    return min(options.slots, len(gpus) // each), True
+
+
+def job_spec(options: RunOptions) -> JobSpec:
+    """Return the job as the command line describes it, as a new run."""
+    # without --replicas: the least that a node takes is in its own registration
+    least, most = options.replicas or (
+        options.min_nodes,
+        options.slots if options.max_nodes == 1 else _MANY_REPLICAS,
+    )
+    return JobSpec(
+        job=options.job,
+        run=f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
+        command=options.command,
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        min_replicas=least,
+        min_slots=options.min_slots,
+        max_replicas=most,
+        gpus_per_replica=options.gpus_per_replica,
+        max_restarts=options.max_restarts,
+        rescale=Rescale(options.rescale),
+        rescale_timeout=options.rescale_timeout,
+        checkpoint_path=options.checkpoint_path,
+        checkpoint_timeout=options.checkpoint_timeout,
+        autoscale=options.autoscale,
+        preemptible=options.preemptible,
+        avoid_preemptible_nodes=options.avoid_preemptible_nodes,
+        weight=options.weight,
+        profile_key=_digest(options),
+        created=time.time(),
+    )
+
+
+def _digest(options: RunOptions) -> str:
+    """Return a digest of script and arguments, independent of the directory.
+
+    Jobs with the same digest share their profiles; agents with different ones do not belong to one job.
+    """
+    script = Path(options.script)
+    name = options.script if options.mode == "module" else script.name
+    text = json.dumps([options.mode, name, *options.script_args]).encode()
+    if options.mode == "script" and script.is_file():
+        text += script.read_bytes()
+    return hashlib.sha256(text).hexdigest()[:16]

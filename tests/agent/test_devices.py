@@ -1,0 +1,194 @@
+"""Which devices a machine has, what ails them, and that two replicas never have one together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptdl_elastic.agent.machine import device_locks
+from adaptdl_elastic.agent.machine.devices import Gpus
+from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, replica_environment
+from adaptdl_elastic.rendezvous.schema.records import (
+    Cause,
+    GpuUsage,
+    MasterRecord,
+    Placement,
+    Plan,
+    Transition,
+)
+
+STAND_IN = Path(__file__).parents[1] / "support" / "nvml_stand_in"
+Machine = Callable[[Sequence[dict[str, Any]]], None]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Give this machine some GPUs."""
+    monkeypatch.syspath_prepend(str(STAND_IN))
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus.json"))
+
+    def has(gpus: Sequence[dict[str, Any]]) -> None:
+        (tmp_path / "gpus.json").write_text(json.dumps(gpus))
+
+    has([])
+    return has
+
+
+def names(visible: str | None = None) -> list[str]:
+    return [device.name for device in Gpus(visible).devices]
+
+
+def test_a_divided_gpu_counts_as_its_instances_and_one_that_does_not_answer_not_at_all(
+    machine: Machine,
+) -> None:
+    machine(
+        [
+            {"uuid": "GPU-a"},
+            {"uuid": "GPU-b", "mig": ["MIG-1", "MIG-2"]},
+            {"uuid": "GPU-c", "error": "lost"},
+            {"uuid": "GPU-d", "mig": []},
+        ]
+    )
+    assert names() == ["GPU-a", "MIG-1", "MIG-2"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        ("1,0", ["GPU-b1", "GPU-a1"]),
+        ("GPU-c,GPU-a", ["GPU-c1", "GPU-a1"]),
+        ("0,7,1", ["GPU-a1"]),
+        ("", []),
+        ("-1", []),
+        ("0,0", ["GPU-a1"]),
+        ("GPU-", []),
+    ],
+)
+def test_an_agents_own_list_bounds_its_devices(machine: Machine, visible: str, found: list[str]) -> None:
+    machine([{"uuid": f"GPU-{letter}1"} for letter in "abc"])
+    assert names(visible) == found
+
+
+def test_without_a_driver_there_is_none(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_NVML", "")
+    gpus = Gpus()
+    assert (gpus.devices, gpus.usage(), gpus.unusable()) == ((), (), ())
+
+
+@pytest.mark.processes
+def test_a_device_that_a_stranger_fills_or_that_has_gone_is_named_with_the_reason(machine: Machine) -> None:
+    ours, theirs, gone = (f"GPU-{uuid.uuid4()}" for _ in range(3))
+    machine([{"uuid": ours}, {"uuid": theirs}, {"uuid": gone}])
+    gpus = Gpus()
+    assert gpus.unusable() == ()
+    machine(
+        [
+            {"uuid": ours, "used": 70 << 30, "load": 30},
+            {"uuid": theirs, "used": 20 << 30},
+            {"uuid": gone, "error": "GPU is lost"},
+        ]
+    )
+    with holder(ours):
+        found = gpus.unusable()
+    assert found == (
+        f"{theirs}: another program has 20 of its 80 GiB",
+        f"{gone}: it does not answer (GPU is lost)",
+    )
+    assert gpus.usage() == (GpuUsage(0.3, 70 << 30, 80 << 30), GpuUsage(0.0, 20 << 30, 80 << 30))
+
+
+class holder:
+    """A process that holds a device, and a child of it that lives on."""
+
+    def __init__(self, name: str) -> None:
+        code = (
+            "import os, sys, time\n"
+            "from adaptdl_elastic.agent.machine.device_locks import lock\n"
+            f"lock({name!r}, print)\n"
+            "print('held', flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "held\n"
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        return self.process
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.processes
+def test_a_device_is_free_when_the_process_that_had_it_is_dead() -> None:
+    name = f"GPU-{uuid.uuid4()}"
+    with holder(name) as process:
+        assert device_locks.is_locked(name)
+        said: list[str] = []
+
+        def release(line: str) -> None:
+            said.append(line)
+            os.kill(process.pid, signal.SIGKILL)
+
+        waiting = os.fork()
+        if waiting == 0:
+            device_locks.lock(name, release)
+            # a lock that was free would not have been waited for
+            os._exit(0 if said and name in said[0] else 1)
+        process.wait()
+        assert os.waitpid(waiting, 0)[1] == 0
+    assert not device_locks.is_locked(name)
+
+
+def environment(placement: Placement, rank: int, devices: tuple[str, ...], **more: Any) -> dict[str, str]:
+    job = JobEnvironment("n", "r", "/c", 1.0, 1.0, "/s", 3, None, devices=devices, **more)
+    plan = Plan("j", "r", 0, (placement,), Cause.START, Transition.RESTART, "")
+    found = replica_environment(job, plan, MasterRecord(0, "h", 1), rank, None, "/e", {})
+    return {name: found[name] for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES") if name in found}
+
+
+EIGHT = tuple(f"GPU-{number}" for number in range(8))
+
+
+def test_a_local_rank_finds_its_device_at_its_place() -> None:
+    placement = Placement("n", 3, "a", devices=(5, 2, 7))
+    for rank in range(3):
+        found = environment(placement, rank, EIGHT)
+        assert found == {"LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": "GPU-5,GPU-2,GPU-7"}
+
+
+def test_the_list_ends_where_a_local_rank_is_missing() -> None:
+    """No process sees a device of another job."""
+    placement = Placement("n", 3, "a", slots=(3, 0, 1), devices=(7, 4, 6))
+    for rank in (0, 1):
+        assert environment(placement, rank, EIGHT)["CUDA_VISIBLE_DEVICES"] == "GPU-4,GPU-6"
+
+
+def test_a_replica_with_several_gpus_has_neighbours() -> None:
+    placement = Placement("n", 2, "a", devices=(4, 5, 0, 1))
+    assert environment(placement, 0, EIGHT)["CUDA_VISIBLE_DEVICES"] == "GPU-4,GPU-5"
+    assert environment(placement, 1, EIGHT)["CUDA_VISIBLE_DEVICES"] == "GPU-4,GPU-0,GPU-1"
+    alone = environment(placement, 1, EIGHT, virtual_local_rank=True)
+    assert alone == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1"}
+
+
+def test_an_instance_of_a_divided_gpu_is_alone_in_the_list() -> None:
+    found = environment(Placement("n", 2, "a"), 1, ("MIG-a", "MIG-b"))
+    assert found == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "MIG-b"}
+
+
+def test_without_gpus_no_list_is_set() -> None:
+    assert environment(Placement("n", 2, "a", devices=(1, 3)), 1, ()) == {"LOCAL_RANK": "1"}

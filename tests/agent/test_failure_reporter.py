@@ -1,0 +1,58 @@
+"""What a person at the terminal is told of a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
+from adaptdl_elastic.rendezvous.schema.records import Cause, CheckpointRecord, Failure, Plan, Transition
+
+
+class Ignored:
+    """A recorder, or the terminal, whose methods do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: False
+
+
+def restarted(path: Path, cause: Cause, exit_code: int, why: str, saved: CheckpointRecord | None) -> str:
+    """Return the line about the generation after one that failed with `exit_code`."""
+    said: list[str] = []
+    output: Any = Ignored()
+    reporter = FailureReporter(output, output, said.append, 3, str(path))
+    reporter.why_not_resilient = why
+    reporter.failed(Failure(0, exit_code, "failed"), [], 0, alone=True)
+    plan = Plan("a", "1", 2, (), cause, Transition.ABORT, "a reason", restarts=1)
+    reporter.starts_again(plan, saved)
+    return said[-1]
+
+
+@pytest.mark.parametrize(
+    ("cause", "exit_code", "line"),
+    [
+        (Cause.FAILURE, -9, "restart 1 of 3, from {}, as training cannot go on without a dead replica: why"),
+        (Cause.FAILURE, 1, "restart 1 of 3, from {}"),
+        (
+            Cause.NODE_LOST,
+            1,
+            "starting again, from {}, as training cannot go on without a dead replica: why (a reason; not "
+            "counted as a restart)",
+        ),
+    ],
+    ids=["killed", "raised", "node lost"],
+)
+def test_a_restart_after_a_death_says_why_it_is_one_and_from_where(
+    cause: Cause, exit_code: int, line: str, tmp_path: Path
+) -> None:
+    saved = CheckpointRecord("1", str(tmp_path), 1, 13, 0.0)
+    assert restarted(tmp_path, cause, exit_code, "why", saved) == line.format("the checkpoint of step 13")
+    beginning = "the beginning, because no checkpoint had been saved yet"
+    assert restarted(tmp_path, cause, exit_code, "why", None) == line.format(beginning)
+
+
+def test_where_deaths_can_be_survived_a_restart_gives_no_reason(tmp_path: Path) -> None:
+    said = restarted(tmp_path, Cause.FAILURE, -9, "", None)
+    assert said == "restart 1 of 3, from the beginning, because no checkpoint had been saved yet"

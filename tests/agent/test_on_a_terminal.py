@@ -1,0 +1,106 @@
+"""`adaptdl-run` on a terminal: a pseudo-terminal, and what is on its screen at the end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from elastic_run import environment
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
+
+WIDTH = 100
+# as tqdm writes it: the carriage return stands before each state, and a new line behind the last
+BAR = """
+import sys, time
+print("begins", flush=True)
+for done in range(31):
+    sys.stderr.write(f"\\r{done * 100 // 30:3d}%|{'#' * (done // 3):<10}| {done}/30 [10.0it/s]")
+    sys.stderr.flush()
+    time.sleep(0.1)  # longer than the time after which a state is shown
+sys.stderr.write("\\n")
+print("ends", flush=True)
+"""
+
+
+def on_a_terminal(directory: Path, *arguments: str) -> tuple[int, str]:
+    """The exit code of `adaptdl-run`, and everything that it and its replicas write to their terminal."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, WIDTH, 0, 0))
+    variables = environment(XDG_RUNTIME_DIR=str(directory), TERM="xterm")
+    command = [sys.executable, "-m", "adaptdl_elastic.agent", *arguments]
+    run = subprocess.Popen(
+        command, cwd=directory, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while data := os.read(ours, 1 << 16):
+            written += data
+    except OSError:  # Linux's end of a pseudo-terminal
+        pass
+    os.close(ours)
+    return run.wait(), written.decode()
+
+
+def screen(text: str) -> list[str]:
+    """The lines of a terminal, those that have scrolled away included."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token.endswith("A") and token.startswith("\x1b"):
+            row = max(0, row - int(token[2:-1] or 1))
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif not token.startswith("\x1b"):
+            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            column += len(token)
+    return [line.rstrip() for line in lines]
+
+
+def test_the_screen_is_what_a_terminal_makes_of_it() -> None:
+    assert screen("one\r\n10%\r20%\r\n\x1b[32mlive\x1b[0m\r\x1b[2K\x1b[1A\x1b[2Ktwo\r\nx") == [
+        "one",
+        "two",
+        "x",
+    ]
+
+
+def test_a_progress_bar_is_one_line_and_a_run_that_ended_well_ends_green(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BAR)
+    code, text = on_a_terminal(tmp_path, "--standalone", "--no-summary", "script.py")
+    assert code == 0, text
+    lines = [line for line in screen(text) if line]
+    assert lines[:3] == ["begins", "100%|##########| 30/30 [10.0it/s]", "ends"], lines
+    assert lines[3].endswith("its replicas ended well"), lines
+    assert len(lines) == 4
+    assert len(set(re.findall(r"\d+/30", text))) > 2, "it is seen while it goes on"
+    *_, last = re.findall(r"(\x1b\[\d+m)(its replicas ended well|no replica here)", text)
+    assert last == ("\x1b[32m", "its replicas ended well")
+
+
+def test_a_bar_goes_to_the_terminal_itself_where_there_is_no_live_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BAR)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "adaptdl_elastic.agent", "--standalone", "script.py"]
+    variables = environment(XDG_RUNTIME_DIR=str(tmp_path))
+    run = subprocess.Popen(
+        command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=theirs, text=True
+    )
+    os.close(theirs)
+    assert run.communicate()[0] == "begins\nends\n"
+    text = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert [line for line in screen(text) if line] == ["100%|##########| 30/30 [10.0it/s]"]

@@ -1,0 +1,88 @@
+"""A script for DistributedDataParallel that was converted as the README says takes the same steps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fake_agent
+import loop_script_path
+import pytest
+from fake_agent import FakeAgent
+
+pytestmark = pytest.mark.processes
+
+PAGE = Path(__file__).parents[2] / "docs" / "from-ddp.md"
+
+
+def run(folder: Path, ranks: int, converted: bool, batch: float = 32) -> tuple[list[Any], list[str]]:
+    """What each rank has written, and what each has printed."""
+    settings = fake_agent.settings(ranks=ranks, converted=converted, batch=batch)
+    with FakeAgent(loop_script_path.CONVERSION, folder, LOOP=settings, OUT=str(folder)) as job:
+        job.start(ranks)
+        job.finish()
+        texts = [one.text() for one in job.running]
+    name = "after" if converted else "before"
+    return [json.loads((folder / f"{name}-{rank}").read_text()) for rank in range(ranks)], texts
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_steps_have_the_same_samples_and_learning_rate(tmp_path: Path, ranks: int) -> None:
+    before, _ = run(tmp_path, ranks, converted=False)
+    after, texts = run(tmp_path, ranks, converted=True)
+    assert len(before[0][0]) == 2 * 256 // (32 * ranks)
+    for (steps, weights), (steps_after, weights_after) in zip(before, after, strict=True):
+        assert steps_after == steps
+        assert weights_after[0] == pytest.approx(weights[0], rel=1e-5)
+    replicas = "1 replica" if ranks == 1 else f"{ranks} replicas"
+    assert texts[0].startswith(f"batch size {32 * ranks} over {replicas}\n")
+    assert texts[1:] == [""] * (ranks - 1)
+
+
+def test_a_batch_that_cannot_be_divided_is_told(tmp_path: Path) -> None:
+    after, texts = run(tmp_path, 2, converted=True, batch=0.5)
+    assert texts[0].startswith(
+        "batch size 2 over 2 replicas: batch_size=1 cannot be divided equally among them\n"
+    )
+    assert [samples for samples, _ in after[0][0]] == [1] * 256
+
+
+def page() -> tuple[list[str], list[str]]:
+    """Return the diffs of docs/from-ddp.md before the conversion, and after it: scripts and command lines."""
+    diffs = re.findall(r"^```diff test=test_conversion\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    before, after = (
+        ["\n".join(line[1:] for line in diff.splitlines() if line[:1] != left_out) for diff in diffs]
+        for left_out in "+-"
+    )
+    assert len(before) == 2
+    return before, after
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("converted", [False, True])
+def test_the_page_for_ddp_scripts_runs_as_it_says(tmp_path: Path, converted: bool) -> None:
+    script, command = page()[converted]
+    (tmp_path / "train.py").write_text(script)
+    program, *arguments = command.replace("--nproc-per-node=8", "--nproc-per-node=1").split()
+    done = subprocess.run(
+        [Path(sys.executable).with_name(program), *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"epoch \d: (\d\.\d+)", done.stdout)]
+    assert len(losses) == 4, done.stdout + done.stderr
+    assert all(after < before for before, after in itertools.pairwise(losses)), losses
+    assert (tmp_path / "last.pt").exists() is not converted
+    assert ("batch size 256 over 1 replica" in done.stdout + done.stderr) is converted
+    assert (tmp_path / ".adaptdl" / "mine").is_dir() is converted

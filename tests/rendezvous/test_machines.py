@@ -1,0 +1,224 @@
+"""The machines of a room share a network and the folders that a test names, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import machines
+import psutil
+import pytest
+from machines import PATIENCE, NoRoomError, Room, main_process
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+OWN = (
+    "/tmp",
+    "/run",
+    "/var/tmp",
+    "/dev",
+    "/dev/shm",
+    "/home",
+    "/root",
+    "/mnt",
+    "/etc",
+    "/usr/bin",
+    "/srv",
+    "/",
+)
+SHARED = ("/shared", "/srv/a b")
+PYTHON = sys.executable
+LISTEN = """
+import socket
+server = socket.create_server(("0.0.0.0", 4000))
+print("listening", flush=True)
+server.accept()[0].sendall(socket.gethostname().encode())
+"""
+CONNECT = "import socket; print(socket.create_connection(('second', 4000), 10).recv(100).decode())"
+# Starts processes on two machines, some of which leave their group, says where, and fails.
+STRAY = """
+import subprocess, sys
+sys.path.insert(0, sys.argv[1])
+from machines import Room
+with Room("first", "second") as room:
+    room.everywhere("setsid sleep 4321 > /dev/null 2>&1 & sleep 4322 > /dev/null 2>&1 &")
+    for machine in room.addresses:
+        room.popen(["sleep", "4323"], machine)
+    print(*room.everywhere("readlink /proc/self/ns/pid | tr -d '\\\\n'").values(), flush=True)
+    if sys.argv[2] == "is killed":
+        sys.stdin.read()
+    raise RuntimeError("the test fails")
+"""
+
+# What a room needs of this machine, in namespaces of its own.
+ABLE = """
+set -e
+mount -t tmpfs tmpfs /mnt
+mkdir /mnt/upper /mnt/work /mnt/root
+mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root
+mount -t proc proc /mnt/root/proc
+mount -t sysfs sysfs /mnt/root/sys
+ip link add hub type bridge
+ip link add one type veth peer name other
+"""
+
+
+@pytest.fixture(scope="module")
+def room() -> Iterator[Room]:
+    try:
+        with Room("first", "second", "pristine", shared=SHARED) as made:
+            yield made
+    except NoRoomError as error:
+        pytest.skip(f"no machines of one's own: {error}")
+
+
+@pytest.mark.parametrize("folder", OWN)
+def test_a_file_stays_on_its_machine(room: Room, folder: str) -> None:
+    name = f"{folder}/of-first"
+    room.bash(f"echo first > {name}", "first")
+    assert room.bash(f"cat {name}", "first") == "first\n"
+    assert room.bash(f"[ ! -e {name} ] || echo shared", "second") == ""
+    assert not Path(name).exists()
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/run", "/var/tmp", "/dev/shm", "/home", "/mnt"])
+def test_a_machine_begins_without_the_files_of_this_one(room: Room, folder: str) -> None:
+    # the way to the clone and to the environment, where they lie there
+    needed = [Path(path) for path in (sys.prefix, sys.base_prefix, __file__)]
+    ways = {path.relative_to(folder).parts[0] for path in needed if path.is_relative_to(folder)}
+    assert set(room.bash(f"ls -A {folder}", "pristine").splitlines()) == ways
+
+
+@pytest.mark.parametrize("folder", SHARED)
+def test_a_file_in_a_shared_folder_is_seen_by_all(room: Room, folder: str) -> None:
+    room.write(f"{folder}/of-first", "first", "first")
+    assert room.read(f"{folder}/of-first", "second") == "first"
+    assert room.bash(f"cat '{folder}/of-first'", "second") == "first"
+
+
+def test_host_names_processes_and_ipc_are_of_a_machine(room: Room) -> None:
+    assert room.everywhere("cat /proc/sys/kernel/hostname") == {name: f"{name}\n" for name in room.addresses}
+    listed = "cat /proc/*/cmdline | tr '\\0' ' '"
+    saying = room.popen(["sh", "-c", "echo up; : of-first; sleep 100; :"], "first")
+    assert saying.stdout is not None
+    assert saying.stdout.readline() == "up\n"
+    assert "of-first" in room.bash(listed, "first")
+    assert "of-first" not in room.bash(listed, "second")
+    main_process(saying).kill()
+    for kind in ("pid", "ipc", "uts", "net", "mnt"):
+        spaces = {
+            *room.everywhere(f"readlink /proc/self/ns/{kind}").values(),
+            str(Path(f"/proc/self/ns/{kind}").readlink()),
+        }
+        assert len({text.strip() for text in spaces}) == 4, kind
+
+
+def test_machines_reach_each_other_by_name(room: Room) -> None:
+    listening = room.popen([PYTHON, "-c", LISTEN], "second")
+    assert listening.stdout is not None
+    assert listening.stdout.readline() == "listening\n"
+    assert room.bash(f'"{PYTHON}" -c "{CONNECT}"', "first") == "second\n"
+    room.unplug("second")
+    connect = f"import socket; socket.create_connection(('{room.addresses['second']}', 22), %s)"
+    said = room.bash(f'"{PYTHON}" -c "{connect % 0.3}" 2>&1', "first", code=1)
+    assert "timed out" in said or "No route to host" in said
+    room.plug("second")
+    said = room.bash(f'"{PYTHON}" -c "{connect % PATIENCE}" 2>&1', "first", code=1)
+    assert "Connection refused" in said
+
+
+def test_users_are_of_a_machine_and_have_the_same_numbers_where_the_same_blocks_ran(room: Room) -> None:
+    numbers = room.everywhere("useradd --create-home everyone; id -u everyone")
+    assert numbers["first"] == numbers["second"]
+    room.bash("useradd alone", "first")
+    room.bash("! id alone 2>/dev/null", "second")
+    assert "alone" not in Path("/etc/passwd").read_text()
+    room.everywhere("echo secret > mine; chmod 600 mine", "everyone", "/home/everyone")
+    assert room.bash("cat mine", "first", "everyone", "/home/everyone") == "secret\n"
+
+
+def test_a_copy_keeps_rights_and_owners_by_name(room: Room) -> None:
+    room.bash(
+        "useradd filler; useradd owner; install -d -o owner -m 700 /etc/own; echo x > /etc/own/key", "first"
+    )
+    room.bash("chown owner /etc/own/key; chmod 600 /etc/own/key", "first")
+    room.bash("useradd owner", "second")
+    room.copy("/etc/own", "first", "second")
+    assert room.bash("stat -c '%U %a' /etc/own /etc/own/key", "second") == "owner 700\nowner 600\n"
+
+
+def test_the_environment_is_there_for_every_user(room: Room) -> None:
+    room.install_ourselves("/opt/ourselves")
+    said = room.everywhere("/opt/ourselves/bin/python -c 'import adaptdl_elastic; print(1)'", "nobody")
+    assert set(said.values()) == {"1\n"}
+
+
+def test_a_room_is_made_and_entered_quickly(room: Room) -> None:
+    began = time.monotonic()
+    with Room(*(f"m{number}" for number in range(4))) as other:
+        made = time.monotonic() - began
+        began = time.monotonic()
+        other.everywhere("true")
+        entered = time.monotonic() - began
+    # 0.04 and 0.003 seconds a machine when nothing else runs
+    assert made < 4 * 0.5
+    assert entered < 4 * 0.5
+
+
+def members(spaces: list[str]) -> list[psutil.Process]:
+    """Return the processes of these process id namespaces."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            if str(Path(f"/proc/{process.pid}/ns/pid").readlink()) in spaces:
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("how", ["fails", "is killed"])
+def test_no_process_is_left_after_a_test_that(room: Room, how: str) -> None:
+    support = str(Path(__file__).parents[1] / "support")
+    command = [sys.executable, "-c", STRAY, support, how]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        spaces = process.stdout.readline().split()
+        assert len(spaces) == 2
+        if how == "is killed":
+            running = members(spaces)
+            assert len(running) >= 8
+            process.kill()
+            assert psutil.wait_procs(running, 30)[1] == []
+        said = process.communicate()[1]
+    assert ("the test fails" in said) == (how == "fails")
+    assert members(spaces) == []
+
+
+def test_a_machine_that_can_have_a_room_has_one() -> None:
+    """Otherwise a defect of the room itself would skip all tests with several machines."""
+    spaces = ["--mount", "--propagation=private", "--net", "--pid", "--ipc", "--uts", "--fork"]
+    probe = subprocess.run(["unshare", *spaces, "bash", "-c", ABLE], capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"no machines of one's own: {probe.stderr.decode()}")
+    with Room("first") as made:
+        made.install_ourselves("/opt/ourselves")
+
+
+def test_the_reason_for_having_no_room_is_not_the_hint_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    said = "mount: /x: unknown filesystem type\n       dmesg(1) may have more information"
+    monkeypatch.setattr(machines, "_ROOM", f"echo '{said}' >&2; exit 1")
+    with pytest.raises(NoRoomError, match=r"here: mount: /x: unknown filesystem type$"):
+        Room("first").__enter__()
+
+
+def test_this_machine_says_in_one_line_why_it_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(NoRoomError, match=r"^needs root\b[^\n]*$"):
+        Room("first").__enter__()

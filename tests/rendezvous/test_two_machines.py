@@ -1,0 +1,239 @@
+"""One job on two machines that share an etcd, and a folder, a bucket or nothing: README's line, EC2's node.
+
+The machines are those of tests/support/machines.py. The test itself is on neither of them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from etcd_server import find_etcd
+from machines import PATIENCE, ROOT, NoRoomError, Room
+from moto_process import CREDENTIALS, REGION
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+
+TRAIN = ROOT / "tests" / "agent" / "scripts" / "train.py"
+TEMPLATE = (ROOT / "examples" / "ec2" / "template.yaml").read_text()
+NODES = ("node0", "node1")
+# the commands wait as long as a busy machine needs to start an etcd
+ON_PATH = {"PATH": "/opt/adaptdl/bin:/usr/sbin:/usr/bin:/sbin:/bin", "ADAPTDL_ETCD_TIMEOUT": "60"}
+WAITER = shlex.quote(str(ROOT / "tests" / "support" / "store_waiter.py"))
+# returns when a job's replicas have started, and both machines are registered
+TRAINS = "\n".join(
+    [f"python {WAITER} /adaptdl/v1/default/reports/$JOB/ /running/ first_step > /dev/null"]
+    + [f"python {WAITER} /adaptdl/v1/default/nodes/ {node}/$JOB '' > /dev/null" for node in NODES]
+)
+
+Opened = Callable[..., Room]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Open a room of etcd0, node0 and node1 that share folders, with a user `trainer` and our program."""
+    with ExitStack() as stack:
+
+        def open_room(*shared: str) -> Room:
+            try:
+                room = stack.enter_context(Room("etcd0", *NODES, shared=shared))
+                room.install_ourselves("/opt/adaptdl")
+            except NoRoomError as error:
+                pytest.skip(f"no machines of one's own: {error}")
+            room.provide(find_etcd(), "/usr/bin/etcd", "etcd0")
+            room.everywhere("useradd --create-home --shell /bin/bash trainer")
+            return room
+
+        yield open_room
+
+
+def start_etcd(room: Room) -> None:
+    """Start an etcd without any protection. Who connects waits for it."""
+    urls = "--listen-client-urls=http://0.0.0.0:2379 --advertise-client-urls=http://etcd0:2379"
+    room.popen(["etcd", *urls.split(), "--data-dir=/var/tmp/etcd"], "etcd0")
+
+
+def ask(room: Room, command: str, code: int = 0, machine: str = "node1") -> str:
+    """Type a command on a node, as the user."""
+    environment = {**ON_PATH, "ADAPTDL_ETCD": "etcd0:2379"}
+    return room.bash(command, machine, "trainer", "/home/trainer", environment, code)
+
+
+def start(
+    room: Room, command: str, machine: str, folder: str, log: Path | None = None
+) -> subprocess.Popen[str]:
+    """Start a command on a node, as the user; without a log its output is a pipe."""
+    line = ["bash", "-c", f"cd {shlex.quote(folder)}\nexec {command}"]
+    return room.popen(line, machine, "trainer", ON_PATH, log)
+
+
+def readme(word: str) -> str:
+    """Return the block of the README that has this word."""
+    found = re.findall(r"^```bash[^\n]*\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    (block,) = (text for text in found if word in text)
+    return str(block)
+
+
+def codes(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[int]:
+    """Return the exit codes; print the logs, which pytest shows where a test fails."""
+    found = [process.wait(PATIENCE) for process in processes]
+    for log in logs:
+        print(f"--- {log.name}\n{log.read_text()}")
+    return found
+
+
+@pytest.mark.essential
+def test_the_readmes_line_typed_at_the_same_moment_on_two_machines(opened: Opened, tmp_path: Path) -> None:
+    room = opened("/shared")
+    room.bash("chown trainer /shared", "node0")
+    start_etcd(room)
+    line = "adaptdl-run --nnodes=1:8" + readme("--nnodes=1:8").partition("adaptdl-run --nnodes=1:8")[2]
+    logs = [tmp_path / f"{node}.log" for node in NODES]
+
+    def typed(line: str) -> list[subprocess.Popen[str]]:
+        return [start(room, line, node, str(ROOT), log) for node, log in zip(NODES, logs, strict=True)]
+
+    long = typed(line.replace("--epochs 2", "--epochs 2000"))
+    ask(room, f"JOB=images\n{TRAINS}\nadaptdl scale images --replicas 2 --wait")
+    # both train: before the first step there is nothing to save
+    ask(room, "adaptdl checkpoint images --wait")
+    assert "node0" in (status := ask(room, "adaptdl status images"))
+    assert "node1" in status
+    # the README's commands from another terminal, as they stand
+    assert "images" in ask(room, readme("adaptdl ls"))
+    assert codes(long, logs) == [143, 143]
+    assert len(list(room.outside("node1", "/shared/images").glob("*-g*"))) >= 1
+    secret = room.outside("node0", "/shared/images/.secret/secret")
+    assert secret.stat().st_mode & 0o077 == 0
+    # nothing of a secret is in the store or in a log
+    text = "".join(log.read_text() for log in logs)
+    assert secret.read_text() not in text + ask(room, DUMP)
+    # the same command line resumes it, on both
+    assert codes(typed(line.replace("--epochs 2", "--epochs 3")), logs) == [0, 0]
+
+
+DUMP = (
+    "python -c 'import os\n"
+    "from adaptdl_elastic.rendezvous.store.connect import connect\n"
+    'print(connect(os.environ["ADAPTDL_ETCD"]).range("/").items)\''
+)
+
+
+def test_machines_without_a_common_folder_join_by_the_line_that_the_first_one_prints(
+    opened: Opened, tmp_path: Path
+) -> None:
+    room = opened()
+    start_etcd(room)
+    for node in NODES:
+        room.outside(node, "/home/trainer/train.py").write_text(TRAIN.read_text())
+    line = "adaptdl-run --nnodes=1:2 --nproc-per-node=1 --rdzv-endpoint=etcd0:2379 train.py 60 0.1"
+    logs = [tmp_path / "node0.log", tmp_path / "node1.log"]
+    # on a terminal
+    first = start(room, f"script -qefc {shlex.quote(line)} /dev/null", "node0", "/home/trainer", logs[0])
+    begun = f"python {WAITER} /adaptdl/v1/default/reports/train/ /running/ first_step"
+    ask(room, begun)
+    refused = ask(room, line, code=1)
+    assert refused.count("\n") == 1
+    assert "runs on node0 with a secret that is not in /home/trainer/.adaptdl/train here" in refused
+    assert "the command that node0 printed" in refused
+    (told,) = re.findall(r"joins by: (ADAPTDL_SECRET=\w{64} adaptdl-run [^\r\n\x1b]*)", logs[0].read_text())
+    assert told.endswith(line)
+    second = start(room, f"env {told}", "node1", "/home/trainer", logs[1])
+    ask(room, f"JOB=train\n{TRAINS}\nadaptdl scale train --replicas 2 --wait")
+    assert "node1" in ask(room, "adaptdl status train")
+    ask(room, "adaptdl stop train")
+    assert codes([first, second], logs) == [143, 143]
+    # an agent that does not write to a terminal prints no secret
+    quiet = start(room, line, "node0", "/home/trainer")
+    assert quiet.stdout is not None
+    said = next(line for line in quiet.stdout if "joins by" in line)
+    assert 'ADAPTDL_SECRET="$(ssh node0 cat /home/trainer/.adaptdl/train/.secret/secret)" adaptdl-run' in said
+    ask(room, "adaptdl stop train")
+    rest, _ = quiet.communicate(timeout=PATIENCE)
+    assert told.partition(" ")[0] not in said + rest
+    assert quiet.returncode == 143
+
+
+def test_a_folder_that_other_users_can_write_is_refused_with_the_remedy(opened: Opened) -> None:
+    room = opened("/shared")
+    start_etcd(room)
+    room.bash("install -d -m 777 /shared/open; echo > /home/trainer/train.py", "node0")
+    line = "adaptdl-run --nnodes=1:2 --rdzv-endpoint=etcd0:2379 --checkpoint-path=/shared/open train.py"
+    refused = ask(room, line, code=1, machine="node0")
+    assert refused.count("\n") == 1
+    assert "other users can write to /shared/open" in refused
+    assert "chmod go-w /shared/open, or set the same ADAPTDL_SECRET on all nodes" in refused
+
+
+def part_of_template(first: str, last: str) -> str:
+    """Return the lines of the EC2 template from the one that begins with `first` to `last`."""
+    found = re.search(rf"^ *{re.escape(first)}.*?^ *{re.escape(last)}\n", TEMPLATE, re.M | re.S)
+    assert found is not None
+    return textwrap.dedent(found[0])
+
+
+@pytest.mark.essential
+def test_two_nodes_of_the_ec2_template_train_together(opened: Opened, tmp_path: Path) -> None:
+    """etcd asks for client certificates and has no user; nodes share only the bucket of checkpoints."""
+    room = opened()
+    certificates = part_of_template("install -d -m 0755 /etc/adaptdl\n", "fi")
+    given = f"getent group etcd > /dev/null || groupadd etcd\nstack=s\naddress={room.addresses['etcd0']}\n"
+    room.bash(given + certificates, "etcd0")
+    pki = "/etc/adaptdl/pki"
+    urls = f"https://{room.addresses['etcd0']}:2379"
+    files = f"--cert-file={pki}/etcd.pem --key-file={pki}/etcd-key.pem --trusted-ca-file={pki}/ca.pem"
+    etcd = f"--listen-client-urls={urls} --advertise-client-urls={urls} {files} --client-cert-auth=true"
+    room.popen(["etcd", *etcd.split(), "--data-dir=/var/tmp/etcd"], "etcd0")
+    room.popen(
+        ["/opt/adaptdl/bin/python", "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"],
+        "etcd0",
+        log=tmp_path / "moto.log",
+    )
+    variables = part_of_template("ADAPTDL_ETCD=https://$address", "ENV").removesuffix("ENV\n")
+    variables = variables.replace("$address", room.addresses["etcd0"])
+    for node in NODES:
+        room.bash(f"install -d -m 0755 /etc/adaptdl\ninstall -d -m 0700 {pki}", node)
+        for name in ("ca.pem", "node.pem", "node-key.pem"):
+            shutil.copy(room.outside("etcd0", f"{pki}/{name}"), room.outside(node, f"{pki}/{name}"))
+        room.write("/etc/adaptdl/node.env", variables, node)
+        room.write("/opt/job/train.py", TRAIN.read_text(), node)
+    # an address, for which boto3 does not put the bucket's name in front of the host's
+    amazon = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://{room.addresses['etcd0']}:5000"}
+    environment = {**ON_PATH, **amazon}
+    as_unit = "set -a; source /etc/adaptdl/node.env; set +a; cd /opt/job\n"
+    place = f'{{"LocationConstraint": "{REGION}"}}'
+    make = "import boto3; boto3.client('s3').create_bucket"
+    make += f"(Bucket='checkpoints', CreateBucketConfiguration={place})"
+    # boto3 tries again until the server listens
+    room.bash(
+        f"AWS_MAX_ATTEMPTS=20 AWS_RETRY_MODE=standard python -c {shlex.quote(make)}", "node0", env=environment
+    )
+    (command,) = re.findall(r"ExecStart=/opt/adaptdl/bin/(adaptdl-run .*?\$command)\n", TEMPLATE, re.S)
+    for name, value in {
+        "%i": "train",
+        "$most_nodes": "2",
+        "=gpu": "=1",
+        "$bucket": "checkpoints",
+        "\\\\\n": "",
+    }.items():
+        command = command.replace(name, value)
+    command = f"exec {command.replace('$command', 'train.py 60 0.1')}"
+    logs = [tmp_path / f"{node}.log" for node in NODES]
+    agents = [
+        room.popen(["bash", "-c", as_unit + command], node, env=environment, log=log)
+        for node, log in zip(NODES, logs, strict=True)
+    ]
+    room.bash(
+        f"{as_unit}JOB=train\n{TRAINS}\nadaptdl scale train --replicas 2 --wait\nadaptdl stop train",
+        "node0",
+        env=environment,
+    )
+    assert codes(agents, logs) == [143, 143]
+    assert not any("secret" in log.read_text().lower() for log in logs)
