@@ -85,6 +85,18 @@ def test_one_that_joins_at_another_loop_gives_up(start: Any, tmp_path: Path, siz
     trained_alike(tmp_path, 1, 1500, size)
 
 
+@pytest.mark.exhaustive
+def test_one_that_stays_three_seconds_behind_is_waited_for(start: Any, tmp_path: Path) -> None:
+    """It needs as long for its way to the others as they do, and loops of one batch are over by then."""
+    job = start(1, kind="behind", epochs=1500, pace=0.2, size=12)
+    while 1 not in seen(tmp_path, "train"):
+        job.wait_for("step")
+    job.rescale(2)
+    (tmp_path / "hurry").touch()
+    job.finish()
+    trained_alike(tmp_path, 2, 1500, 12)
+
+
 def test_one_that_does_not_stop_early_as_the_others_do(start: Any, tmp_path: Path) -> None:
     job = start(2, kind="early", epochs=10**6, pace=0.05)
     job.wait_for("step")

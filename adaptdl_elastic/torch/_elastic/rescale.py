@@ -62,11 +62,8 @@ from adaptdl_elastic.torch._process_group.store import FOREVER, PATIENCE, Cancel
 
 log = logging.getLogger(__name__)
 
-_CATCH_UP = timedelta(seconds=2)
-"""How long the running replicas wait for the newcomers after 1, 3, 7, 15, … misses.
-
-A miss is an agreed boundary in another data loop than the one at which the newcomers wait.
-"""
+_LONGEST_WAIT = 16.0
+"""Seconds that the running replicas wait for newcomers at most, see `Plan.catch_up`."""
 
 
 class Plan:
@@ -77,7 +74,7 @@ class Plan:
         self.generation = message.generation
         self.newcomers: list[int] = list(message.newcomers)
         self.attempt = 0  # number of the preview that the newcomers work with
-        self.missed = 0  # number of misses, see _CATCH_UP
+        self.missed = 0  # number of misses, see `catch_up`
         self.called_off = False
         self.tried = threading.Event()  # set when the switch was tried or the plan was withdrawn
 
@@ -85,6 +82,18 @@ class Plan:
         """Return the ranks of the replicas that stay, in the order of their new ranks."""
         new = {rank: at for rank, at in enumerate(self.message.ranks) if at is not None}
         return sorted(new, key=new.__getitem__)
+
+    def catch_up(self) -> timedelta | None:
+        """Count a miss, and return how long to wait for the newcomers now; None: not at all.
+
+        A miss is an agreed boundary in another data loop than the one at which the newcomers wait. Newcomers
+        that run through data loops as fast as the others stay as far behind as they were. So the replicas
+        wait after 1, 3, 7, 15, … misses, each time longer.
+        """
+        self.missed += 1
+        if self.missed & (self.missed + 1):
+            return None
+        return timedelta(seconds=min(self.missed + 1.0, _LONGEST_WAIT))
 
     def meeting(self) -> Any:
         """Return the store of this generation."""
@@ -285,14 +294,13 @@ class Rescaler:
             return False
         if command.get("at") not in (None, list(command["position"][:2])):
             # If data loops are short, the agreed boundary is always in another one: wait for the newcomers.
-            plan.missed += 1
-            if plan.missed & (plan.missed + 1):
+            if (patience := plan.catch_up()) is None:
                 return False
             command["attempt"] = plan.attempt = plan.attempt + 1
             self._preview(command)
             try:
-                store = CancellableStore(plan.meeting(), lambda: self._session.consensus.lost, _CATCH_UP)
-                command["loaders"] = plan.loaders(store, _CATCH_UP)
+                store = CancellableStore(plan.meeting(), lambda: self._session.consensus.lost, patience)
+                command["loaders"] = plan.loaders(store, patience)
             except RuntimeError:  # not in time: the newcomers get another preview
                 return False
         return self._same_loader(plan, command)
