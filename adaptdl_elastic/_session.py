@@ -32,7 +32,6 @@ from adaptdl_elastic._interfaces import (
     ElasticModel,
     Joining,
     LearntLimit,
-    Loaders,
     Reporter,
     Rescaling,
     SavedState,
@@ -100,7 +99,7 @@ class Session:
         self.lock = threading.RLock()  # held while a part is made, so that each is made once
         # parts that other modules make at their first use
         self.position: StepCounter | None = None
-        self.loaders: Loaders | None = None
+        self.loaders: object = None  # see `torch._data.registry`
         self.memory: LearntLimit | None = None  # see `torch._tuning.memory_limit`
         self.checkpoints: Closable | None = None
         self.accumulators: Counter[int | None] = Counter()  # epoch → accumulators made so far

@@ -286,7 +286,7 @@ class Loader:
     key = "0"
     may_accumulate = False
     local_bsz_bounds = (1, BATCH)
-    gradient_weight = concentration = 1.0
+    gradient_weight = 1.0
     micro_batch = 0
 
     def train(self) -> None:

@@ -24,7 +24,7 @@
 No module of this package imports torch at run time.
 """
 
-from adaptdl_elastic._interfaces.loaders import ElasticLoader, LearntLimit, Loaders
+from adaptdl_elastic._interfaces.loaders import ElasticLoader, LearntLimit
 from adaptdl_elastic._interfaces.models import (
     ElasticModel,
     GradientStatistics,
@@ -62,7 +62,6 @@ __all__ = [
     "GradientStatistics",
     "Joining",
     "LearntLimit",
-    "Loaders",
     "ModelSnapshot",
     "Place",
     "Position",

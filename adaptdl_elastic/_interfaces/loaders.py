@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class ElasticLoader(Protocol):
@@ -64,10 +64,6 @@ class ElasticLoader(Protocol):
     def gradient_weight(self) -> float:
         """Factor by which to multiply the mean gradient of the current batch."""
 
-    @property
-    def concentration(self) -> float:
-        """Sum over replicas of the squared fractions of the window's samples that they take."""
-
     def is_accum_step(self) -> bool:
         """Return whether more batches follow the current one before the optimizer steps."""
 
@@ -89,19 +85,6 @@ class ElasticLoader(Protocol):
 
     def train(self) -> None:
         """Make this the loader that models are trained with."""
-
-
-class Loaders(Protocol):
-    """Define the register of a session's data loaders."""
-
-    current: Any
-    """The `ElasticLoader` whose data loop is running; None outside of data loops."""
-
-    training: Any
-    """The `ElasticLoader` that models are trained with; None while that is not known."""
-
-    unrepeatable: int
-    """Number of loaders that cannot hand out the samples of a step again."""
 
 
 class LearntLimit(Protocol):

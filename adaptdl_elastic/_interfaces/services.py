@@ -192,9 +192,6 @@ class Reporter(Protocol):
     def set_stragglers(self, stragglers: tuple[Straggler, ...]) -> None:
         """Take the replicas that the others wait for."""
 
-    def shares_changed(self) -> None:
-        """Record that from now on the replicas take other shares of the samples."""
-
     def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Record whether the number of replicas can change without a restart, and if not, the reason."""
 

@@ -207,26 +207,6 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             )
         super().autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
 
-    def share_by_speed(self, enabled: bool = True) -> None:
-        """Let replicas that are slower than the others take fewer samples of each batch.
-
-        The total batch size stays what it is; each replica's batch follows its measured speed, within
-        `local_bsz_bounds`. Nothing changes while the replicas' speeds agree within about 15 %.
-
-        Call it before the first loop, on every replica. It is off unless called, because the batch of a fast
-        replica grows beyond its equal share: its memory must suffice (give `local_bsz_bounds`), and losses
-        must be means over the samples of the local batch, with no term that depends on its size.
-
-        Args:
-            enabled: False switches it off again, from the next change of the replicas on.
-
-        Raises:
-            ValueError: the loader reads a stream, whose shares are equal.
-        """
-        if self._stream:
-            raise ValueError("share_by_speed with an IterableDataset: the shares of a stream are equal")
-        self._elastic.unequal.enable(flag("enabled", enabled))
-
     def __len__(self) -> int:
         """Return the number of batches that each replica gets in one pass at the current batch size."""
         if self._stream:
@@ -362,7 +342,6 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         helper.left_out = (size - begun % size) % full if batches.drop_last else 0
         helper.count_from = batches.count_from
         batches.fill = self._fills()
-        batches.counts = helper.unequal.counts if helper.unequal.shares is not None else None
         batches.sampler.set_epoch(script_position().finished, begun)
         self._seed_workers()
         batches.read_by_loader = True

@@ -23,7 +23,7 @@ def reports(*own: float, part: str = "compute") -> dict[int, Report]:
     found = {}
     for rank, seconds in enumerate(own):
         parts = StepParts(0.001, 0.002, 0.0, max(own) - seconds)
-        found[rank] = Report(f"host{rank}", parts._replace(**{part: seconds}), 8)
+        found[rank] = Report(f"host{rank}", parts._replace(**{part: seconds}))
     return found
 
 

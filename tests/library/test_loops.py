@@ -369,7 +369,6 @@ def test_a_loader_that_is_made_in_every_epoch_is_one_loader() -> None:
     sizes, polls = [], []
     for _ in adl.remaining_epochs_until(3):
         loader = adl.AdaptiveDataLoader(numbers(), batch_size=4)
-        loader.share_by_speed()
         loader.autoscale_batch_size(8)
         assert loader.training
         for _ in loader:
@@ -381,7 +380,7 @@ def test_a_loader_that_is_made_in_every_epoch_is_one_loader() -> None:
         with pytest.raises(RuntimeError, match="another loader"):
             second.autoscale_batch_size(8)
     assert sizes == [5, 6, 7]
-    assert polls == [3, 3, 3]  # one for the batch size, one for shares, one that watches for hangs
+    assert polls == [2, 2, 2]  # one for the batch size, one that watches for hangs
 
 
 def test_a_loader_that_is_made_in_every_epoch_keeps_its_order_through_restarts(script: Script) -> None:

@@ -47,11 +47,6 @@ class FakeLoader:
         return self.local_samples * parts / self.window_samples
 
     @property
-    def concentration(self) -> float:
-        own = [sum(counts) for counts in zip(*self.window, strict=True)]
-        return sum(count**2 for count in own) / sum(own) ** 2
-
-    @property
     def micro_batch(self) -> int:
         return self.chunk
 

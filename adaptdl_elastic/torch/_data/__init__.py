@@ -18,5 +18,4 @@
 | `loop_length` | How much of a data loop is done, and how many batches are left? (pure) |
 | `loop_progress` | How far has training come in the running data loop? |
 | `step_loop` | How does a loop over step numbers, without a loader, run? |
-| `unequal_shares` | Which shares of a batch do replicas of unequal speed take? |
 """

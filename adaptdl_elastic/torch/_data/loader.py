@@ -51,6 +51,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
 
     def __init__(self, batch_size: int = 1) -> None:
         super().__init__(batch_size)
+        self._speed = self.registry.speed  # made here: rank 0 may ask for this replica's place from now on
         self.sample_dimension: int | None = None  # dimension of batch tensors that counts samples, if known
         self._reported_for: tuple[int, int] | None = None  # (generation, epoch) of the eligibility report
         self._loops: ScriptPosition | None = None
@@ -149,10 +150,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             return 0
         if self._window is None:
             return self.current_local_bsz
-        rank, chunk = _session.current().rank, self._window[self._chunk]
-        if self.unequal.shares is None:
-            return share(chunk, self.replicas, rank)
-        return self.unequal.counts(chunk, self.replicas)[rank]
+        return share(self._window[self._chunk], self.replicas, _session.current().rank)
 
     @property
     def gradient_weight(self) -> float:
@@ -164,15 +162,6 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         if self._window is None:
             return 1.0
         return self.local_samples * self.replicas * len(self._window) / sum(self._window)
-
-    @property
-    def concentration(self) -> float:
-        """Sum over replicas of the squared fractions of the window's samples that they take."""
-        replicas, window = self.replicas, self._window
-        if window is None or self.unequal.shares is None:
-            return 1.0 / replicas
-        counts = zip(*(self.unequal.counts(chunk, replicas) for chunk in window), strict=True)
-        return float(sum(sum(own) ** 2 for own in counts)) / sum(window) ** 2
 
     def resolve_batch_size(self) -> int:
         """Call `sync_local_bsz`, and recover if a peer dies meanwhile.
@@ -235,8 +224,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             if state.index == 0 and not self._skipped:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
             self._progress = LoopProgress(self, state)
-            self.registry.speed.clock.restart()
-            self.registry.speed.clock.enter(Stage.DATA)
+            self._speed.clock.restart()
+            self._speed.clock.enter(Stage.DATA)
             if not self._skipped:
                 streams.enter_loop()
                 drawing = True
@@ -417,7 +406,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
     def begin_batch(self) -> None:
         """Prepare to hand out a batch."""
         self._handed_out += 1
-        self.registry.speed.clock.enter(Stage.BODY)
+        self._speed.clock.enter(Stage.BODY)
         if self._chunk == 0:
             index = self._running().index
             self._window_start = index, attempted_steps()
@@ -450,8 +439,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             boundary: Whether to call `pass_boundary` at the end of a window; if False, the caller calls it.
         """
         session, state, training = _session.current(), self._running(), self.training
-        accumulating, safe, speed = self.is_accum_step(), session.recovery, self.registry.speed
-        speed.clock.enter(Stage.DATA if accumulating else Stage.BOUNDARY)
+        accumulating, safe = self.is_accum_step(), session.recovery
+        self._speed.clock.enter(Stage.DATA if accumulating else Stage.BOUNDARY)
         if training:
             if commit and even and not (safe.broken or safe.failed):
                 session.metrics.profile_step_commit(accumulating)
@@ -459,9 +448,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 session.metrics.pause()
             if not accumulating:
                 counts = commit and even and not safe.broken
-                samples = self.local_samples * (self.accumulation + 1)
-                size = self.current_local_bsz, self.accumulation, self.unequal.shares
-                speed.step_ended(counts, size, samples)
+                self._speed.step_ended(counts, (self.current_local_bsz, self.accumulation))
         if accumulating:
             self._chunk += 1
             return
@@ -493,7 +480,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """
         session, state = _session.current(), self._running()
         session.recovery.retry_on_peer_loss(lambda: state.boundary(last), self)
-        self.registry.speed.clock.enter(Stage.DATA)
+        self._speed.clock.enter(Stage.DATA)
 
     def _report_position(self, session: _session.Session, state: ScriptPosition) -> None:
         now = (session.generation, state.finished)

@@ -14,11 +14,9 @@ from adaptdl_elastic._checks import flag, integer
 from adaptdl_elastic._interfaces import Command, ElasticLoader
 from adaptdl_elastic.torch._data.checks import check_bounds
 from adaptdl_elastic.torch._data.registry import registry
-from adaptdl_elastic.torch._data.unequal_shares import UnequalShares
 from adaptdl_elastic.torch._runtime.position import OUTSIDE, script_position
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial, local_batch, misfit
 from adaptdl_elastic.torch._tuning.memory_limit import limited, memory_limit, split
-from adaptdl_elastic.torch._tuning.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,6 @@ class LoaderBatchSize(ElasticLoader):
         self._accum = 0
         self._generation: int | None = None  # generation whose batch size has been settled
         self._repeats = 0  # how often the batches have become smaller, or have been repeated, in this process
-        self.unequal = UnequalShares(self.registry.speed, self.key)
         self.trained = False  # a model has been trained with this loader in this process
 
     @property
@@ -119,13 +116,13 @@ class LoaderBatchSize(ElasticLoader):
         return self.registry.training is None and script_position().trainer is None
 
     @property
-    def settled(self) -> tuple[int, int, int, int, Shares | None]:
-        """Generation, batch of one replica, accumulation steps, count of repeated steps, unequal shares.
+    def settled(self) -> tuple[int, int, int, int]:
+        """Generation, batch of one replica, accumulation steps, count of repeated steps.
 
         If this value changes, the replicas' shares or the position have changed, and the iterator must be
         made again.
         """
-        return _session.current().generation, self._atomic, self._accum, self._repeats, self.unequal.shares
+        return _session.current().generation, self._atomic, self._accum, self._repeats
 
     def train(self) -> None:
         """Make this the loader that models are trained with.
@@ -194,7 +191,6 @@ class LoaderBatchSize(ElasticLoader):
         """Choose batches that fit into the new, smaller memory limit. On all replicas at one boundary."""
         fitting = split(BatchSize(self._atomic, self._accum), memory_limit().largest)
         self._atomic, self._accum = fitting.atomic_bsz, fitting.accumulation_steps
-        self.unequal.share_equally(self._limits.bounds, self._accum + 1)
         self._repeats += 1
         self._announce()
 
@@ -277,7 +273,6 @@ class LoaderBatchSize(ElasticLoader):
                     session.consensus.poll_soon()
             if self.training:
                 session.metrics.set_current_batch_size(self._atomic, self._accum)
-            self.unequal.share_equally(self._limits.bounds, self._accum + 1)
         return self._atomic
 
     def _initial(self) -> tuple[int, int]:
@@ -315,7 +310,6 @@ class LoaderBatchSize(ElasticLoader):
         if largest is not None and command["atomic"] > largest:
             return  # it was chosen before the limit was known
         self._atomic, self._accum = command["atomic"], command["accumulation"]
-        self.unequal.limit(self._limits.bounds, self._accum + 1)
         _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -195,8 +195,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.largest: int | None = None  # most samples of a given batch that fit into memory; None: not known
         self.read_by_loader = False  # True while the AdaptiveDataLoader that owns this makes an iterator
         self.first_only = False  # yield only the first batch of the pass, with at least one sample
-        # (samples of a chunk, replicas) → samples of each replica; None: replica r takes every R-th sample
-        self.counts: Callable[[int, int], tuple[int, ...]] | None = None
         self.fill = False  # give a replica without samples of a chunk one sample that does not count
 
     @property
@@ -239,13 +237,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             return
         for window in self.plan():
             for chunk in window:
-                part = order[position : position + chunk]
-                if self.counts is None:
-                    mine = part[rank::replicas].tolist()
-                else:
-                    taken = self.counts(chunk, replicas)
-                    begin = sum(taken[:rank])
-                    mine = part[begin : begin + taken[rank]].tolist()
+                mine = order[position + rank : position + chunk : replicas].tolist()
                 if not mine and self.fill:
                     mine = order[position : position + 1].tolist()
                 if mine:

@@ -57,7 +57,6 @@ class Batch:
     weight: float = 1.0  # w in the module's docstring
     # every micro-batch of the window has the same size over all replicas, which is not tiny
     even: bool = True
-    concentration: float | None = None  # Σ_r (n_r / Σ n)², where n_r are replica r's samples; None: 1/R
     local: int | None = None  # samples on this replica; None: unknown
     dimension: int | None = None  # dimension of the batch's tensors that counts the samples; None: unknown
     size: float = 1.0  # S: samples of the window relative to the initial batch size
@@ -87,7 +86,6 @@ class Batch:
             # Gradients of at least half a batch enter the statistics. An epoch's last batch may be a single
             # sample, which is too few.
             even=window == full or (micro_batches == 1 and window % parts == 0 and 2 * window >= full),
-            concentration=loader.concentration,
             local=loader.local_samples,
             dimension=loader.sample_dimension,
             size=window / initial,

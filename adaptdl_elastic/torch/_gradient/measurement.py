@@ -312,9 +312,7 @@ class Sampler:
         replicas, parts = self._batch.replicas, self._batch.micro_batches
         first, variances = self._first, self._variances
         if replicas > 1:
-            known = self._batch.concentration
-            concentration = 1.0 / replicas if known is None else known
-            return REPLICAS, lambda: of_replicas(recordings, concentration, self._hook.link)
+            return REPLICAS, lambda: of_replicas(recordings, replicas, self._hook.link)
         mean = _total(recordings[-1].own) if self._mean is None else self._mean
         if parts > 1 and first is not None:
             return MICRO_BATCHES, lambda: torch.stack([mean, (first - mean) / (parts - 1)])
@@ -352,13 +350,12 @@ def _total(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(rows).sum(0)
 
 
-def of_replicas(recordings: list[Recording], concentration: float, link: Group | None = None) -> torch.Tensor:
+def of_replicas(recordings: list[Recording], replicas: int, link: Group | None = None) -> torch.Tensor:
     """Return |ḡ|² of the last backward pass, and the sum of V over all backward passes.
 
-    Replica r has n_r of the N samples, so p_r = n_r/N and ḡ = Σ p_r g_r. G is the true gradient, S the
-    variance of one sample's gradient, and q = Σ p_r² the concentration. The expectation of |ḡ|² is
-    |G|² + S/N. The expectation of Σ |p_r g_r|² is q |G|² + S/N. So V = (Σ |p_r g_r|² - q |ḡ|²) / (1 - q) is
-    an unbiased estimate of S/N, the variance of ḡ. With equal shares q is 1/R.
+    Each of R replicas has N/R of the N samples, so ḡ = Σ g_r / R. G is the true gradient, S the variance of
+    one sample's gradient. The expectation of |ḡ|² is |G|² + S/N. The expectation of Σ |g_r/R|² is
+    |G|²/R + S/N. So V = (R Σ |g_r/R|² - |ḡ|²) / (R - 1) is an unbiased estimate of S/N, the variance of ḡ.
 
     A step may have a second synchronised pass: D(real), then D(fake). It adds its gradient to the present
     average. That average is the same on all replicas, so the difference of the norms does not change. The
@@ -375,8 +372,8 @@ def of_replicas(recordings: list[Recording], concentration: float, link: Group |
         else:
             recording.work.wait(_PATIENCE)
         mean = _total(recording.average)
-        assert recording.reduced is not None  # of buffers that were multiplied by p_r already
-        variance = variance + (recording.reduced - concentration * mean) / (1.0 - concentration)
+        assert recording.reduced is not None  # of buffers that were divided by R already
+        variance = variance + (replicas * recording.reduced - mean) / (replicas - 1)
         if recording.whole is not None:
             mean = recording.whole
     return torch.stack([mean, torch.as_tensor(variance)])

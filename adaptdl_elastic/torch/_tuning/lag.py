@@ -38,7 +38,6 @@ class Report(NamedTuple):
 
     host: str
     parts: StepParts  # medians per step
-    samples: int  # of this replica, in each of these steps
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class Lag:
         return (
             f"replica {self.rank} on {self.host} is slow in {PARTS[self.part]}: it is busy for "
             f"{self.seconds * 1e3:.0f} ms per step, the others for {self.usual * 1e3:.0f} ms, and they wait "
-            f"for it. Look what else runs on {self.host}; `adaptdl drain` takes the job off a node, and the "
-            f"loader's share_by_speed() gives a slow replica fewer samples"
+            f"for it. Look what else runs on {self.host}; `adaptdl drain` takes the job off a node, and "
+            f"`adaptdl-run --node-type` keeps replicas of a job on nodes of one type"
         )
 
 

@@ -2,8 +2,7 @@
 
 Each replica measures the parts of its steps (`step_clock`). After every `EVERY` steps it sends medians over
 its last `WINDOW` steps to rank 0 as a control message, for which no replica waits. When rank 0 has the
-reports of all replicas about the same steps, it decides which replica lags (`lag`), and which shares of a
-batch would let all replicas finish together (`shares`).
+reports of all replicas about the same steps, it decides which replica lags (`lag`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from adaptdl_elastic._session import Session
 from adaptdl_elastic.protocol.hints import Straggler
 from adaptdl_elastic.torch._runtime.step_clock import StepClock, StepParts
 from adaptdl_elastic.torch._tuning.lag import LagJudge, Report
-from adaptdl_elastic.torch._tuning.shares import ShareChooser
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +35,8 @@ SKIPPED = 3
 
 _PENDING = 8  # incomplete comparisons that are kept
 
-State = tuple[Any, ...]
-"""Generation, batch size and shares: times of different states are not compared."""
+State = tuple[int, ...]
+"""Generation, local batch, accumulation steps: times of different states are not compared."""
 
 
 class ReplicaSpeed:
@@ -55,30 +53,15 @@ class ReplicaSpeed:
         self._lock = threading.Lock()
         self._judged: int | None = None  # generation of the verdicts
         self._judge = LagJudge()
-        self._chooser = ShareChooser()
-        self._chosen_for: State = ()
         self._waiting: dict[tuple[State, int], dict[int, Report]] = {}
-        self.bounds: tuple[int, int | None] = (1, None)  # samples of a replica per step
         session.consensus.listen(KIND, self._take)
 
-    @property
-    def state(self) -> State:
-        """Generation, batch size and shares of the last step."""
-        return self._state
-
-    @property
-    def suggestion(self) -> tuple[State, tuple[int, ...] | None]:
-        """Shares that pay, or None, and the state in which they were measured."""
-        with self._lock:
-            return self._chosen_for, self._chooser.suggestion
-
-    def step_ended(self, counts: bool, batch: tuple[Any, ...], samples: int) -> None:
+    def step_ended(self, counts: bool, batch: tuple[int, int]) -> None:
         """Record that a step has ended.
 
         Args:
             counts: Whether its time is that of a full step.
-            batch: Batch size and shares.
-            samples: Samples of this replica in the step.
+            batch: Samples of this replica in a full batch, and accumulation steps.
         """
         session = self._session
         state = (session.generation, *batch)
@@ -96,7 +79,7 @@ class ReplicaSpeed:
         self._recent.extend(found)
         if self._steps % EVERY == 0 and len(self._recent) >= 2:
             medians = [median(column) for column in zip(*self._recent, strict=True)]
-            body = [list(state), self._host, medians, samples]
+            body = [list(state), self._host, medians]
             session.reducer.send_control(0, (KIND, self._steps, body))
 
     def _begin_generation(self) -> None:
@@ -111,21 +94,18 @@ class ReplicaSpeed:
 
     def _take(self, sender: int, number: int, body: Any) -> None:
         """Take a replica's report. Runs on rank 0, in the thread that receives control messages."""
-        state, host, medians, samples = body
-        key = _frozen(state), number
+        state, host, medians = body
+        key = tuple(state), number
         if key[0][0] != self._session.generation:
             return
         with self._lock:
             reports = self._waiting.setdefault(key, {})
-            reports[sender] = Report(str(host), StepParts(*medians), int(samples))
+            reports[sender] = Report(str(host), StepParts(*medians))
             while len(self._waiting) > _PENDING:
                 del self._waiting[next(iter(self._waiting))]
             if len(reports) < self._session.replicas:
                 return
             del self._waiting[key]
-            if self._chosen_for != key[0]:
-                self._chosen_for, self._chooser = key[0], ShareChooser()
-            self._chooser.take(reports, *self.bounds)
             before = set(self._judge.lags)
             self._judge.judge(reports)
             now = dict(self._judge.lags)
@@ -143,8 +123,3 @@ class ReplicaSpeed:
 
 def _about(rank: int) -> str:
     return f"the speed of replica {rank}"
-
-
-def _frozen(value: Any) -> Any:
-    """Return nested lists, as a message carries them, as tuples."""
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value

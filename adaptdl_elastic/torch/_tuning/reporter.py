@@ -278,12 +278,6 @@ class Metrics:
         self._stragglers = stragglers
         self._wake.set()
 
-    def shares_changed(self) -> None:
-        """Forget step times of this number of replicas: their samples are shared in another way now."""
-        self._times.forget(self._session.nodes, self._session.replicas)
-        self._where, self._skip = None, WARMUP
-        self._recent.clear()
-
     def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Set whether this script can change in place, and why not."""
         self._inplace = (possible, reason)

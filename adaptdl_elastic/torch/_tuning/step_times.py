@@ -181,13 +181,6 @@ class StepTimes:
             if (count >= ENOUGH and now - open_.began >= SPAN) or count >= _LONGEST:
                 self._close()
 
-    def forget(self, nodes: int, replicas: int) -> None:
-        """Drop all measurements on that many nodes and replicas."""
-        with self._lock:
-            self._spans = [span for span in self._spans if span.key[:2] != (nodes, replicas)]
-            if self._open is not None and self._open.key[:2] == (nodes, replicas):
-                self._open = None
-
     def _close(self) -> None:
         if self._open is not None and max(len(self._open.accum), len(self._open.optim)) >= ENOUGH:
             self._spans = thinned([*self._spans, self._open.close()])
