@@ -287,7 +287,7 @@ def _take_part(
     )
     fresh = job_spec(options)
     fresh = replace(fresh, secret_mark=common.mark(keys.cluster, fresh))
-    start = ended_run.StartOptions(options.once, options.anew)
+    start = ended_run.StartOptions(options.once, options.anew, options.follows)
 
     def busy() -> bool:
         return bool(job_joining.live_agents(store, keys, options.job))

@@ -34,11 +34,12 @@ _OWN: dict[str, tuple[str, str]] = {
     "history": (f"{_HERE}.commands.job_lists:history", "List the jobs that have ended, and how."),
     "status": (f"{_HERE}.commands.jobs:status", "Show one job in detail."),
     "logs": (f"{_HERE}.commands.logs:logs", "Show the output of a submitted job."),
+    "wait": (f"{_HERE}.commands.logs:wait", "Wait until a submitted job has ended, and exit as it did."),
     "explain": (f"{_HERE}.commands.explain:explain", "Explain why a job has its number of replicas."),
     "scale": (f"{_HERE}.commands.jobs:scale", "Set a job's number of replicas, or make it automatic."),
     "checkpoint": (f"{_HERE}.commands.jobs:checkpoint", "Save a job's state now."),
     "stop": (f"{_HERE}.commands.jobs:stop", "Save a job's state and stop it; it can be resumed."),
-    "resume": (f"{_HERE}.commands.submit:resume", "Continue a submitted job that was stopped."),
+    "resume": (f"{_HERE}.commands.submit:resume", "Continue a submitted job that was stopped or has failed."),
     "cancel": (f"{_HERE}.commands.submit:cancel", "End a submitted job, or remove it from the queue."),
     "cluster": (f"{_HERE}.commands.cluster_setup:cluster", "Run jobs on machines of your own, over ssh."),
     "coordinator": (f"{_HERE}.commands.cluster:coordinator", "Decide which job gets how many replicas."),
@@ -53,7 +54,7 @@ _OWN: dict[str, tuple[str, str]] = {
     "report": (f"{_HERE}.commands.report:report", "Analyse a run, and suggest settings for the next."),
 }
 HEADINGS = {
-    "Jobs": "submit ls queue history status logs explain scale checkpoint stop resume cancel",
+    "Jobs": "submit ls queue history status logs wait explain scale checkpoint stop resume cancel",
     "Cluster": "cluster coordinator events web doctor",
     "Nodes": "nodes drain",
     "Cloud": "cloud autoscale",

@@ -32,14 +32,8 @@ from typing import Any
 
 from adaptdl_elastic.agent.cluster import checkpoint_archive
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import (
-    JobSpec,
-    JobState,
-    JobStatus,
-    MalformedRecordError,
-    decode,
-)
-from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus
+from adaptdl_elastic.rendezvous.store.base import Store, read_record
 
 
 class JoinError(RuntimeError):
@@ -75,6 +69,7 @@ class StartOptions:
 
     once: bool = False
     anew: bool = False
+    follows: str = ""  # the run that is to be followed by another one, however it has ended
 
 
 NO_OPTIONS = StartOptions()
@@ -135,8 +130,9 @@ def find(store: Store, keys: Keys, job: str, path: str, busy: Callable[[], bool]
     Raises:
         StorageError: the place of the checkpoints cannot be read.
     """
-    spec = _last_spec(store, keys, job)
-    if spec is not None and (ended := of_status(spec, _status(store, keys, job))) is not None:
+    spec = read_record(JobSpec, store.get(keys.job(job, "spec")))  # `join_job` reports a malformed one
+    status = read_record(JobStatus, store.get(keys.job(job, "status")))
+    if spec is not None and (ended := of_status(spec, status)) is not None:
         return ended
     note = _parse(checkpoint_archive.read_note(path), job, path)
     # an agent that was cut off for longer than its lease may write its note after another run has begun
@@ -157,7 +153,9 @@ def refuse(ended: EndedRun, fresh: JobSpec, options: StartOptions) -> None:
         JobEndedError: it is done, or it has ended in another way and `--once` is given.
         JoinError: it is done, and this is another command.
     """
-    if options.anew or (ended.state is not JobState.DONE and not options.once):
+    if options.anew or ended.run == (options.follows or None):
+        return
+    if ended.state is not JobState.DONE and not options.once:
         return
     when = "" if ended.time is None else time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(ended.time))
     where = f"run {ended.run}{when}; checkpoints: {ended.checkpoint_path or 'none'}"
@@ -234,22 +232,6 @@ def turn_to_start(
             elif found is not None:
                 checkpoint_archive.withdraw_note(fresh.checkpoint_path)
         yield
-
-
-def _last_spec(store: Store, keys: Keys, job: str) -> JobSpec | None:
-    item = store.get(keys.job(job, "spec"))
-    try:
-        return None if item is None else decode(JobSpec, item.value, item.key)
-    except MalformedRecordError:  # `join_job` reports it
-        return None
-
-
-def _status(store: Store, keys: Keys, job: str) -> JobStatus | None:
-    item = store.get(keys.job(job, "status"))
-    try:
-        return None if item is None else decode(JobStatus, item.value, item.key)
-    except MalformedRecordError:
-        return None
 
 
 def _parse(note: bytes | None, job: str, path: str) -> EndedRun | None:

@@ -22,7 +22,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     decode,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.base import Store, read_record
 
 _ATTEMPTS = 20
 
@@ -67,7 +67,7 @@ def join_job(
             raise JoinError(
                 f"{error}; another program writes under our prefix: choose another --cluster"
             ) from None
-        status = _status(store, keys, fresh.job)
+        status = read_record(JobStatus, store.get(keys.job(fresh.job, "status")))
         if (ended := of_status(spec, status)) is not None:
             refuse(ended, fresh, options)
         elif any(agent.run == spec.run for agent in agents):
@@ -90,14 +90,8 @@ def join_job(
 
 def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:
     """Return the registrations of a job's agents."""
-    records = []
-    for item in store.range(keys.nodes).items:
-        if item.key.rpartition("/")[2] == job:
-            try:
-                records.append(decode(NodeRecord, item.value, item.key))
-            except MalformedRecordError:
-                continue
-    return records
+    found = (item for item in store.range(keys.nodes).items if item.key.rpartition("/")[2] == job)
+    return [record for item in found if (record := read_record(NodeRecord, item)) is not None]
 
 
 def _check_command(spec: JobSpec, fresh: JobSpec) -> None:
@@ -154,15 +148,6 @@ def _check_versions(agents: list[NodeRecord], version: str) -> None:
                 f"node {agent.node} runs adaptdl-elastic {agent.version}, this one {version}: "
                 f"install the same on all"
             )
-
-
-def _status(store: Store, keys: Keys, job: str) -> JobStatus | None:
-    key = keys.job(job, "status")
-    found = store.get(key)
-    try:
-        return None if found is None else decode(JobStatus, found.value, key)
-    except MalformedRecordError:
-        return None
 
 
 def node_name(host: str) -> str:

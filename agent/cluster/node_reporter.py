@@ -19,15 +19,13 @@ from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
     EndedRecord,
     JobSpec,
-    MalformedRecordError,
     MasterRecord,
     PeerLossRecord,
     ReadyRecord,
     RunningRecord,
-    decode,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import KeyValue, Store
+from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +82,8 @@ class NodeReporter:
                 return
 
     def _is_of_another_run(self) -> bool:
-        found = self._store.get(self._keys.job(self._job, "spec"))
-        try:
-            return found is not None and decode(JobSpec, found.value, found.key).run != self._run
-        except MalformedRecordError:
-            return False
+        found = read_record(JobSpec, self._store.get(self._keys.job(self._job, "spec")))
+        return found is not None and found.run != self._run
 
     def script_reported(self, fields: Mapping[str, object]) -> None:
         """Keep the numbers that the script has reported for the next hints."""
@@ -125,7 +120,5 @@ class NodeReporter:
 
 def _generation(found: KeyValue) -> int:
     """Return the generation of a recorded checkpoint, -1 where the record cannot be read."""
-    try:
-        return decode(CheckpointRecord, found.value, found.key).generation
-    except MalformedRecordError:
-        return -1
+    record = read_record(CheckpointRecord, found)
+    return -1 if record is None else record.generation

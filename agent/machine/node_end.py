@@ -21,8 +21,8 @@ from typing import Any
 from adaptdl_elastic.agent.machine.dead_mans_switch import DEFAULT_SECONDS, LEAST_SECONDS, Look, watch
 from adaptdl_elastic.agent.machine.interruption import discover
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError, NodeRecord, Plan, decode
-from adaptdl_elastic.rendezvous.store.base import Store, StoreError
+from adaptdl_elastic.rendezvous.schema.records import NodeRecord, Plan
+from adaptdl_elastic.rendezvous.store.base import Store, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
 logger = logging.getLogger(__name__)
@@ -62,15 +62,10 @@ def read_look(store: Store, keys: Keys, instance: str) -> Look:
 
 def _is_at_work(store: Store, keys: Keys, instance: str) -> bool:
     for item in store.range(keys.nodes).items:
-        try:
-            node = decode(NodeRecord, item.value, item.key)
-            if node.instance != instance:
-                continue
-            key = keys.job(node.job, "plan")
-            found = store.get(key)
-            plan = None if found is None else decode(Plan, found.value, key)
-        except MalformedRecordError:
+        node = read_record(NodeRecord, item)
+        if node is None or node.instance != instance:
             continue
+        plan = read_record(Plan, store.get(keys.job(node.job, "plan")))
         if plan is not None and plan.run == node.run and any(p.node == node.node for p in plan.placements):
             return True
     return False

@@ -103,7 +103,7 @@ class Agents:
         Args:
             submission: Of the job.
             peers: The other nodes, which may have the files.
-            resumed: Whether the job was stopped and goes on.
+            resumed: Whether a run of the job has ended and it goes on.
         """
         job = submission.job
         with self._lock:
@@ -139,7 +139,7 @@ class Agents:
                 ),
                 self._notes() / f"{job}.json",
                 self._directory.log(job),
-                self._directory.work(job),
+                self._directory.work(submission.folder),
                 environment,
             )
         except (
@@ -168,7 +168,8 @@ class Agents:
     def _prepare(self, submission: Submission, peers: Sequence[ServiceRecord]) -> dict[str, str]:
         """Fetch and unpack what the job needs; return the agent's environment."""
         self._blobs.fetch(submission.bundle, peers, self._client)
-        unpack(self._blobs.path(submission.bundle), self._directory.work(submission.job), submission.owner)
+        work = self._directory.work(submission.folder)
+        unpack(self._blobs.path(submission.bundle), work, submission.owner)
         given: dict[str, str] = {}
         if submission.environment is not None:
             self._blobs.fetch(submission.environment, peers, self._client)
@@ -225,6 +226,7 @@ def command_line(
         f"--local-addr={config.host}",
         f"--checkpoint-path={checkpoint_path}",
         *([] if resumed else ["--once"]),
+        *([f"--follows={submission.follows}"] if submission.follows else []),
         "--no-summary",
     ]
     if config.port_range:

@@ -163,6 +163,11 @@ class _Handler(BaseHTTPRequestHandler):
             case ["v1", "status"]:
                 self._caller()
                 self._json(self.server.served.state())
+            case ["metrics"]:  # for Prometheus, with a node's certificate
+                self._caller()
+                number = self.server.served.state()["unfinished"]
+                text = f"# TYPE adaptdl_unfinished_jobs gauge\nadaptdl_unfinished_jobs {number}\n"
+                self._answer(200, text.encode())
             case ["v1", "blobs", digest]:
                 self._caller().require_node()
                 self._file(self.server.served.blobs.path(digest))

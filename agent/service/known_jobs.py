@@ -2,8 +2,9 @@
 
 Everybody with the store's password can overwrite and delete its records. A node therefore acts on the first
 valid submission of each name only: another person's, or an older one that is written again, does not replace
-it. A job that was cancelled, is done or has failed is not started again when the record of that is deleted,
-or when the administrator who cancelled it is revoked. A job that was stopped is not, either, until a person
+it. Only a newer submission of its owner does that names it, or one that came after it (`submit --replace`).
+A job that was cancelled or is done is not started again when the record of that is deleted, or when the
+administrator who cancelled it is revoked. A job that was stopped or has failed is not, either, until a person
 resumes it.
 """
 
@@ -31,14 +32,16 @@ class KnownJob:
     """What a node remembers of a job.
 
     Attributes:
-        submission: The first valid submission of this name, as text.
+        submission: The first valid submission of this name, or what has replaced it, as text.
         cancelled_by: Who has cancelled it; None: nobody.
-        ended: How its last run has ended; None: it has not. "stopped" is not for good.
+        ended: How its last run has ended; None: it has not. "stopped" and "failed" are not for good.
+        run: The last run that has ended.
     """
 
     submission: str
     cancelled_by: str | None = None
     ended: str | None = None
+    run: str = ""
 
     def read(self) -> Submission:
         """Return the submission."""
@@ -46,19 +49,28 @@ class KnownJob:
 
     def learn(self, request: Request) -> KnownJob:
         """Return what is known after a request of this submission was read."""
-        run, ended = request.run, self.ended
-        if ended in (None, JobState.STOPPED.value):
-            if run.state is not None:
-                ended = run.state.value if run.ended else None
-            elif run.resumed:
+        run, ended, last = request.run, self.ended, self.run
+        # statuses are not signed: a failed run is only followed by another if a person has signed that
+        kept = ended == JobState.FAILED.value and run.resumption < last
+        if ended != JobState.DONE.value and not kept:
+            if run.ended:
+                ended, last = JobState(run.state).value, run.run
+            elif run.state is not None or run.resumed:
                 ended = None
-        return replace(self, cancelled_by=self.cancelled_by or request.cancelled_by, ended=ended)
+        cancelled_by = self.cancelled_by or request.cancelled_by
+        return replace(self, cancelled_by=cancelled_by, ended=ended, run=last)
+
+    def replaced_by(self, other: Submission) -> bool:
+        """Return whether a submission of the same name takes the place of this one."""
+        mine = self.read()
+        named = other.replaces if other.owner == mine.owner else None
+        return named is not None and mine.created <= named < other.created
 
     def complete(self, request: Request) -> Request:
         """Return the request with what the store does not say any more."""
         run = request.run
         if self.ended is not None and not run.ended:
-            run = replace(run, state=JobState(self.ended))
+            run = replace(run, state=JobState(self.ended), run=self.run)
         return replace(request, cancelled_by=self.cancelled_by or request.cancelled_by, run=run)
 
 
@@ -73,6 +85,7 @@ class KnownJobs:
     def __init__(self, path: Path, node: str) -> None:
         self._path, self._node = path, node
         self._jobs = _read(path)
+        self.unfinished = 0  # how many jobs had not ended at the last `check`
 
     def owner(self, job: str) -> str | None:
         """Return who owns a job; None: no valid submission of it was seen."""
@@ -84,7 +97,7 @@ class KnownJobs:
         lasting = [
             known.read()
             for known in (self._jobs or {}).values()
-            if known.cancelled_by is None and known.ended in (None, JobState.STOPPED.value)
+            if known.cancelled_by is None and known.ended != JobState.DONE.value
         ]
         return {
             archive
@@ -115,7 +128,9 @@ class KnownJobs:
         jobs, refused, requests = dict(self._jobs), dict(found.refused), []
         for request in found.requests:
             job = request.submission.job
-            known = jobs.get(job) or KnownJob(encode(request.submission))
+            known = jobs.get(job)
+            if known is None or known.replaced_by(request.submission):
+                known = KnownJob(encode(request.submission))
             first = known.read()
             if first != request.submission:  # not their texts: another version writes other fields
                 refused[job] = (
@@ -130,6 +145,7 @@ class KnownJobs:
         if jobs != self._jobs:
             _write(self._path, jobs)
             self._jobs = jobs
+        self.unfinished = sum(not request.over for request in requests)
         return replace(found, requests=tuple(requests), refused=refused)
 
 

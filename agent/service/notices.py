@@ -1,6 +1,6 @@
 """Tell people of the end of their jobs: run the commands and call the URLs of `adaptdl submit --notify`.
 
-The node whose service is the first to write the job's key `notified/<job>` does it. A notice is therefore
+The node whose service is the first to write the key `notified/<job>/<end>` does it. A notice is therefore
 sent at most once. It is lost if that node dies in between.
 """
 
@@ -96,39 +96,39 @@ class Notices:
         started = []
         for request in requests:
             job, end = request.submission.job, end_of(request)
-            if end is None or not request.submission.notify or job in self._told:
+            if end is None or not request.submission.notify:
                 continue
-            self._told.add(job)
-            if store.get(self._keys.notified(job)) is not None:
+            # a job that is resumed or replaced ends again
+            key = self._keys.notified(job, f"{request.submission.created:f}-{end[0]}-{request.run.run}")
+            if key in self._told:
+                continue
+            self._told.add(key)
+            if store.get(key) is not None:
                 continue
             thread = threading.Thread(
-                target=self._tell,
-                args=(store, request.submission, end, peers),
-                name=f"notify-{job}",
-                daemon=True,
+                target=self._tell, args=(store, key, request, peers), name=f"notify-{job}", daemon=True
             )
             thread.start()
             started.append(thread)
         return started
 
-    def _tell(
-        self, store: Store, submission: Submission, end: tuple[str, str], peers: Sequence[ServiceRecord]
-    ) -> None:
+    def _tell(self, store: Store, key: str, request: Request, peers: Sequence[ServiceRecord]) -> None:
+        submission, end = request.submission, end_of(request)
         job = submission.job
         try:
             private = self._private(submission, peers)
-            claimed = store.compare_and_swap(self._keys.notified(job), self._config.node, 0)
+            claimed = store.compare_and_swap(key, self._config.node, 0)
         except (BlobError, OSError, StoreError) as error:
-            self._attempts[job] = self._attempts.get(job, 0) + 1
+            self._attempts[key] = self._attempts.get(key, 0) + 1
             logger.warning("nobody is told of the end of job %s: %s", job, error)
-            if self._attempts[job] < _MOST_ATTEMPTS:
-                self._told.discard(job)  # the next look tries again
+            if self._attempts[key] < _MOST_ATTEMPTS:
+                self._told.discard(key)  # the next look tries again
             return
-        if claimed is None:
+        if claimed is None or end is None:
             return
         said = message(self._config.cluster, submission, end)
         for wanted in private.notify:
-            if problem := self._send(wanted, job, private, said):
+            if problem := self._send(wanted, submission.folder, private, said):
                 self._note(job, f"adaptdl: --notify was not carried out: {problem}")
 
     def _private(self, submission: Submission, peers: Sequence[ServiceRecord]) -> PrivateArchive:
@@ -137,11 +137,11 @@ class Notices:
         self._blobs.fetch(submission.environment, peers, self._client)
         return read_private(self._blobs.path(submission.environment), submission.owner)
 
-    def _send(self, wanted: str, job: str, private: PrivateArchive, said: Mapping[str, str]) -> str:
+    def _send(self, wanted: str, folder: str, private: PrivateArchive, said: Mapping[str, str]) -> str:
         """Carry out one `--notify`; return what went wrong, or ""."""
         if wanted.startswith(("http://", "https://")):
             return post(wanted, said, time.sleep)
-        work = self._directory.work(job)
+        work = self._directory.work(folder)
         return run(
             wanted, variables_of(os.environ, private, said), work if work.is_dir() else self._directory.path
         )

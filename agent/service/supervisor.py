@@ -208,6 +208,7 @@ class Supervisor:
             "slots": self._record.slots,
             "gpus": self._gpus,
             "agents": self._agents.running,
+            "unfinished": self._known.unfinished,
             "problems": {**self._refused, **self._agents.problems},
             "disk_free": disk.free,
             "etcd": None if self._etcd is None else self._etcd.alive,

@@ -60,6 +60,7 @@ class RunOptions:
     rescale_timeout: float
     once: bool
     anew: bool
+    follows: str
     max_restarts: int
     hang_timeout: float | None
     autoscale: bool
@@ -189,6 +190,7 @@ def check(
         rescale_timeout=args.rescale_timeout,
         once=args.once,
         anew=args.anew,
+        follows=args.follows,
         max_restarts=args.max_restarts,
         hang_timeout=args.hang_timeout,
         autoscale=not args.no_autoscale,

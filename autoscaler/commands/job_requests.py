@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from adaptdl_elastic.autoscaler.cli import CommandError
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View, view_of
 from adaptdl_elastic.autoscaler.coordinator.slots import fewest
 from adaptdl_elastic.autoscaler.diagnostics.rows import is_lost, why_lost
@@ -18,6 +19,7 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest
 from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, Resumption, Submission
 from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_client import (
     ServiceClient,
@@ -30,7 +32,7 @@ from adaptdl_elastic.rendezvous.store.base import Store
 _ATTEMPTS = 20
 
 
-class RequestError(Exception):
+class RequestError(CommandError):
     """A request cannot be made; the message says why."""
 
 
@@ -104,29 +106,24 @@ def cancel(store: Store, keys: Keys, context: ClusterContext, client: ServiceCli
         SignatureError: the person's key cannot be used.
     """
     found = SubmissionReader(store, keys, context.cluster_id).read(None)
-    request = found.find(job)
-    if request is None:
-        raise RequestError(f"no job {job!r} was submitted to cluster {context.name}; see adaptdl ls --all")
+    request = find(found, context, job)
     if request.run.ended:
         assert request.run.state is not None
         raise RequestError(f"{job} has already ended: {request.run.state.value}")
     _check_allowed(client, found, request.submission, context.person)
-    record = Cancellation(job, context.person, time.time())
-    signed = sign_record(
-        context.cluster_id, record, context.person, lambda text: signatures.sign(context.identity, text)
-    )
+    record = signed(context, Cancellation(job, context.person, time.time(), request.submission.created))
     if request.run.state is not None and request.submission.owner == context.person:
         # First the coordinator, which ends all replicas at once. It would take agents that leave one after
         # the other for nodes that are drained, and move the job to the others.
         change(store, keys, job, lambda asked: replace(asked, stop=True), lambda view: view.jobs[job])
-    store.put(keys.cancellation(job), signed)
+    store.put(keys.cancellation(job), record)
     if request.submission.owner == context.person:
         return f"{job} is cancelled"
     return f"{job} belongs to {request.submission.owner}: it ends if {context.person} is an administrator"
 
 
 def resume(store: Store, keys: Keys, context: ClusterContext, client: ServiceClient, job: str) -> str:
-    """Write a signed request that a stopped job goes on; return a message for the person.
+    """Write a signed request that a stopped or failed job goes on; return a message for the person.
 
     Nodes obey the request if the job's owner or an administrator has signed it.
 
@@ -138,38 +135,51 @@ def resume(store: Store, keys: Keys, context: ClusterContext, client: ServiceCli
         job: Name of the job.
 
     Raises:
-        RequestError: there is no such job, it is not stopped, or it is another person's.
+        RequestError: there is no such job, it has not broken off, or it is another person's.
         SignatureError: the person's key cannot be used.
     """
     found = SubmissionReader(store, keys, context.cluster_id).read(None)
-    request = found.find(job)
-    if request is None:
-        raise RequestError(
-            f"no job {job!r} was submitted to cluster {context.name}; the command line that started it "
-            "elsewhere resumes it"
-        )
-    run = request.run
+    request = find(found, context, job, "the command line that started it elsewhere resumes it")
+    run, again = request.run, f"adaptdl submit --replace --name {job} submits it again"
     if request.cancelled_by is not None:
-        raise RequestError(f"{job} was cancelled by {request.cancelled_by} for good: submit it again")
+        raise RequestError(f"{job} was cancelled by {request.cancelled_by} for good: {again}")
     if run.resumed:
         return f"{job} is resumed already"
-    if run.state is not records.JobState.STOPPED:
+    if run.state not in (records.JobState.STOPPED, records.JobState.FAILED):
         what = "waits" if run.state is None else f"is {run.state.value}"
-        raise RequestError(f"{job} {what}: only a job that was stopped is resumed; see adaptdl ls --all")
-    if run.forgotten:
-        raise RequestError(
-            f"{job} was stopped, and so many jobs have ended since that its records are deleted: "
-            "submit it again with another --name"
-        )
+        then = again if run.ended else "see adaptdl ls --all"
+        raise RequestError(f"{job} {what}: only a job that was stopped or has failed is resumed; {then}")
+    check_kept(request)
     _check_allowed(client, found, request.submission, context.person)
     record = Resumption(job, context.person, run.run, time.time())
-    signed = sign_record(
-        context.cluster_id, record, context.person, lambda text: signatures.sign(context.identity, text)
-    )
-    store.put(keys.resumption(job), signed)
+    store.put(keys.resumption(job), signed(context, record))
     if request.submission.owner == context.person:
         return f"{job} is resumed"
     return f"{job} belongs to {request.submission.owner}: it goes on if {context.person} is an administrator"
+
+
+def signed(context: ClusterContext, record: Submission | Cancellation | Resumption) -> str:
+    """Return a record as the store holds it, with this person's signature."""
+    return sign_record(
+        context.cluster_id, record, context.person, lambda text: signatures.sign(context.identity, text)
+    )
+
+
+def find(found: Submitted, context: ClusterContext, job: str, then: str = "see adaptdl ls --all") -> Request:
+    """Return the request of a job; RequestError if it was not submitted."""
+    request = found.find(job)
+    if request is None:
+        raise RequestError(f"no job {job!r} was submitted to cluster {context.name}; {then}")
+    return request
+
+
+def check_kept(request: Request) -> None:
+    """Raise RequestError if the records of a job that has ended are deleted, so that no run can follow."""
+    if request.run.forgotten:
+        raise RequestError(
+            f"{request.submission.job} has ended, and so many jobs have ended since that its records are "
+            "deleted: submit it again with another --name"
+        )
 
 
 def check_owner(store: Store, keys: Keys, context: ClusterContext, client: ServiceClient, job: str) -> None:

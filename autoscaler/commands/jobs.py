@@ -240,10 +240,7 @@ def _ask(
         check(view, job)
         return job
 
-    try:
-        return job_requests.change(store, keys, name, change, look)
-    except job_requests.RequestError as error:
-        raise CommandError(str(error)) from None
+    return job_requests.change(store, keys, name, change, look)
 
 
 def _batch(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""The command `adaptdl logs`: what a submitted job's replicas have written, from every node."""
+"""The commands `adaptdl logs` and `wait`: what a submitted job's replicas have written, and how it ends."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from adaptdl_elastic.autoscaler.commands.cluster_setup import (
     complete_job,
     open_cluster,
 )
+from adaptdl_elastic.autoscaler.commands.job_requests import find
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import context as contexts
-from adaptdl_elastic.rendezvous.services.admission import admit
+from adaptdl_elastic.rendezvous.services import submitted
+from adaptdl_elastic.rendezvous.services.admission import Verdict, admit
 from adaptdl_elastic.rendezvous.services.service_client import (
     ServiceClient,
     ServiceError,
     ServiceRefusedError,
 )
-from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted, why_not_started
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
 
 _WAIT_SECONDS = 5
 """Seconds for which a node keeps a request for output that is not there yet."""
 
+_STOPPED_EXIT_CODE = 143  # for a job that was stopped or cancelled
 _LOOK_SECONDS = 1.0  # between two looks at the job's state
 _LAST_LOOK_SECONDS = 0.1  # between two reads of the output of processes that are about to end
 _RETRY_SECONDS = 2.0  # until a node that does not answer is asked again
@@ -44,24 +47,43 @@ _RANK = re.compile(r"\[rank(\d+)\]: ")
 @click.option("--rank", type=click.IntRange(min=0), multiple=True, help="Only show this replica; repeatable.")
 @cluster_option
 def logs(name: str | None, job: str | None, follow: bool, rank: tuple[int, ...]) -> None:
-    """Show the output of JOB's replicas on all nodes. The default is the job that you submitted last."""
+    """Show the output of JOB's replicas on all nodes. The default is the job that you submitted last.
+
+    With --follow, exit as `adaptdl wait` does.
+    """
     context = contexts.choose(name)
     reader, store, _ = open_cluster(context)
     client = client_of(context)
     with store:
         found = reader.read(None)
         job = job or _newest(found, context.person)
-        if found.find(job) is None:
-            raise CommandError(
-                f"no job {job!r} was submitted to cluster {context.name}; see adaptdl ls --all"
-            )
+        find(found, context, job)
         if not found.services:
             raise CommandError("no node service is registered: adaptdl cluster status")
         followers = Followers(client, job, rank, follow)
         followers.start(found)
-        if follow:
-            _watch(reader, job, followers)
+        said, code = _watch(reader, job, followers) if follow else ("", 0)
         followers.finish()
+    if said:
+        echo(f"adaptdl: {said}", err=True)
+    click.get_current_context().exit(code)
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@cluster_option
+def wait(name: str | None, job: str) -> None:
+    """Wait until a submitted JOB has ended, and say how.
+
+    Exit with 0 if it is done, with its exit code if it has failed, with 143 if it was stopped or cancelled.
+    """
+    context = contexts.choose(name)
+    reader, store, _ = open_cluster(context)
+    with store:
+        find(reader.read(None), context, job)
+        said, code = _watch(reader, job)
+    echo(said)
+    click.get_current_context().exit(code)
 
 
 def _newest(found: Submitted, person: str) -> str:
@@ -71,23 +93,31 @@ def _newest(found: Submitted, person: str) -> str:
     return own[-1]
 
 
-def _watch(reader: SubmissionReader, job: str, followers: Followers) -> None:
-    """Wait until the job is over. Meanwhile follow its new nodes, and say why the job waits."""
+def _watch(reader: SubmissionReader, job: str, followers: Followers | None = None) -> tuple[str, int]:
+    """Wait until the job is over; return how it ended, and an exit code.
+
+    Meanwhile follow its new nodes, if there are `followers`, and say why the job waits.
+    """
     waits = ""
     while True:
         found = reader.read(None)
-        followers.start(found)
+        if followers is not None:
+            followers.start(found)
         request = found.find(job)
-        if request is None or request.over:
-            return
-        verdict = admit(found.requests, found.slots)[job]
-        problem = "" if request.run.agents else why_not_started(found, job)
-        reason = (verdict.reason if not verdict.admitted else problem) or ""
+        if request is None:
+            raise CommandError(f"the submission of {job} is not in the store any more: adaptdl ls --all")
+        if request.run.ended or (request.over and not request.run.agents):
+            state, why = submitted.state_of(request, found)
+            code = request.run.exit_code if state in ("done", "failed") else _STOPPED_EXIT_CODE
+            return f"{job} is {state}: {why}", code
+        verdict = admit(found.requests, found.slots).get(job, Verdict(True))
+        problem = "" if request.run.agents else submitted.why_not_started(found, job)
+        reason = problem if verdict.admitted else verdict.reason
         if reason != waits:
             waits = reason
             if reason:
                 echo(f"adaptdl: {job} waits: {reason}", err=True)
-        followers.wait(_LOOK_SECONDS)
+        (time.sleep if followers is None else followers.wait)(_LOOK_SECONDS)
 
 
 class Followers:

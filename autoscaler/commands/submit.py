@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,18 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
 from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY, ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services import context as contexts
-from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, ServiceError
-from adaptdl_elastic.rendezvous.services.submitted import Submitted, sign_record
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
 _COPIES = 2
 """Number of nodes on which an archive is put: one may be lost before other nodes have fetched it."""
+
+LEAVE_SECONDS = 30.0
+"""Seconds that agents of a job that has ended may take to leave before it is replaced."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -106,6 +108,9 @@ _COPIES = 2
     metavar="DIR",
     help="Folder or s3:// URL that all nodes can use. [default: a folder on each node]",
 )
+@click.option(
+    "--replace", "replaces", is_flag=True, help="Continue your ended job of this name, with these files."
+)
 @click.option("--dry-run", is_flag=True, help="Only say what would happen.")
 @json_option
 @cluster_option
@@ -124,6 +129,7 @@ def submit(
     workdir: Path,
     max_size: int,
     checkpoint_path: str,
+    replaces: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -165,7 +171,8 @@ def submit(
     reader, store, keys = open_cluster(context)
     with store, tempfile.TemporaryDirectory(prefix="adaptdl-submit-") as folder:
         found = reader.read(None)
-        drafts = [_named(draft, found, job is not None) for draft in drafts]
+        fixed = replaces or job is not None
+        drafts = [_replacing(one, reader) if replaces else _named(one, found, fixed) for one in drafts]
         _check_after(drafts[0], found)
         private = (contexts.config_directory(), Path.home() / ".ssh")
         packed = bundles.pack(workdir, Path(folder) / "bundle", context.person, max_size << 20, private)
@@ -184,7 +191,8 @@ def submit(
                 keys,
                 context,
                 replace(draft, bundle=packed.digest, environment=environment),
-                fixed=job is not None,
+                found.find(draft.job) if replaces else None,
+                fixed,
             )
             for draft in drafts
         ]
@@ -270,15 +278,40 @@ def _named(draft: Submission, found: Submitted, fixed: bool) -> Submission:
     if draft.job not in taken:
         return draft
     if fixed:
-        raise CommandError(f"there is a job {draft.job} already: choose another --name (adaptdl ls --all)")
+        raise CommandError(
+            f"there is a job {draft.job} already: choose another --name, or --replace it once it has ended"
+        )
     number = 2
     while f"{draft.job}-{number}" in taken:
         number += 1
     return replace(draft, job=f"{draft.job}-{number}")
 
 
+def _replacing(draft: Submission, reader: SubmissionReader) -> Submission:
+    """Return the draft as it replaces the job of its name, once the agents of that job have left."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while (old := reader.read(None).find(draft.job)) and old.over and old.run.agents:
+        if time.monotonic() > deadline:
+            raise CommandError(f"agents of {draft.job} are still there: adaptdl cluster status says where")
+        time.sleep(LEAVE_SECONDS / 100)
+    if old is None:
+        raise CommandError(f"there is no job {draft.job} to replace: leave --replace away, or give --name")
+    first = old.submission
+    if first.owner != draft.owner:
+        raise CommandError(f"{draft.job} belongs to {first.owner}: choose another --name, without --replace")
+    if not old.over:
+        raise CommandError(
+            f"{draft.job} has not ended: adaptdl stop {draft.job} or adaptdl wait {draft.job} first"
+        )
+    job_requests.check_kept(old)
+    later = max(draft.created, first.created + 1e-3)
+    return replace(draft, created=later, replaces=first.created, follows=old.run.run)
+
+
 def _check_after(draft: Submission, found: Submitted) -> None:
     for job in draft.after:
+        if job == draft.job:
+            raise CommandError(f"--after {job}: a job cannot wait for itself; name another one")
         if found.find(job) is None:
             known = ", ".join(one.submission.job for one in found.requests[-5:])
             raise CommandError(
@@ -307,17 +340,17 @@ def _send(client: ServiceClient, services: Mapping[str, ServiceRecord], archives
             raise CommandError(f"no node takes the working directory: {'; '.join(problems)}")
 
 
-def _write(store: Store, keys: Keys, context: ClusterContext, draft: Submission, fixed: bool) -> Submission:
+def _write(
+    store: Store, keys: Keys, context: ClusterContext, draft: Submission, old: Request | None, fixed: bool
+) -> Submission:
     """Write the submission under its name; under another name if that one has been taken meanwhile."""
-    stem, number = draft.job, 2
+    stem, number, revision = draft.job, 2, 0 if old is None else old.revision
     while True:
-        signed = sign_record(
-            context.cluster_id, draft, context.person, lambda text: signatures.sign(context.identity, text)
-        )
-        if store.compare_and_swap(keys.submission(draft.job), signed, 0) is not None:
+        signed = job_requests.signed(context, draft)
+        if store.compare_and_swap(keys.submission(draft.job), signed, revision) is not None:
             return draft
         if fixed:
-            raise CommandError(f"there is a job {draft.job} already: choose another --name")
+            raise CommandError(f"another command has just submitted a job {draft.job}: adaptdl ls --all")
         draft = replace(draft, job=f"{stem}-{number}")
         number += 1
 
@@ -365,26 +398,20 @@ def _tell(
 @cluster_option
 def cancel(name: str | None, job: str) -> None:
     """End a submitted JOB, or remove it from the queue. Its checkpoints are kept."""
-    context = contexts.choose(name)
-    _, store, keys = open_cluster(context)
-    with store:
-        try:
-            said = job_requests.cancel(store, keys, context, client_of(context), job)
-        except job_requests.RequestError as error:
-            raise CommandError(str(error)) from None
-    echo(said)
+    _ask(name, job, job_requests.cancel)
 
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
 @cluster_option
 def resume(name: str | None, job: str) -> None:
-    """Continue a submitted JOB that was stopped, from its checkpoint."""
+    """Continue a submitted JOB that was stopped or has failed, from its checkpoint."""
+    _ask(name, job, job_requests.resume)
+
+
+def _ask(name: str | None, job: str, request: Callable[..., str]) -> None:
+    """Make a request about a job of a cluster, and print the answer."""
     context = contexts.choose(name)
     _, store, keys = open_cluster(context)
     with store:
-        try:
-            said = job_requests.resume(store, keys, context, client_of(context), job)
-        except job_requests.RequestError as error:
-            raise CommandError(str(error)) from None
-    echo(said)
+        echo(request(store, keys, context, client_of(context), job))

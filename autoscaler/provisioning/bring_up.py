@@ -122,13 +122,20 @@ def _decoded(text: str) -> Jobs | None:
 
 
 def merged_jobs(lists: Iterable[Jobs]) -> Jobs:
-    """Return the jobs that any of these lists has; what has ended in one of them has ended."""
+    """Return the jobs that any of these lists has; what has ended in one of them has ended.
+
+    How a job has ended that was replaced says nothing of the one that replaced it.
+    """
     found: Jobs = {}
-    for jobs in lists:
-        for job, known in jobs.items():
-            ends = {name: known[name] for name in ("cancelled_by", "ended") if known.get(name)}
-            found[job] = {**found.get(job, known), **ends}
+    for job, known in sorted((one for jobs in lists for one in jobs.items()), key=_submitted_at):
+        ends = {name: known[name] for name in ("cancelled_by", "ended", "run") if known.get(name)}
+        same = job in found and _submitted_at((job, found[job])) == _submitted_at((job, known))
+        found[job] = {**(found[job] if same else known), **ends}
     return found
+
+
+def _submitted_at(one: tuple[str, dict[str, str | None]]) -> float:
+    return float(json.loads(one[1]["submission"] or "{}").get("created", 0.0))
 
 
 def _end_sharing(context: ClusterContext, credentials: Credentials, say: Callable[[str], None]) -> None:

@@ -77,7 +77,7 @@ class Actions:
             return job_requests.cancel(store, self._keys, self._context, self._client, job)
 
     def resume(self, job: str) -> str:
-        """Let a submitted job that was stopped go on. Return what was done."""
+        """Let a submitted job that was stopped or has failed go on. Return what was done."""
         if self._context is None or self._client is None:
             raise RequestError(f"{job} was not submitted; the command line that started it resumes it")
         with self._connect() as store:

@@ -78,10 +78,10 @@ def job_document(view: View, history: History, row: Document, submitted: Submitt
 
 
 def _can_go_on(request: Request) -> bool:
-    """Return whether `adaptdl resume` takes this submission: it was stopped, and its records are kept."""
+    """Return whether `adaptdl resume` takes this submission: it has not come to its end."""
     run = request.run
-    stopped = run.state is JobState.STOPPED and request.cancelled_by is None
-    return stopped and not run.resumed and not run.forgotten
+    broke_off = run.state in (JobState.STOPPED, JobState.FAILED) and request.cancelled_by is None
+    return broke_off and not run.resumed and not run.forgotten
 
 
 def allocations(events: Sequence[dict[str, Any]]) -> list[Document]:

@@ -74,6 +74,13 @@ class Submission:
     checkpoint_path: str = ""  # "": a directory of each node
     created: float = 0.0
     notify: bool = False  # the archive names what is run or sent when the job is over
+    replaces: float | None = None  # `created` of the submission of this name that it replaces
+    follows: str = ""  # JobSpec.run with which that submission ended; "": it had none
+
+    @property
+    def folder(self) -> str:
+        """The name of the directory into which the archive is unpacked."""
+        return self.job if self.replaces is None else f"{self.job}@{self.bundle[:16]}"
 
     @property
     def least_slots(self) -> int:
@@ -88,18 +95,19 @@ class Cancellation:
     job: _Name
     person: _Person
     created: float = 0.0
+    submitted: float | None = None  # `created` of the submission that it is for
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Resumption:
-    """The wish of a person that a submitted job that was stopped goes on.
+    """The wish of a person that a submitted job that was stopped or has failed goes on.
 
-    It is for one stopped run only: when the job is stopped again, the record has no effect any more.
+    It is for one run only: when the job is stopped or fails again, the record has no effect any more.
     """
 
     job: _Name
     person: _Person
-    run: str  # JobSpec.run of the run that was stopped
+    run: str  # JobSpec.run of the run that has ended
     created: float = 0.0
 
 

@@ -38,8 +38,10 @@ class JobState:
         state: What the coordinator says; None: nothing yet.
         reason: Why, in the coordinator's words.
         run: Which run that is; "": none yet.
-        resumed: Whether the run was stopped and the job is to go on in another run.
+        resumed: Whether the run has ended and the job is to go on in another run.
         forgotten: Whether the run's records are deleted, except for how it ended.
+        exit_code: Exit code of a process that mirrors the run's end.
+        resumption: The newest run that a person wants to be followed by another; "": none.
     """
 
     agents: int = 0
@@ -48,6 +50,8 @@ class JobState:
     run: str = ""
     resumed: bool = False
     forgotten: bool = False
+    exit_code: int = 0
+    resumption: str = ""
 
     @property
     def ended(self) -> bool:

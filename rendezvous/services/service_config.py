@@ -9,7 +9,7 @@ secret                      what the secrets of jobs are derived from; the same 
 root-password               of the etcd user `root`; only on the node that runs etcd
 people.json                 who may use the cluster
 blobs/                      archives by their SHA-256
-work/<job>/                 an unpacked working directory
+work/<job>[@<digest>]/      an unpacked working directory
 logs/<job>/output.log       what the agent and the replicas of a job have written on this node
 checkpoints/<job>/          checkpoints of a job that has no other place for them
 state/                      what the service remembers
@@ -121,9 +121,9 @@ class ServiceDirectory:
         """What the service itself writes."""
         return self.path / "service.log"
 
-    def work(self, job: str) -> Path:
-        """Return the directory that a job's replicas run in."""
-        return self.path / "work" / job
+    def work(self, folder: str) -> Path:
+        """Return the directory that a job's replicas run in, by `Submission.folder`."""
+        return self.path / "work" / folder
 
     def log(self, job: str) -> Path:
         """Return the file of a job's output on this node."""

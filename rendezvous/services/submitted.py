@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -15,7 +15,6 @@ from adaptdl_elastic.rendezvous.schema.records import (
     decode,
     encode,
 )
-from adaptdl_elastic.rendezvous.schema.records import JobState as State
 from adaptdl_elastic.rendezvous.schema.submissions import (
     MOST_PRIORITY,
     Cancellation,
@@ -27,7 +26,7 @@ from adaptdl_elastic.rendezvous.schema.submissions import (
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
 from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError, UncheckedError
-from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.base import Store, read_record
 
 R = TypeVar("R", Submission, Cancellation, Resumption)
 
@@ -120,11 +119,8 @@ class SubmissionReader:
         """
         services = {}
         for item in self._store.range(self._keys.services).items:
-            try:
-                service = decode(ServiceRecord, item.value, item.key)
-            except MalformedRecordError:
-                continue
-            if item.key == self._keys.service(service.node):
+            service = read_record(ServiceRecord, item)
+            if service is not None and item.key == self._keys.service(service.node):
                 services[service.node] = service
         agents = self._agents()
         cancellations, refused, _ = self._records(Cancellation, self._keys.cancellations, people)
@@ -133,6 +129,9 @@ class SubmissionReader:
         requests = []
         for job, submission in submissions.items():
             cancellation = cancellations.get(job)
+            # the one that ended the submission that this one replaces stays in the store
+            if cancellation and submission.replaces and cancellation.submitted != submission.created:
+                cancellation = None
             person = cancellation.person if cancellation is not None else None
             if people is not None and not _may_decide(person, submission, people):
                 refused[job] = f"{person} may not cancel it: it belongs to {submission.owner}"
@@ -145,7 +144,8 @@ class SubmissionReader:
             ):
                 refused[job] = f"{resumption.person} may not resume it: it belongs to {submission.owner}"
                 resumption = None
-            state = self._state(job, agents.get(job, 0), resumption)
+            resumed = max(submission.follows, "" if resumption is None else resumption.run)
+            state = replace(self._state(job, agents.get(job, 0), resumed), resumption=resumed)
             most = MOST_PRIORITY if people is None else people[submission.owner].priority_limit
             requests.append(Request(submission, person, state, most, revisions[job]))
         requests.sort(key=lambda one: (one.submission.created, one.submission.job))
@@ -154,21 +154,11 @@ class SubmissionReader:
     def _agents(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for item in self._store.range(self._keys.nodes).items:
-            try:
-                job = decode(NodeRecord, item.value, item.key).job
-            except MalformedRecordError:
-                continue
-            found[job] = found.get(job, 0) + 1
+            if (node := read_record(NodeRecord, item)) is not None:
+                found[node.job] = found.get(node.job, 0) + 1
         return found
 
-    def _outcome(self, job: str) -> JobStatus | None:
-        item = self._store.get(self._keys.outcome(job, "status"))
-        try:
-            return None if item is None else decode(JobStatus, item.value, item.key)
-        except MalformedRecordError:
-            return None
-
-    def _state(self, job: str, agents: int, resumption: Resumption | None) -> JobState:
+    def _state(self, job: str, agents: int, resumption: str) -> JobState:
         if agents:
             self._outcomes.pop(job, None)  # it runs again
         elif job in self._outcomes:
@@ -182,7 +172,7 @@ class SubmissionReader:
             return JobState(agents=agents)
         forgotten = spec is None or status is None
         if forgotten:  # read last: the outcome is written before spec and status are deleted
-            status = self._outcome(job)
+            status = read_record(JobStatus, self._store.get(self._keys.outcome(job, "status")))
         if status is None or (spec is not None and status.run != spec.run):
             return JobState(agents=agents)
         if spec_item is None and status_item is None and not agents:
@@ -226,11 +216,12 @@ class SubmissionReader:
         return found
 
 
-def _told(status: JobStatus, agents: int, resumption: Resumption | None, forgotten: bool) -> JobState:
+def _told(status: JobStatus, agents: int, resumption: str, forgotten: bool) -> JobState:
     """Return the state that a status says, unless its run is to be followed by another one."""
-    if status.state is State.STOPPED and resumption is not None and resumption.run == status.run:
+    if status.state.ended and resumption == status.run:
         return JobState(agents, run=status.run, resumed=True)
-    return JobState(agents, status.state, status.reason, status.run, forgotten=forgotten)
+    code = status.process_exit_code
+    return JobState(agents, status.state, status.reason, status.run, forgotten=forgotten, exit_code=code)
 
 
 def _may_decide(person: str | None, submission: Submission, people: People) -> bool:

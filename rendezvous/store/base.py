@@ -28,7 +28,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
+
+from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError, decode
+
+R = TypeVar("R")
 
 
 class StoreError(Exception):
@@ -73,6 +77,14 @@ class Change:
     key: str
     value: str | None
     revision: int
+
+
+def read_record(kind: type[R], item: KeyValue | None) -> R | None:
+    """Return the record of type `kind` that a key holds; None if there is no such key or no such record."""
+    try:
+        return None if item is None else decode(kind, item.value, item.key)
+    except MalformedRecordError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from adaptdl_elastic.rendezvous.store.base import (
     StoreError,
     StoreUnavailableError,
     Watch,
+    read_record,
 )
 from adaptdl_elastic.rendezvous.torchrun import membership as m
 
@@ -370,7 +371,4 @@ class Roster:
 
 def _closed(item: KeyValue | None) -> m.Closed | None:
     """Return the end of the run that a key holds; None if it holds none, or an invalid value."""
-    try:
-        return decode(m.Closed, item.value, item.key) if item is not None else None
-    except MalformedRecordError:
-        return None
+    return read_record(m.Closed, item)

@@ -297,3 +297,47 @@ def test_a_node_lost_with_its_disk_costs_no_step_of_a_checkpoint(lab: Lab) -> No
     )
     assert (down["state"], "no service is registered" in down["problem"]) == ("down", True)
     assert f"{lost}: started" in lab.up()  # it comes back by the command that brought it up
+
+
+def test_a_failed_job_goes_on_with_mended_code_under_its_name(lab: Lab) -> None:
+    lab.up("node1", "node2")
+    script = lab.work / "train.py"
+    good = script.read_text()
+    says = 'had {script_position().samples}", flush=True)\n'
+    script.write_text(good.replace(says, f"{says}    assert epoch < 20\n"))
+
+    def output() -> str:
+        return lab.output("node1", "job") + lab.output("node2", "job")
+
+    def runs_anew() -> list[str]:
+        return re.findall(r"epoch 0 had", output())
+
+    submitted = ("submit", "--name", "job", "--retry", "0")
+    lab.run(*submitted, "train.py", "60", "0.02")
+    lab.wait_for(lambda: "epoch 1 had" in output())
+    lab.run("checkpoint", "job", "--wait")
+    assert "job is failed: " in lab.run("wait", "job", code=1)
+    assert "AssertionError" in lab.run("logs", "-f", "job", code=1)
+    # the same code again fails again
+    assert "job is resumed" in lab.run("resume", "job")
+    assert "job is failed: " in lab.run("wait", "job", code=1)
+    assert output().count("epoch 20 had") == 2
+    assert len(runs_anew()) == 1
+    # mended code goes on from the checkpoint
+    script.write_text(good)
+    assert "submitted job" in lab.run(*submitted, "--replace", "train.py", "22", "0")
+    assert "job is done: " in lab.run("wait", "job")
+    assert "epoch 21 had" in lab.run("logs", "-f", "job")
+    # and so does a job that is done, with more epochs
+    assert "submitted job" in lab.run(*submitted, "--replace", "train.py", "24", "0")
+    assert "job is done: " in lab.run("wait", "job")
+    assert output().count("epoch 23 had") == 1
+    assert (len(runs_anew()), output().count("epoch 21 had")) == (1, 1)
+    # one that was cancelled in the queue has the name for another one, too
+    lab.run("submit", "--name", "queued", "--replicas", "3", "train.py", "1", "0")
+    lab.run("cancel", "queued")
+    assert "queued is cancelled: by eve" in lab.run("wait", "queued", code=143)
+    assert "submitted queued" in lab.run("submit", "--replace", "--name", "queued", "train.py", "1", "0")
+    assert "queued is done: " in lab.run("wait", "queued")
+    assert "nothing of it is left" in lab.run("cluster", "down", "--purge")
+    assert lab.processes() == []

@@ -49,7 +49,9 @@ def test_archives_are_needed_until_a_job_has_ended_for_good(tmp_path: Path) -> N
         Request(done, None, JobState(state=State.DONE)),
         Request(cancelled, "alice", JobState()),
     )
-    opened(tmp_path / "jobs.json").check(found, PEOPLE)
+    known = opened(tmp_path / "jobs.json")
+    known.check(found, PEOPLE)
+    assert known.unfinished == 1
     needed = opened(tmp_path / "jobs.json").needed_archives()
     assert needed == {"1" * 64, "e" * 64, "2" * 64}
 
@@ -156,5 +158,59 @@ def test_a_node_that_is_added_later_starts_nothing_that_has_ended(tmp_path: Path
     assert merged_jobs([]) == {}
 
 
+def test_how_a_replaced_job_ended_says_nothing_of_the_one_that_replaced_it(tmp_path: Path) -> None:
+    old = Request(job(), "alice", JobState(state=State.STOPPED, run="r1"))
+    new = waiting(replace(job(created=2.0), replaces=1.0, follows="r1"))
+    lists = []
+    for number, seen in enumerate((old, new)):
+        opened(tmp_path / str(number)).check(read(seen), PEOPLE)
+        lists.append(json.loads((tmp_path / str(number)).read_text()))
+    for merged in (merged_jobs(lists), merged_jobs(reversed(lists))):
+        (tmp_path / "added").write_text(json.dumps(merged))
+        assert opened(tmp_path / "added").check(read(new), PEOPLE).requests == (new,)
+
+
 def waiting_again(request: Request) -> Request:
     return waiting(request.submission)
+
+
+def test_the_owner_replaces_a_job_and_nobody_brings_the_old_one_back(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.json"
+    failed = Request(job(), None, JobState(state=State.FAILED, run="r1"))
+    opened(path).check(read(failed), PEOPLE)
+    second = replace(job(created=2.0), command=("mended.py",), replaces=1.0, follows="r1")
+    third = replace(job(created=3.0), replaces=2.0, follows="r2")
+    for other in (
+        replace(second, owner="bob"),
+        replace(second, created=1.0),  # not newer than what it names
+        replace(second, replaces=None),
+        replace(second, replaces=0.5),  # names one that this one has replaced
+    ):
+        assert opened(path).check(read(waiting(other)), PEOPLE).requests[0].submission == job()
+    goes_on = Request(second, None, JobState(run="r1", resumed=True, resumption="r1"))
+    assert opened(path).check(read(goes_on), PEOPLE).requests == (goes_on,)
+    for replayed in (failed, Request(job(), "alice", JobState()), waiting(job())):
+        found = opened(path).check(read(replayed), PEOPLE)
+        assert found.requests[0].submission == second
+        assert (found.requests[0].cancelled_by, found.refused.keys()) == (None, {"job"})
+    # a node that was away knows nothing of the second one, and takes the third one all the same
+    opened(tmp_path / "away").check(read(failed), PEOPLE)
+    for at in (path, tmp_path / "away"):
+        assert opened(at).check(read(waiting(third)), PEOPLE).requests == (waiting(third),)
+        assert opened(at).check(read(goes_on), PEOPLE).requests[0].submission == third
+
+
+def test_a_failed_job_goes_on_only_if_a_person_has_signed_that(tmp_path: Path) -> None:
+    failed = Request(job(), None, JobState(state=State.FAILED, run="r2"))
+    forged = Request(job(), None, JobState(1, State.RUNNING, "", "r3"))
+    old = Request(job(), None, JobState(run="r1", resumed=True, resumption="r1"))
+    resumed = Request(job(), None, JobState(run="r2", resumed=True, resumption="r2"))
+    runs = Request(job(), None, JobState(1, State.RUNNING, "", "r3", resumption="r2"))
+    for number, again in enumerate((resumed, runs)):
+        known = opened(tmp_path / str(number))
+        known.check(read(failed), PEOPLE)
+        for refused in (waiting(job()), forged, old):
+            assert known.check(read(refused), PEOPLE).requests[0].run.state is State.FAILED
+        assert known.check(read(again), PEOPLE).requests == (again,)
+        # what it has to go on with is still there
+        assert known.needed_archives() == {"0" * 64}

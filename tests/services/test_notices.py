@@ -16,7 +16,6 @@ import pytest
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.notices import Notices, end_of, post
 from adaptdl_elastic.autoscaler.provisioning.bundle import pack_private
-from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobState as State
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request
@@ -103,6 +102,19 @@ def test_when_a_job_is_over(run: JobState, cancelled: str | None, end: tuple[str
     assert end_of(Request(submission, cancelled, run)) == end
 
 
+def test_each_end_of_a_job_that_goes_on_is_told(tmp_path: Path, hook: Hook) -> None:
+    asked = submitted(tmp_path, hook.url)
+    store, node = MemoryStore(), service(tmp_path, "n1")
+    failed, again = (JobState(state=State.FAILED, run=run) for run in ("r1", "r2"))
+    resumed = JobState(run="r1", resumed=True)
+    for run, told in ((failed, 1), (resumed, 0), (again, 1), (again, 0), (replace(DONE, run="r3"), 1)):
+        assert look(node, store, Request(asked, None, run)) == told
+        assert look(node, store, Request(asked, None, run)) == 0
+    newer = replace(asked, created=1.0, replaces=0.0, follows="r3")
+    assert look(node, store, Request(newer, "bob", JobState(run="r3"))) == 1
+    assert [said["state"] for said in hook.received] == ["failed", "failed", "done", "cancelled"]
+
+
 def test_one_node_of_two_tells_and_tells_once(tmp_path: Path, hook: Hook) -> None:
     command = 'echo "$ADAPTDL_JOB $ADAPTDL_STATE $TOKEN" >> ../said'
     request = Request(submitted(tmp_path, hook.url, command), None, DONE)
@@ -155,7 +167,7 @@ def test_a_node_that_cannot_get_the_archive_leaves_the_notice_to_another(tmp_pat
     store, first = MemoryStore(), service(tmp_path, "n1")
     lost = Request(replace(good, environment="1" * 64), None, DONE)
     assert [look(first, store, lost) for _ in range(7)] == [1, 1, 1, 1, 1, 0, 0]
-    assert store.get(Keys("lab").notified("job")) is None
+    assert store.range("/adaptdl/v1/lab/notified/").items == ()
     assert look(service(tmp_path, "n2"), store, Request(good, None, DONE)) == 1
     assert (tmp_path / "said").exists()
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from adaptdl_elastic.agent.service.access import VALID_SECONDS, DeniedError, identify
 from adaptdl_elastic.agent.service.blobs import Blobs
@@ -103,7 +104,7 @@ class World:
             Blobs(self.directory.blobs),
             {"hers": "alice", "other": "admin"}.get,
             lambda: ["hers"],
-            lambda: {"node": "n1"},
+            lambda: {"node": "n1", "unfinished": 2},
         )
         self.port = ServicePort(listening, served)
         self.port.start()
@@ -202,7 +203,7 @@ def test_strangers_and_impostors_are_refused(world: World) -> None:
     refused(lambda: stranger.get_json(world.record, "/v1/status"), 401, "may not use this cluster")
     impostor = world.client("alice", key="stranger")
     refused(lambda: impostor.get_json(world.record, "/v1/status"), 401, "not one of alice's key")
-    assert world.client("alice").get_json(world.record, "/v1/status") == {"node": "n1"}
+    assert world.client("alice").get_json(world.record, "/v1/status") == {"node": "n1", "unfinished": 2}
     people = {name: one for name, one in world.people().items() if name != "alice"}
     (world.directory.people).write_text(signatures.encode_people(people))  # as adaptdl cluster revoke does
     refused(
@@ -248,7 +249,7 @@ def test_silent_connections_keep_nobody_out(world: World, monkeypatch: pytest.Mo
             stack.enter_context(socket.create_connection(("127.0.0.1", world.record.port)))
             for _ in range(100)
         ]
-        assert world.client("alice").get_json(world.record, "/v1/status") == {"node": "n1"}
+        assert world.client("alice").get_json(world.record, "/v1/status") == {"node": "n1", "unfinished": 2}
         for one in silent[:-4]:
             with contextlib.suppress(ConnectionResetError):
                 assert one.recv(1) == b""
@@ -262,7 +263,7 @@ def test_people_and_nodes_have_places_of_their_own(world: World, monkeypatch: py
     refused(
         lambda: world.client("admin").get_json(world.record, "/v1/status"), 503, "serves too many connections"
     )
-    assert first.get_json(world.record, "/v1/status") == {"node": "n1"}
+    assert first.get_json(world.record, "/v1/status") == {"node": "n1", "unfinished": 2}
     first.close()
 
 
@@ -409,13 +410,27 @@ def test_a_stopped_run_is_resumed_by_its_owner_or_an_administrator_and_once(worl
     page = Actions(store.client, keys, world.context, world.client("admin"))
     assert page.resume("job") == "job is resumed already"
     run("r3", records.JobState.FAILED)
-    with pytest.raises(RequestError, match="job is failed: only a job that was stopped is resumed"):
+    assert reader.read(people).requests[0].run.state is records.JobState.FAILED
+    job_requests.resume(store, keys, world.context, world.client("admin"), "job")
+    assert resumed()
+    run("r4", records.JobState.DONE)
+    with pytest.raises(RequestError, match="job is done: only a job that was stopped or has failed is res"):
         job_requests.resume(store, keys, world.context, world.client("admin"), "job")
     store.delete_prefix(keys.job("job"))
     forgotten = records.JobStatus(job="job", run="r4", state=records.JobState.STOPPED)
     store.put(keys.outcome("job", "status"), encode(forgotten))
     with pytest.raises(RequestError, match="its records are deleted: submit it again with another --name"):
         job_requests.resume(store, keys, world.context, world.client("admin"), "job")
+
+
+def test_prometheus_reads_with_the_certificate_of_a_node(world: World) -> None:
+    """It cannot sign requests."""
+    read: list[bytes] = []
+    world.node().download(world.record, "/metrics", read.append)
+    (family,) = text_string_to_metric_families(b"".join(read).decode())
+    assert [(sample.name, sample.value) for sample in family.samples] == [("adaptdl_unfinished_jobs", 2.0)]
+    unsigned = ServiceClient(person_context(world.context.ca))
+    refused(lambda: unsigned.download(world.record, "/metrics", read.append), 401, "is not signed")
 
 
 def test_a_signature_that_cannot_be_checked_now_is_checked_again(
@@ -459,7 +474,7 @@ def test_another_person_gets_what_is_needed_and_no_authority(
     assert environment["ADAPTDL_ETCD_USER"] == "person:alice"
     assert Path(environment["ADAPTDL_ETCD_PASSWORD_FILE"]).read_text() == "hers\n"
     shutil.copy(world.keys["alice"], hers.identity)
-    assert client_of(hers).get_json(world.record, "/v1/status") == {"node": "n1"}
+    assert client_of(hers).get_json(world.record, "/v1/status") == {"node": "n1", "unfinished": 2}
     with pytest.raises(ProvisionError, match="brought up by another user, who alone changes its nodes"):
         Credentials(hers).prepare()
 

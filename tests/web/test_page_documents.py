@@ -121,6 +121,7 @@ def test_a_job_that_has_ended_can_be_asked_for_nothing() -> None:
         (RunState(state=JobState.STOPPED, resumed=True), None, False),
         (RunState(state=JobState.STOPPED, forgotten=True), None, False),
         (RunState(state=JobState.STOPPED), "alice", False),
+        (RunState(state=JobState.FAILED), None, True),
         (RunState(state=JobState.DONE), None, False),
         (RunState(), None, False),
     ],
