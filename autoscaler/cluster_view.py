@@ -134,6 +134,11 @@ class View:
         return instance is None or node.instance is None or instance == node.instance
 
 
+def failed_jobs(view: View) -> int:
+    """Return how often jobs of a cluster have failed."""
+    return max((job.status.record.failed_jobs for job in view.jobs.values() if job.status), default=0)
+
+
 @dataclass(frozen=True)
 class Problem:
     """An invalid value in the store."""

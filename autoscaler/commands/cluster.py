@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import signal
@@ -109,6 +110,7 @@ def coordinator(
     from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, stop_with_parent
     from adaptdl_elastic.autoscaler.policy import allocate
     from adaptdl_elastic.autoscaler.policy.policy_types import Objective, PolicySettings
+    from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
     from adaptdl_elastic.rendezvous.store.base import StoreAuthError
 
     if objective != Objective.SPEEDUP.value:
@@ -127,10 +129,13 @@ def coordinator(
     if metrics_port != "off":
         asked_for = parent_fd is None and not _from_environment("metrics_port", "metrics_host")
         metrics = serve_metrics(metrics_host, metrics_port, release, asked_for)
+    keys = Keys(cluster)
+    if metrics is not None:
+        metrics.read_submitted = functools.partial(SubmissionReader(store, keys, "").read, None)
     with store:
         served = Coordinator(
             store,
-            Keys(cluster),
+            keys,
             settings,
             allocate,
             observers=() if metrics is None else (metrics,),

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View, failed_jobs
 from adaptdl_elastic.autoscaler.coordinator import garbage_collection, reactive, rounds, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_builder import DecisionBuilder
@@ -55,7 +55,7 @@ from adaptdl_elastic.autoscaler.coordinator.status import (
     why_pending,
 )
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, JobStatus, Transition
+from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, JobState, JobStatus, Transition
 from adaptdl_elastic.rendezvous.text import pluralize
 
 
@@ -376,10 +376,19 @@ class _Deciding:
         found = why_pending(spec, places, free, self.ledger)
         return self.draft.memory.pending.get(job.job, found) if found == ITS_TURN else found
 
+    def _failed_jobs(self) -> int:
+        """Return how often jobs of this cluster have failed. The newest status of an end always has that."""
+        written = (action.record for action in self.actions if isinstance(action, CompareAndSwap))
+        return max([failed_jobs(self.view), *(getattr(record, "failed_jobs", 0) for record in written)])
+
     def _write_status(self, job: JobView, status: JobStatus, was: JobStatus | None) -> None:
         revision = job.unreadable.get("status") or (job.status.revision if job.status else 0)
+        changed = was is None or was.state is not status.state or was.run != status.run
+        if changed:
+            failed = self._failed_jobs() + (status.state is JobState.FAILED)
+            status = replace(status, failed_jobs=failed)
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "status"), status, revision))
-        if was is None or was.state is not status.state or was.run != status.run:
+        if changed:
             self.actions.append(
                 Say("state", {"job": job.job, "state": status.state.value, "reason": status.reason})
             )

@@ -65,6 +65,9 @@ class Observer(Protocol):
     def leading(self, leads: bool) -> None:
         """Take note of whether this process leads."""
 
+    def follows(self, view: View) -> None:
+        """Take note of the cluster while another process leads, or none."""
+
 
 class Coordinator:
     """Campaigns, leads, and campaigns again, until it is stopped.
@@ -176,6 +179,8 @@ class Coordinator:
                     return fence
                 follower.take(_HEARTBEAT)
                 follower.check(lease)
+                for observer in self._observers:
+                    observer.follows(follower.keeper.view(self._clock(), self._wall()))
         finally:
             self.stands_by.clear()
         return None

@@ -1,8 +1,9 @@
 """Prometheus metrics of a coordinator, served on loopback by default.
 
 Metrics of jobs are made from the last view when they are scraped, so a job that has ended leaves none behind.
-A coordinator that does not lead reports `adaptdl_leader 0` and nothing about jobs. Names follow Prometheus'
-rules: counters end in `_total`, everything else says its unit and is a gauge or a histogram.
+A coordinator that does not lead reports `adaptdl_leader 0`, and of jobs only how many have not ended. Names
+follow Prometheus' rules: counters end in `_total`, everything else says its unit and is a gauge or a
+histogram.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from adaptdl_elastic.autoscaler.cluster_view import BILL_SECONDS, JobView, View
+from adaptdl_elastic.autoscaler.cluster_view import BILL_SECONDS, JobView, View, failed_jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CompareAndSwap, Decided, Say
 from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
+from adaptdl_elastic.autoscaler.diagnostics.rows import ENDED_STATES, STATES, WAITING_STATES, job_rows
 from adaptdl_elastic.protocol.hints import JobHints
-from adaptdl_elastic.rendezvous.schema.records import JobCost, JobState, JobStatus, Plan
+from adaptdl_elastic.rendezvous.schema.records import JobCost, JobStatus, Plan
+from adaptdl_elastic.rendezvous.services.submitted import Submitted
+from adaptdl_elastic.rendezvous.store.base import StoreError
 
 DEFAULT_PORTS = range(9300, 9310)
 """Ports that are tried one after another: a machine may have several coordinators, of several jobs."""
@@ -117,6 +121,8 @@ _CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
     "adaptdl_slots_used": ("Slots that replicas hold.", ()),
     "adaptdl_queue": ("Jobs that wait for replicas.", ()),
     "adaptdl_jobs": ("Jobs by state.", ("state",)),
+    "adaptdl_unfinished_jobs": ("Jobs that have not ended.", ()),
+    "adaptdl_failed_jobs_total": ("How often jobs of this cluster have failed.", ()),
     "adaptdl_hourly_cost": ("What the nodes cost an hour, by the autoscaler.", ()),
     "adaptdl_cost_total": ("What the nodes have cost so far, by the autoscaler.", ()),
     "adaptdl_node_slots": ("Slots of a node.", ("node",)),
@@ -157,6 +163,7 @@ class CoordinatorMetrics(Collector):
         build = Gauge("adaptdl_build_info", "Versions, as labels.", ["version", "python"], registry=registry)
         build.labels(version, platform.python_version()).set(1)
         self._answered = 0  # number of the last round of the policy that was counted
+        self.read_submitted: Callable[[], Submitted] | None = None  # None: it is not known what was submitted
         self.port = 0  # port on which the metrics are served
         self.close: Callable[[], None] = lambda: None
         registry.register(self)
@@ -165,8 +172,10 @@ class CoordinatorMetrics(Collector):
         """Take note of whether this process leads."""
         self._leads = leads
         self._answered = 0  # a new leader numbers its rounds from the beginning
-        if not leads:
-            self._view = None
+
+    def follows(self, view: View) -> None:
+        """Take note of the cluster while another process leads, or none."""
+        self._view = view
 
     def decided(self, view: View, decided: Decided, seconds: float) -> None:
         """Take note of a decision."""
@@ -191,7 +200,12 @@ class CoordinatorMetrics(Collector):
         yield _family("adaptdl_leader", *_CLUSTER["adaptdl_leader"], [((), float(self._leads))])
         if view is None:
             return
-        samples = {**_of_cluster(view), **_of_nodes(view)}
+        states = [row["state"] for row in job_rows(view, self._submitted(view)).values()]
+        unfinished = sum(state not in ENDED_STATES for state in states)
+        yield _family("adaptdl_unfinished_jobs", *_CLUSTER["adaptdl_unfinished_jobs"], [((), unfinished)])
+        if not self._leads:
+            return
+        samples = {**_of_cluster(view, states), **_of_nodes(view)}
         for name, (text, labels) in _CLUSTER.items():
             if name in samples:
                 yield _family(name, text, labels, samples[name])
@@ -206,20 +220,29 @@ class CoordinatorMetrics(Collector):
         for name, (text, labels) in _LABELLED.items():
             yield _family(name, text, labels, labelled[name])
 
+    def _submitted(self, view: View) -> Submitted | None:
+        """Return the submissions; None if there are none, or if the store may not answer in time."""
+        if not (self._leads and view.submitted and self.read_submitted):
+            return None
+        try:
+            return self.read_submitted()
+        except StoreError:
+            return None
 
-def _of_cluster(view: View) -> dict[str, list[_Sample]]:
+
+def _of_cluster(view: View, states: Sequence[str]) -> dict[str, list[_Sample]]:
     ledger = Ledger(view)
     draining = {
         node for agents in view.nodes.values() for node, seen in agents.items() if view.draining(seen.record)
     }
-    states = [job.status.record.state for job in view.jobs.values() if job.status]
     found: dict[str, list[_Sample]] = {
         "adaptdl_nodes": [((), len(ledger.capacity))],
         "adaptdl_nodes_draining": [((), len(draining))],
         "adaptdl_slots": [((), sum(ledger.capacity.values()))],
         "adaptdl_slots_used": [((), ledger.used)],
-        "adaptdl_queue": [((), sum(state is JobState.PENDING for state in states))],
-        "adaptdl_jobs": [((state.value,), states.count(state)) for state in JobState],
+        "adaptdl_queue": [((), sum(state in WAITING_STATES for state in states))],
+        "adaptdl_jobs": [((state,), states.count(state)) for state in STATES],
+        "adaptdl_failed_jobs_total": [((), failed_jobs(view))],
     }
     if view.autoscaler is not None:
         found["adaptdl_cost_total"] = [((), view.autoscaler.record.cost_so_far)]

@@ -21,6 +21,9 @@ WAITING_STATES = ("pending", "queued", "starting")
 ENDED_STATES = ("done", "stopped", "failed", "cancelled")
 """States of jobs that are over."""
 
+STATES = (*WAITING_STATES, "running", "stopping", LOST, *ENDED_STATES)
+"""All states of jobs."""
+
 Row = dict[str, Any]
 
 

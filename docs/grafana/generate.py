@@ -14,6 +14,12 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]], int]]]] = [
         [
             ("Slots", "short", [("adaptdl_slots", "all"), ("adaptdl_slots_used", "used")], 8),
             ("Jobs", "short", [("adaptdl_jobs > 0", "{{state}}"), ("adaptdl_queue", "queue")], 8),
+            (
+                "Jobs that have not ended, and how many have failed so far",
+                "short",
+                [("max(adaptdl_unfinished_jobs)", "unfinished"), ("adaptdl_failed_jobs_total", "failed")],
+                8,
+            ),
             ("Nodes", "short", [("adaptdl_nodes", "nodes"), ("adaptdl_nodes_draining", "draining")], 8),
             (
                 "Plans a minute",

@@ -470,6 +470,7 @@ class JobStatus:
     started: float | None = None  # when its first generation began
     ended: float | None = None
     waited: float = 0.0  # seconds without replicas so far, as counted by the leaders
+    failed_jobs: int = 0  # how often jobs of the cluster had failed when the state changed last
 
     @property
     def process_exit_code(self) -> int:

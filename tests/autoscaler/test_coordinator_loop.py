@@ -34,6 +34,9 @@ class Count:
     def leading(self, leads: bool) -> None:
         pass
 
+    def follows(self, view: View) -> None:
+        pass
+
 
 class Deaf(MemoryStore):
     """Somebody else always writes the plans first, and nobody hears of it."""

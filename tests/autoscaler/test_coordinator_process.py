@@ -21,6 +21,7 @@ import pytest
 from coordinator_pump import share_policy
 from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
+from ports import free_port
 
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
@@ -30,6 +31,7 @@ from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobState, JobStatus, LeaderRecord, Plan
+from adaptdl_elastic.rendezvous.schema.submissions import Signed, Submission
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
@@ -452,3 +454,37 @@ def test_a_port_for_metrics_that_was_asked_for_and_is_taken_is_an_error(cluster:
         port = taken.getsockname()[1]
         process = cluster.process("--metrics-port", str(port))
         assert process.wait(PATIENCE) == 1
+
+
+def test_a_failure_is_counted_once_and_by_every_leader(cluster: Cluster) -> None:
+    ports = [free_port(), free_port()]
+
+    def served(port: int) -> dict[str, float]:
+        """What a coordinator serves; nothing before it listens."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
+                lines = answer.read().decode().splitlines()
+        except OSError:
+            return {}
+        return {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("adaptdl_")}
+
+    first = cluster.process("--metrics-port", str(ports[0]))
+    cluster.until(cluster.leader, "a leader")
+    second = cluster.process("--metrics-port", str(ports[1]))
+    agent = cluster.job("a", max_restarts=0)
+    asked = Submission("queued", "eve", "script", ("t.py",), "0" * 64)
+    signed = Signed(records.encode(asked), "eve", "-")
+    cluster.store.put(cluster.keys.submission("queued"), records.encode(signed))
+    cluster.until(lambda: served(ports[0]).get('adaptdl_jobs{state="running"}') == 1)
+    found = served(ports[0])
+    assert (found["adaptdl_failed_jobs_total"], found['adaptdl_jobs{state="queued"}']) == (0, 1)
+    assert found["adaptdl_unfinished_jobs"] == 2
+    cluster.until(lambda: served(ports[1]).get("adaptdl_unfinished_jobs") == 1, "the one that stands by")
+    agent.fail()
+    cluster.until(lambda: served(ports[0]).get("adaptdl_failed_jobs_total") == 1, "the failure")
+    cluster.until(lambda: served(ports[1]).get("adaptdl_unfinished_jobs") == 0, "the one that stands by")
+    assert served(ports[1])["adaptdl_leader"] == 0
+    first.terminate()
+    cluster.until(lambda: served(ports[1])["adaptdl_leader"] == 1, "another leader")
+    cluster.until(lambda: served(ports[1]).get("adaptdl_failed_jobs_total") == 1, "the same number")
+    assert second.poll() is None

@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from at_once import decide_at_once
 from coordinator_pump import Pump
+from fake_agents import FakeAgent, spec_of
 from filled_metrics import filled_pump, observe
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, Memory
 from adaptdl_elastic.autoscaler.diagnostics.prometheus import (
     CLUSTER_METRICS,
     DEFAULT_PORTS,
@@ -21,7 +24,10 @@ from adaptdl_elastic.autoscaler.diagnostics.prometheus import (
     PortsTakenError,
     serve,
 )
-from adaptdl_elastic.rendezvous.schema.records import AutoscalerStatus, JobCost, encode
+from adaptdl_elastic.rendezvous.schema.records import AutoscalerStatus, JobCost, JobState, encode
+from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed, Submission
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
+from adaptdl_elastic.rendezvous.store.base import StoreError
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "adaptdl.json"
 
@@ -181,3 +187,112 @@ def test_by_default_the_first_free_port_is_taken() -> None:
             served.append(metrics.port)
         assert served == sorted(set(served))
         assert set(served) <= set(DEFAULT_PORTS)
+
+
+def shown(pump: Pump, metrics: CoordinatorMetrics, registry: CollectorRegistry) -> dict[str, float]:
+    """Return the failures and the jobs by state that a leader serves."""
+    metrics.leading(True)
+    decided = decide_at_once(
+        pump.view(), Memory(), keys=pump.keys, fence=pump.fence, settings=pump.settings, policy=pump.policy
+    )
+    metrics.decided(pump.view(), decided, 0.01)
+    found = samples(generate_latest(registry).decode())
+    states = {label: number for (name, label), number in found.items() if name == "adaptdl_jobs" and number}
+    totals = ("adaptdl_failed_jobs_total", "adaptdl_unfinished_jobs", "adaptdl_queue")
+    return states | {name: found[name, ""] for name in totals}
+
+
+def test_failures_are_counted_in_the_store_and_every_leader_shows_the_number() -> None:
+    pump = Pump(settings=CoordinatorSettings(interval=60.0, min_gap=0.0, keep_ended=1))
+
+    def failures() -> float:
+        registry = CollectorRegistry()
+        return shown(pump, CoordinatorMetrics(registry), registry)["adaptdl_failed_jobs_total"]
+
+    def agents(*jobs: str) -> list[FakeAgent]:
+        for job in jobs:
+            pump.job(job, max_restarts=0, run=f"of-{job}")
+        return [pump.node(f"n-{job}", job) for job in jobs]
+
+    first, second, third = agents("a", "b", "c")
+    pump.settle()
+    assert failures() == 0  # it is there before the first failure
+    first.fail()
+    pump.settle()
+    assert (failures(), pump.status("a").state) == (1, JobState.FAILED)
+    pump.take_over().settle()
+    assert failures() == 1
+    # two fail at once
+    second.fail()
+    third.fail()
+    pump.settle()
+    assert failures() == 3
+    # the records of all but one are deleted
+    for agent in (first, second, third):
+        agent.vanish()
+    (fourth,) = agents("d")
+    pump.settle()
+    fourth.finish()
+    pump.settle()
+    fourth.vanish()
+    pump.later(60.0)
+    assert [job for job in "abcd" if pump.store.get(pump.keys.job(job, "status"))] == ["d"]
+    assert failures() == 3
+    # another run of the job that has the number
+    pump.store.put(pump.keys.job("d", "spec"), encode(replace(spec_of("d"), run="again")))
+    pump.settle()
+    assert (failures(), pump.status("d").run) == (3, "again")
+
+
+def test_jobs_are_counted_by_the_states_that_commands_show() -> None:
+    pump, registry = Pump(), CollectorRegistry()
+    metrics, reader = CoordinatorMetrics(registry), SubmissionReader(pump.store, pump.keys, "")
+    metrics.read_submitted = lambda: reader.read(None)
+    pump.store.put(pump.keys.service("n0"), encode(ServiceRecord("n0", "127.0.0.1", 1, 1)))
+    for name, replicas in (("runs", 1), ("queued", 2), ("cancelled", 1), ("pending", 1)):
+        asked = Submission(name, "eve", "script", ("t.py",), "0" * 64, None, replicas, replicas)
+        pump.store.put(pump.keys.submission(name), encode(Signed(encode(asked), "eve", "-")))
+    wish = Signed(encode(Cancellation("cancelled", "eve")), "eve", "-")
+    for name in ("runs", "cancelled", "pending"):
+        pump.job(name, min_replicas=1 if name == "runs" else 9)
+    pump.node("n0", "runs")
+    pump.node("n0", "pending")
+    pump.settle()
+    assert pump.status("cancelled").state is JobState.PENDING
+    pump.store.put(pump.keys.cancellation("cancelled"), encode(wish))
+    assert shown(pump, metrics, registry) == {
+        "running": 1,
+        "queued": 1,
+        "pending": 1,
+        "cancelled": 1,
+        "adaptdl_queue": 2,
+        "adaptdl_unfinished_jobs": 3,
+        "adaptdl_failed_jobs_total": 0,
+    }
+
+    def silent() -> Submitted:
+        raise StoreError("it does not answer")
+
+    metrics.read_submitted = silent  # the agents' own jobs are still counted
+    assert shown(pump, metrics, registry)["running"] == 1
+
+
+def test_one_that_does_not_lead_says_whether_jobs_need_one_that_does() -> None:
+    pump, registry = Pump(), CollectorRegistry()
+    metrics = CoordinatorMetrics(registry)
+    assert ("adaptdl_unfinished_jobs", "") not in samples(generate_latest(registry).decode())
+    pump.job("a")
+    agent = pump.node("n0", "a")
+    pump.settle()
+    metrics.follows(pump.view())
+    found = samples(generate_latest(registry).decode())
+    assert (found["adaptdl_leader", ""], found["adaptdl_unfinished_jobs", ""]) == (0, 1)
+    assert not {name for name, _ in found} & {"adaptdl_jobs", "adaptdl_slots", *JOB_METRICS}
+    agent.finish()
+    pump.settle()
+    metrics.follows(pump.view())
+    assert samples(generate_latest(registry).decode())["adaptdl_unfinished_jobs", ""] == 0
+    # the last that one knows that leads no more
+    observe(filled_pump(), metrics)
+    metrics.leading(False)
+    assert samples(generate_latest(registry).decode())["adaptdl_unfinished_jobs", ""] == 2

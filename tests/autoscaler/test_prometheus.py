@@ -55,8 +55,12 @@ def test_promtool_finds_nothing_to_complain_of_in_filled_metrics() -> None:
 
 ALERT_CASES: dict[str, tuple[dict[str, str], str]] = {
     # alert → series of its trouble, and when it has to fire
-    "AdaptdlNoCoordinatorLeads": ({'adaptdl_leader{instance="a"}': "0x60"}, "10m"),
-    "AdaptdlJobFailed": ({'adaptdl_jobs{state="failed"}': "0x10 1x10"}, "12m"),
+    "AdaptdlNoCoordinatorLeads": (
+        {'adaptdl_leader{instance="a"}': "0x60", 'adaptdl_unfinished_jobs{instance="a"}': "1x60"},
+        "10m",
+    ),
+    # a lone failure on a cluster that was idle
+    "AdaptdlJobFailed": ({'adaptdl_failed_jobs_total{instance="a"}': "0x10 1x10"}, "12m"),
     "AdaptdlJobMakesNoSteps": (
         {'adaptdl_job_steps_total{job_name="a"}': "7x60", 'adaptdl_job_replicas{job_name="a"}': "2x60"},
         "40m",
@@ -70,7 +74,11 @@ ALERT_CASES: dict[str, tuple[dict[str, str], str]] = {
     ),
     "AdaptdlPolicyFails": ({"adaptdl_policy_failures_total": "0+1x60"}, "30m"),
     "AdaptdlJobsWaitBesideFreeSlots": (
-        {"adaptdl_queue": "1x60", "adaptdl_slots": "4x60", "adaptdl_slots_used": "2x60"},
+        {
+            'adaptdl_jobs{state="pending"}': "1x60",
+            "adaptdl_slots": "4x60",
+            "adaptdl_slots_used": "2x60",
+        },
         "40m",
     ),
     "AdaptdlGpuIdle": (
@@ -85,18 +93,74 @@ ALERT_CASES: dict[str, tuple[dict[str, str], str]] = {
 QUIET = {
     'adaptdl_leader{instance="a"}': "1x200",
     'adaptdl_leader{instance="b"}': "0x200",
-    'adaptdl_jobs{state="failed"}': "3x200",
+    'adaptdl_unfinished_jobs{instance="a"}': "1x200",
+    'adaptdl_unfinished_jobs{instance="b"}': "1x200",
+    'adaptdl_failed_jobs_total{instance="a"}': "3x200",
     'adaptdl_job_steps_total{job_name="a"}': "0+30x200",
     'adaptdl_job_replicas{job_name="a"}': "2x200",
     'adaptdl_job_restarts_allowed{job_name="a"}': "3x200",
     'adaptdl_job_restarts_used{job_name="a"}': "1x200",
     "adaptdl_policy_failures_total": "2x200",
-    "adaptdl_queue": "1x200",
+    'adaptdl_jobs{state="pending"}': "1x200",
     "adaptdl_slots": "4x200",
     "adaptdl_slots_used": "4x200",
     'adaptdl_node_gpu_utilization_ratio{node="n", gpu="0"}': "0.9x200",
     'adaptdl_node_slots_used{node="n"}': "1x200",
 }
+
+
+TROUBLE = [
+    # a job fails while another coordinator begins to lead: neither series grows
+    (
+        {
+            'adaptdl_failed_jobs_total{instance="a"}': "3x10 _x10",
+            'adaptdl_failed_jobs_total{instance="b"}': "_x11 4x10",
+        },
+        "AdaptdlJobFailed",
+        "12m",
+    ),
+    # no coordinator is there; a node service is
+    (
+        {'adaptdl_unfinished_jobs{instance="n1"}': "1x30"},
+        "AdaptdlNoCoordinatorLeads",
+        "20m",
+    ),
+    # one that has led, and one that never did
+    (
+        {
+            'adaptdl_leader{instance="a"}': "1x10 0x20",
+            'adaptdl_leader{instance="b"}': "0x30",
+            'adaptdl_unfinished_jobs{instance="b"}': "2x30",
+        },
+        "AdaptdlNoCoordinatorLeads",
+        "20m",
+    ),
+]
+
+NO_TROUBLE = [
+    # another coordinator begins to lead
+    {
+        'adaptdl_leader{instance="a"}': "1x10 0x20",
+        'adaptdl_leader{instance="b"}': "0x10 1x20",
+        'adaptdl_unfinished_jobs{instance="a"}': "1x30",
+        'adaptdl_failed_jobs_total{instance="a"}': "3x10 _x20",
+        'adaptdl_failed_jobs_total{instance="b"}': "_x11 3x20",
+    },
+    # nobody leads, and no job needs that
+    {'adaptdl_leader{instance="a"}': "1x5 0x25", 'adaptdl_unfinished_jobs{instance="a"}': "1x5 0x25"},
+    # the last agents have ended, and the coordinator with them
+    {'adaptdl_leader{instance="a"}': "1x5 _x25", 'adaptdl_unfinished_jobs{instance="a"}': "1x5 _x25"},
+    {'adaptdl_unfinished_jobs{instance="n1"}': "0x30"},
+    # a job waits for another one beside free slots
+    {
+        'adaptdl_leader{instance="a"}': "1x200",
+        'adaptdl_jobs{state="queued"}': "1x200",
+        "adaptdl_queue": "1x200",
+        "adaptdl_slots": "4x200",
+        "adaptdl_slots_used": "2x200",
+    },
+    {},
+]
 
 
 def test_each_alert_fires_on_its_trouble_and_none_on_a_healthy_cluster(tmp_path: Path) -> None:
@@ -118,7 +182,12 @@ def test_each_alert_fires_on_its_trouble_and_none_on_a_healthy_cluster(tmp_path:
         }
         for given, wanted in (
             *((given, [(name, when, 1)]) for name, (given, when) in ALERT_CASES.items()),
+            *((given, [(name, when, 1)]) for given, name, when in TROUBLE),
             (QUIET, [(name, "3h", 0) for name in alerts]),
+            *(
+                (given, [(name, f"{at}m", 0) for name in alerts for at in (12, 20, 29, 90)])
+                for given in NO_TROUBLE
+            ),
         )
     ]
     path = tmp_path / "tests.yml"
