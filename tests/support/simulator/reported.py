@@ -66,6 +66,7 @@ class Reports:
         for job in jobs:
             self._kinds.setdefault(job.app.name, []).append(job)
         self._scripts: dict[str, _Script] = {}  # by application
+        self._asked: dict[str, float] = {}  # by application, when its script was asked for last
         self._ratios: tuple[object, TypeRatios] = None, TypeRatios()  # with the state it was computed from
         self._known: dict[str, tuple[object, Known]] = {}  # by job, with the state it was computed from
         self._entries: dict[tuple[str, str], tuple[ProfileEntry, ...]] = {}  # by job and node type
@@ -98,6 +99,10 @@ class Reports:
         return replace(known, model=replace(known.model, grad_params=grads), models=models)
 
     def _script(self, application: str, now: float) -> _Script:
+        """Return what is known of an application; nothing is measured between questions of one moment."""
+        if self._asked.get(application) == now:
+            return self._scripts[application]
+        self._asked[application] = now
         jobs = [job for job in self._kinds[application] if any(p.times for p in job.profiles.values())]
         state = tuple((job.name, _measured(job), job.completed is not None) for job in jobs)
         cached = self._scripts.get(application)
