@@ -6,7 +6,6 @@ import ast
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,7 @@ from adaptdl_elastic.protocol.messages import ReplicaMessage, Switched
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, Rescale
 
 HERE = Path(__file__).parent
-BUDGET_SECONDS = 30.0  # of CPU time, for each of the two first seeds
-MOST_SEEDS = 100  # a faster machine tries no others: a failure here is a change's, not the machine's
+SEEDS = 40  # from each of the two first seeds on: `make simulate-faults` tries as many as it has time for
 
 
 DIGESTS = """
@@ -55,7 +53,7 @@ def digests(folder: Path, hash_seed: int, seeds: range) -> list[str]:
     "seeds",
     [
         pytest.param(range(777011, 777013), id="two"),
-        pytest.param(range(777001, 777031), id="thirty", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(range(777001, 777007), id="six", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 @pytest.mark.processes
@@ -148,17 +146,13 @@ def test_an_event_log_names_a_survivor_that_dies_after_the_leaver_has_switched(s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", [1, 1001])
 @pytest.mark.exhaustive
-def test_no_defect_is_found_in_half_a_minute(first: int) -> None:
-    began, seed = time.process_time(), first
-    while time.process_time() - began < BUDGET_SECONDS and seed < first + MOST_SEEDS:
+def test_no_defect_is_found_in_forty_seeds(first: int) -> None:
+    for seed in range(first, first + SEEDS):
         found = run(seed)
         again = f"python -m faultsim --seed {seed} --runs 1 --trace"
         assert found.defects == [], "\n".join([*found.lines[-60:], *found.defects, again])
-        seed += 1
-    assert seed > first + 10, "so few seeds show nothing"
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
