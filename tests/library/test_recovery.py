@@ -358,6 +358,20 @@ def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
     evaluated(tmp_path, 3, SIZE)
 
 
+@pytest.fixture(scope="module")
+def undisturbed_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Return what a run of these settings in which no replica dies ends with; each is run once."""
+    found: dict[str, Any] = {}
+
+    def run(**given: Any) -> Any:
+        key = repr(sorted(given.items()))
+        if key not in found:
+            (found[key],) = train(tmp_path_factory.mktemp("undisturbed") / "run", 1, **given)
+        return found[key]
+
+    return run
+
+
 def train(folder: Path, replicas: int, **given: Any) -> list[Any]:
     """Train with `recovery_script`, in which replicas die; what the others have then."""
     folder.mkdir()
@@ -398,10 +412,10 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_at_any_bucket_leaves_no_trace(tmp_path: Path, name: str) -> None:
+def test_a_fault_at_any_bucket_leaves_no_trace(tmp_path: Path, undisturbed_run: Any, name: str) -> None:
     """Parameters, optimizer, scheduler and loss scale end as in a run in which nobody dies."""
     data = {key: value for key, value in FAULTS[name].items() if key in REST}
-    (undisturbed,) = train(tmp_path / "undisturbed", 1, **data)
+    undisturbed = undisturbed_run(**data)
     results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]})
     assert len(results) == FAULTS[name].get("replicas", 3) - 1
     for result in results:
@@ -437,8 +451,10 @@ def same(results: list[Any]) -> None:
         torch.testing.assert_close(result["parameters"], results[0]["parameters"], rtol=0, atol=0)
 
 
-def test_one_behind_goes_on_from_its_own_step_when_the_only_donor_dies(tmp_path: Path) -> None:
-    (undisturbed,) = train(tmp_path / "undisturbed", 1)
+def test_one_behind_goes_on_from_its_own_step_when_the_only_donor_dies(
+    tmp_path: Path, undisturbed_run: Any
+) -> None:
+    undisturbed = undisturbed_run()
     settings = fake_agent.settings(faults=[[1, 20, 1, "miss"]], dies_giving=0)
     with FakeAgent(loop_script_path.RECOVERY, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
         job.start(3)
@@ -459,9 +475,11 @@ def test_one_behind_goes_on_from_its_own_step_when_the_only_donor_dies(tmp_path:
 
 @pytest.mark.parametrize("name", ["rank 1 dies in a late bucket", "one is a step behind"])
 @pytest.mark.parametrize("large", ["data", "replaced", "before", "averaged"])
-def test_a_large_average_is_put_back_however_it_is_kept(tmp_path: Path, large: str, name: str) -> None:
+def test_a_large_average_is_put_back_however_it_is_kept(
+    tmp_path: Path, undisturbed_run: Any, large: str, name: str
+) -> None:
     """After `optimizer.step()` in place or as new tensors, before it, and torch's AveragedModel."""
-    (undisturbed,) = train(tmp_path / "undisturbed", 1, large=large)
+    undisturbed = undisturbed_run(large=large)
     results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]}, large=large)
     for result in results:
         assert result["samples"] == undisturbed["samples"] == [480, 480]
@@ -473,9 +491,11 @@ def test_a_large_average_is_put_back_however_it_is_kept(tmp_path: Path, large: s
 
 
 @pytest.mark.parametrize("name", ["rank 1 dies in a late bucket", "one is a step behind"])
-def test_a_learning_rate_that_the_loop_sets_is_put_back(tmp_path: Path, name: str) -> None:
+def test_a_learning_rate_that_the_loop_sets_is_put_back(
+    tmp_path: Path, undisturbed_run: Any, name: str
+) -> None:
     """Many loops have no scheduler, nanoGPT's for one: a death made such a job restart."""
-    (undisturbed,) = train(tmp_path / "undisturbed", 1, kind="rate by hand")
+    undisturbed = undisturbed_run(kind="rate by hand")
     results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]}, kind="rate by hand")
     assert len(results) == 2
     for result in results:

@@ -18,7 +18,7 @@ from adaptdl_elastic.protocol.messages import SaveCheckpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
-SIZE, EPOCHS = 120, 200  # outlasts whatever is done, and is over in seconds once that is done
+SIZE, EPOCHS = 120, 100  # outlasts whatever is done, and is over in seconds once that is done
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
     jobs: list[FakeAgent] = []
 
     def start(replicas: int, **given: Any) -> FakeAgent:
-        settings = fake_agent.settings(**{"size": SIZE, "epochs": EPOCHS, "pace": 0.05, **given})
+        settings = fake_agent.settings(**{"size": SIZE, "epochs": EPOCHS, "pace": 0.1, **given})
         job = FakeAgent(loop_script_path.USER, tmp_path, LOOP=settings, OUT=str(tmp_path))
         jobs.append(job)
         job.start(replicas)
@@ -76,7 +76,7 @@ def test_batches_are_counted_on_and_rank_0_writes(start: Any, tmp_path: Path) ->
 
 def test_between_epochs(start: Any, tmp_path: Path) -> None:
     """An epoch is one step, and almost all of the time is spent between epochs."""
-    job = start(1, size=12, pace=0.0, between=0.3)
+    job = start(1, size=12, pace=0.0, between=0.6)
     for replicas in (2, 3, 1):
         job.rescale(replicas)
     job.finish()
