@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import generations
 import pytest
 from etcd_server import EtcdServer
 
@@ -137,12 +138,20 @@ def test_make_targets_exist(snippet: Snippet) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("snippet", of("shell") + of("module"))
+@pytest.mark.parametrize("snippet", of("shell"))
 def test_it_runs_as_it_stands(snippet: Snippet, tmp_path: Path) -> None:
-    if snippet.how == "module":
-        (tmp_path / "snippet.py").write_text(snippet.text)
-        snippet = Snippet(snippet.page, snippet.line, "bash", "", "python snippet.py")
     run(snippet, tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("snippet", of("module"))
+def test_it_runs_as_a_script(snippet: Snippet, tmp_path: Path) -> None:
+    """In a process that was forked from one with torch, which imports in the order of the tests."""
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet.text)
+    ended = generations.run_alone(script, tmp_path)
+    assert ended.code == 0, f"{snippet.page}:{snippet.line}\n{ended.output}"
 
 
 @pytest.mark.slow

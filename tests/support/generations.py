@@ -57,6 +57,27 @@ def run(
                 process.join()
 
 
+def run_alone(script: Path, folder: Path, timeout: float = 200.0) -> Replica:
+    """Run `script` in `folder` as one process that no launcher has started, with its output in `output`."""
+    output = folder / "output"
+    process = CONTEXT.Process(target=_alone, args=(str(script), str(folder), str(output)))
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        assert process.pid is not None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    assert process.exitcode is not None
+    return Replica(process.exitcode, output.read_text())
+
+
+def _alone(script: str, folder: str, output: str) -> None:
+    os.chdir(folder)
+    for name in [name for name in os.environ if name.startswith("ADAPTDL_")]:
+        del os.environ[name]
+    main(script, {}, output)
+
+
 def run_settings(script: Path, replicas: int, folder: Path, code: int = 0, **settings: Any) -> str:
     """Run a script that takes settings as JSON in LOOP and writes into the folder OUT.
 
