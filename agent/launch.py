@@ -35,6 +35,7 @@ from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
 from adaptdl_elastic.agent.terminal.run_options import RunOptions
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
 from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.addresses import (
     NoPortError,
@@ -47,10 +48,9 @@ from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeUsage
 from adaptdl_elastic.rendezvous.store import local_socket
-from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
+from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
-from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
 from adaptdl_elastic.rendezvous.text import pluralize, printable
 from adaptdl_elastic.storage import StorageError
@@ -108,7 +108,6 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         # Import torch before a lease is taken: while it is loaded no other thread of this process runs, on a
         # busy machine for longer than a lease lasts.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
-        _check_event_handler(options.event_log_handler)
         parts = AgentParts(access, Keys(options.cluster), fork_server, output, events, display, share)
         try:
             found = _join(options, parts)
@@ -126,7 +125,7 @@ class StoreAccess:
     """A connection to the store, and what a child process needs to open its own."""
 
     endpoint: str
-    store: PlanStore
+    store: Store
     confidential: bool  # only users who may write the store can read it, so that it may keep a secret
     # this process's environment with `ADAPTDL_ETCD_*` for this store
     environ: Mapping[str, str] = field(repr=False)
@@ -159,7 +158,7 @@ def _lock_job(job: str, stack: ExitStack) -> None:
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """The job that was joined, and this node's registration."""
 
     spec: JobSpec
@@ -178,7 +177,7 @@ def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) ->
             server = stack.enter_context(LocalServer())
         except (OSError, StoreOptionError) as error:
             raise LaunchError(f"--standalone: the store's socket cannot be made: {error}") from None
-        return StoreAccess(server.endpoint, PlanStore(server.store), True, environ)
+        return StoreAccess(server.endpoint, server.store, True, environ)
     store_options = StoreOptions.from_environment(environ)
     try:
         store = connect(options.endpoint, api=options.etcd_api, options=store_options)  # type: ignore[arg-type]
@@ -193,7 +192,7 @@ def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) ->
     return StoreAccess(options.endpoint, store, confidential, environ)
 
 
-def _confidential(store: PlanStore, endpoint: str, options: StoreOptions) -> bool:
+def _confidential(store: Store, endpoint: str, options: StoreOptions) -> bool:
     """Return whether only this user, or users with a password, can read this store.
 
     etcd's v2 API lets guests read.
@@ -202,7 +201,7 @@ def _confidential(store: PlanStore, endpoint: str, options: StoreOptions) -> boo
         return True
     urls = parse_endpoints(endpoint, options.secure)
     encrypted = all(url.startswith("https://") for url in urls)
-    return encrypted and options.user is not None and isinstance(store.driver, EtcdV3Store)
+    return encrypted and options.user is not None and isinstance(store, EtcdV3Store)
 
 
 def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
@@ -258,7 +257,7 @@ def _open_event_log(options: RunOptions, say: Callable[[str], None]) -> EventLog
         raise LaunchError(f"--event-log {options.event_log}: {error.strerror}") from None
 
 
-def _join(options: RunOptions, parts: AgentParts) -> _Found:
+def _join(options: RunOptions, parts: AgentParts) -> Found:
     """Register this node and join the job, or begin it; LaunchError if that is impossible."""
     host = options.local_addr or "127.0.0.1"
     if not (options.local_addr or options.of_one_machine):
@@ -268,7 +267,7 @@ def _join(options: RunOptions, parts: AgentParts) -> _Found:
     if point is not None and options.max_nodes == 1:
         check_meeting_point(point, host)
     try:
-        return _take_part(options, host, parts.access, parts.keys, parts.display.say)
+        return take_part(options, host, parts.access, parts.keys, parts.display.say)
     except StorageError as error:
         raise LaunchError(
             f"the checkpoints in {options.checkpoint_path} cannot be looked at or put aside: {error}; "
@@ -278,14 +277,40 @@ def _join(options: RunOptions, parts: AgentParts) -> _Found:
         raise LaunchError(str(error)) from None
 
 
-def _take_part(
-    options: RunOptions, host: str, access: StoreAccess, keys: Keys, say: Callable[[str], None]
-) -> _Found:
+def take_part(
+    options: RunOptions,
+    host: str,
+    access: StoreAccess,
+    keys: Keys,
+    say: Callable[[str], None],
+    lease: Lease | None = None,
+) -> Found:
+    """Register this node for the job, and join the job's run or begin it.
+
+    An agent that a node service has started takes over the service's registration.
+
+    Args:
+        options: of the job.
+        host: address by which other nodes reach this one.
+        access: to the store.
+        keys: of the cluster.
+        say: prints a line for the user.
+        lease: that of a node service, with which the registration vanishes; None: one of its own.
+
+    Raises:
+        JobEndedError: nothing is to be started.
+        JoinError: this node cannot take part.
+        StorageError: the checkpoints cannot be read or moved.
+        StoreError: the store fails.
+    """
     store, identity = access.store, interruption.discover()
     common = run_secret.common_secret(
         access.environ, store, keys, access.confidential, options.checkpoint_path
     )
-    fresh = job_spec(options)
+    fresh, stand_in = job_spec(options), access.environ.get(STAND_IN)
+    for other in job_joining.live_agents(store, keys, options.job) if stand_in else ():
+        if other.agent == stand_in:
+            fresh = replace(fresh, run=other.run)
     fresh = replace(fresh, secret_mark=common.mark(keys.cluster, fresh))
     start = ended_run.StartOptions(options.once, options.anew, options.follows)
 
@@ -295,11 +320,12 @@ def _take_part(
     with ended_run.turn_to_start(store, keys, fresh, start, busy, say):
         gpus = Gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         record = node_record(options, host, identity, fresh.run, gpus)
+        record = replace(record, agent=stand_in or record.agent)
         if record.slots < options.slots:
             have = pluralize(len(record.devices), "GPU")
             most = pluralize(record.slots, "replica")
             say(f"{most} at most on this node with {have}; with CUDA_VISIBLE_DEVICES= they share its cores")
-        registration = job_joining.register(store, keys, record, exact=options.node_name is not None)
+        registration = job_joining.register(store, keys, record, options.node_name is not None, lease)
         try:
             spec = job_joining.join_job(store, keys, fresh, record.version, say, start)
             if spec.run != fresh.run:
@@ -310,10 +336,10 @@ def _take_part(
         except BaseException:
             registration.close()
             raise
-        return _Found(spec, registration, identity, host, gpus, common.of_run(keys.cluster, spec))
+        return Found(spec, registration, identity, host, gpus, common.of_run(keys.cluster, spec))
 
 
-def _check_secret(spec: JobSpec, common: run_secret.CommonSecret, store: PlanStore, keys: Keys) -> None:
+def _check_secret(spec: JobSpec, common: run_secret.CommonSecret, store: Store, keys: Keys) -> None:
     """Refuse to join a run whose secret is not this node's: its replicas would refuse those of this node."""
     agents = [agent for agent in job_joining.live_agents(store, keys, spec.job) if agent.run == spec.run]
     first = min(agents, key=lambda agent: agent.joined, default=None)
@@ -334,7 +360,7 @@ def invite(
         say(line)
 
 
-def run_agent(options: RunOptions, found: _Found, parts: AgentParts) -> int:
+def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
     """Run the agent until this node's part is over; return the exit code."""
     from adaptdl_elastic.agent.runtime.agent import ElasticAgent
     from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
@@ -343,7 +369,7 @@ def run_agent(options: RunOptions, found: _Found, parts: AgentParts) -> int:
     agent = ElasticAgent(
         _worker_spec(options),
         _agent_config(options, found, parts),
-        parts.access.store.of_node(found.registration.record.node),
+        parts.access.store,
         parts.keys,
         found.registration,
         parts.fork_server,
@@ -405,16 +431,6 @@ def _note_end(
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
 
 
-def _check_event_handler(name: str) -> None:
-    from adaptdl_elastic.agent.runtime.torch_events import is_known
-
-    if not is_known(name):
-        raise LaunchError(
-            f"--event-log-handler={name} is no handler of torch.distributed.elastic.events: give one that is "
-            f"registered there, as null or console"
-        )
-
-
 def _meeting_point(options: RunOptions) -> MeetingPoint | None:
     if options.master_port is None:
         return None
@@ -438,7 +454,7 @@ def check_meeting_point(point: MeetingPoint, host: str) -> None:
         raise NoPortError(f"{point}: {error}") from None
 
 
-def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> AgentConfig:
+def _agent_config(options: RunOptions, found: Found, parts: AgentParts) -> AgentConfig:
     record = found.registration.record
     threads = max(1, options.cores // record.slots) if options.cores and record.slots > 1 else None
     return AgentConfig(
@@ -450,6 +466,7 @@ def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> Agen
             options.checkpoint_timeout,
             options.hang_timeout,
             options.rescale_timeout,
+            on_demand=STAND_IN in parts.access.environ,
         ),
         host=found.host,
         ports=options.port_range,
@@ -488,7 +505,6 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
         rdzv_handler=PlanHandler(options.job),
         entrypoint=options.script,
         max_restarts=options.max_restarts,
-        event_log_handler=options.event_log_handler,
     )
 
 
@@ -515,7 +531,9 @@ def start_fork_server() -> ForkServer:
     A replica gets only the secret of its own run.
     """
     environment = {
-        k: v for k, v in os.environ.items() if not k.startswith("ADAPTDL_ETCD_") and k != "ADAPTDL_SECRET"
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ADAPTDL_ETCD_") and name not in (SECRET, STAND_IN)
     }
     environment.setdefault("OMP_NUM_THREADS", "1")  # no thread pool may exist before the fork
     return ForkServer.start(environment)

@@ -9,7 +9,6 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 
 import adaptdl_elastic
 from adaptdl_elastic.agent.cluster.job_joining import JoinError, node_name
@@ -100,7 +99,7 @@ def _digest(options: RunOptions) -> str:
 
     Jobs with the same digest share their profiles; agents with different ones do not belong to one job.
     """
-    script = Path(options.script)
+    script = options.directory / options.script
     name = options.script if options.mode == "module" else script.name
     text = json.dumps([options.mode, name, *options.script_args]).encode()
     if options.mode == "script" and script.is_file():

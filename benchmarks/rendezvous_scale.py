@@ -65,7 +65,7 @@ class Agent:
     def __init__(self, endpoint: str, keys: Keys, number: int, results: Queue[Any]) -> None:
         self.node = f"node-{number:05}"
         self._results = results
-        self._store = connect(endpoint, api="v3", options=StoreOptions(timeout=60)).of_node(self.node)
+        self._store = connect(endpoint, api="v3", options=StoreOptions(timeout=60))
         self._view = StoreView(keys, JOB, self.node)
         record = NodeRecord(self.node, JOB, "run", f"agent-{number:05}", "127.0.0.1", 1, joined=time.time())
         self._registration = Registration(self._store, keys, record, ttl=30.0)

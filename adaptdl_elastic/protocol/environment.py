@@ -53,6 +53,9 @@ EVENT_LOG = "ADAPTDL_EVENT_LOG"
 SCHED_VERSION = "ADAPTDL_SCHED_VERSION"
 SUPERVISOR_URL = "ADAPTDL_SUPERVISOR_URL"
 
+STAND_IN = "ADAPTDL_STAND_IN"
+"""Of an agent that a node service starts: the id under which the service has registered the node."""
+
 OF_TORCHRUN = frozenset({RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT})
 """Variables of torchrun without a common prefix."""
 

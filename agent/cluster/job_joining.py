@@ -22,7 +22,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     decode,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import Store, read_record
+from adaptdl_elastic.rendezvous.store.base import Lease, Store, read_record
 
 _ATTEMPTS = 20
 
@@ -155,13 +155,15 @@ def node_name(host: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", host).strip("-._") or "node"
 
 
-def register(store: Store, keys: Keys, record: NodeRecord, exact: bool) -> Registration:
+def register(
+    store: Store, keys: Keys, record: NodeRecord, exact: bool, lease: Lease | None = None
+) -> Registration:
     """Register under `record.node`; if it is taken, under the first free variant unless `exact`."""
     deadline = time.monotonic() + LEASE_SECONDS + 1.0
     tried = 1
     while True:
         name = record.node if tried == 1 or exact else f"{record.node}-{tried}"
-        registration = Registration(store, keys, replace(record, node=name))
+        registration = Registration(store, keys, replace(record, node=name), lease=lease)
         try:
             registration.register()
         except NameTakenError as error:

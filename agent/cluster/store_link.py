@@ -224,13 +224,42 @@ class Writer(threading.Thread):
         self._closing.set()
 
 
+def claim(store: Store, key: str, value: str, unless: str, lease: Lease) -> None:
+    """Create a key that vanishes with a lease, unless it exists or this node holds `unless`.
+
+    Args:
+        store: the store.
+        key: the key to create.
+        value: "node/agent" of the holder.
+        unless: a key that nobody of the same node may hold.
+        lease: with which the key vanishes.
+    """
+    other = store.get(unless)
+    if other is None or other.value.rpartition("/")[0] != value.rpartition("/")[0]:
+        store.compare_and_swap(key, value, 0, lease)
+
+
+def release(store: Store, key: str, value: str) -> None:
+    """Delete a key if it has this value."""
+    found = store.get(key)
+    if found is not None and found.value == value:
+        store.compare_and_swap(key, None, found.mod_revision)
+
+
 class Registration:
     """This agent's key under `nodes/` and other keys that must vanish with the agent, all on one lease."""
 
-    def __init__(self, store: Store, keys: Keys, record: NodeRecord, ttl: float = LEASE_SECONDS) -> None:
-        self._store, self._keys, self._ttl = store, keys, ttl
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        record: NodeRecord,
+        ttl: float = LEASE_SECONDS,
+        lease: Lease | None = None,
+    ) -> None:
+        self._store, self._keys, self._ttl, self._shared = store, keys, ttl, lease
         self.record = record
-        self.lease: Lease | None = None
+        self.lease: Lease | None = lease
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="registration", daemon=True)
@@ -249,6 +278,8 @@ class Registration:
 
     def register(self) -> None:
         """Write the record under the node's name; NameTakenError if a live agent has the name."""
+        if self._shared is not None:
+            return self._write(self._held())
         lease = self._store.lease(self._ttl)
         try:
             self._write(lease)
@@ -285,22 +316,12 @@ class Registration:
         return record if record.agent != self.record.agent else None
 
     def claim(self, key: str, value: str, unless: str) -> None:
-        """Create a key that vanishes with this agent, unless it exists or this node holds `unless`.
-
-        Args:
-            key: the key to create.
-            value: "node/agent" of this agent.
-            unless: a key that no agent of the same node may hold.
-        """
-        other = self._store.get(unless)
-        if other is None or other.value.rpartition("/")[0] != value.rpartition("/")[0]:
-            self._store.compare_and_swap(key, value, 0, self._held())
+        """Create a key that vanishes with this agent, as `claim` does."""
+        claim(self._store, key, value, unless, self._held())
 
     def release(self, key: str, value: str) -> None:
         """Delete a key that `claim` created."""
-        found = self._store.get(key)
-        if found is not None and found.value == value:
-            self._store.compare_and_swap(key, None, found.mod_revision)
+        release(self._store, key, value)
 
     def _held(self) -> Lease:
         lease = self.lease
@@ -353,7 +374,9 @@ class Registration:
             logger.info("registered again as node %s", self.record.node)
 
     def close(self) -> None:
-        """Delete the record and all keys of the lease."""
+        """Delete the record and all keys of the lease; of a lease that others share only the record."""
         self._closing.set()
-        if self.lease is not None:
+        if self._shared is not None:
+            self.release(self.key, encode(self.record))
+        elif self.lease is not None:
             self.lease.revoke()

@@ -313,6 +313,8 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
     newest = plan is not None and plan.generation > state.acted
     if state.departure is not None:
         return _depart(state, newest, now)
+    if state.me.on_demand and plan is not None and not _names_us(state, plan):
+        return _exit(state, 0, f"generation {plan.generation} has no replica on this node")
     if plan is None or not newest or state.lapsed or not _names_us(state, plan):
         return state, []
     # this node's survivors, which the plan counts on, have ended meanwhile

@@ -29,6 +29,7 @@ class AgentIdentity:
     checkpoint_timeout: float = 120.0
     hang_timeout: float | None = None  # seconds without a step or an answer; None and 0: see `hang_detection`
     rescale_timeout: float = 60.0
+    on_demand: bool = False  # the agent leaves when a plan has no replicas here: another is started later
 
 
 @dataclass(frozen=True)

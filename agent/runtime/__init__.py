@@ -11,7 +11,5 @@
 | With which values is an agent started? | `agent_config` |
 | Why did a replica fail, and what is the user told of it? | `failure_reports`, `failure_reporter` |
 | Which processes that outlive a replica are kept quiet? | `orphan_errors` |
-| What does torch's agent keep of the replicas? | `torch_agent` |
-| Which events does torchrun's event handler get? | `torch_events` |
-| What does torchelastic get as the result and as the rendezvous? | `run_result`, `plan_handler` |
+| What does torchelastic get as the rendezvous? | `plan_handler` |
 """

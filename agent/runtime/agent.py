@@ -16,7 +16,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 
 from adaptdl_elastic.agent.cluster.coordinator_host import (
     SETTLED_AFTER,
@@ -48,8 +54,6 @@ from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawne
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.replica_starter import ReplicaStarter
-from adaptdl_elastic.agent.runtime.run_result import run_result
-from adaptdl_elastic.agent.runtime.torch_agent import TorchAgent
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, Output
 from adaptdl_elastic.protocol import messages
@@ -68,7 +72,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     Transition,
 )
-from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
+from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
 logger = logging.getLogger(__name__)
@@ -77,14 +81,14 @@ _FLUSH_SECONDS = 10.0  # time for the last writes to the store
 _LAPSED_SECONDS = 0.5  # between two looks whether a lapsed registration is renewed
 
 
-class ElasticAgent(TorchAgent):
+class ElasticAgent(SimpleElasticAgent):
     """One node's agent. `run` returns when the job, or this node's part in it, is over."""
 
     def __init__(
         self,
         spec: WorkerSpec,
         config: AgentConfig,
-        store: PlanStore,
+        store: Store,
         keys: Keys,
         registration: Registration,
         fork_server: ForkServer,
@@ -93,8 +97,10 @@ class ElasticAgent(TorchAgent):
         say: Callable[[str], None],
         restart_fork_server: Callable[[], ForkServer],
     ) -> None:
-        super().__init__(spec, config.me.node, config.max_restarts)
-        self._config, self._store_link, self._keys = config, store, keys
+        super().__init__(spec)
+        self._worker_group.workers = []  # torch would report the end of each
+        self._plan: Plan | None = None  # plan of the held generation
+        self._config, self._keys = config, keys
         self._registration, self._fork_server, self._output = registration, fork_server, output
         self._recorder, self._say, self._restart_fork_server = recorder, say, restart_fork_server
         self.state = states.State(me=config.me)
@@ -192,7 +198,8 @@ class ElasticAgent(TorchAgent):
         self._loop.close()
 
     def _result(self) -> RunResult:
-        return run_result(self.exit_code, self._last_exits, self._worker_group.workers)
+        states_of = {0: WorkerState.SUCCEEDED, STOPPED: WorkerState.STOPPED}
+        return RunResult(states_of.get(self.exit_code, WorkerState.FAILED))
 
     # Events
 
@@ -237,8 +244,6 @@ class ElasticAgent(TorchAgent):
                 self._decide(event)  # type: ignore[arg-type]
 
     def _decide(self, event: states.Event) -> None:
-        if isinstance(event, states.PlanSeen) and event.plan.generation > self._plan_seen[0]:
-            self._plan_seen = event.plan.generation, time.perf_counter()
         state = replace(self.state, lapsed=self._registration.lapsed)
         self.state, actions = decisions.decide(state, event, time.monotonic())
         for action in actions:
@@ -347,8 +352,6 @@ class ElasticAgent(TorchAgent):
             handle = self._starter.start(self._fork_server, start, local_rank, self._view.checkpoint)
             self._replicas[handle.number] = handle
             self._loop.add(handle, partial(self._read_channel, handle))
-        if self._plan is start.plan:
-            self._initialize_workers(self._worker_group)
 
     def _tell_plan(self, plan: Plan, master: MasterRecord) -> None:
         """Tell every replica of the held generation its new rank and the address of the new store."""
@@ -356,7 +359,7 @@ class ElasticAgent(TorchAgent):
             return
         mine = plan.rank_by_slot(self._config.me.node)
         recover = plan.transition is Transition.RECOVER
-        numbers = None if recover else inplace_change.renumber(self._store_link.whole(self._plan), plan)
+        numbers = None if recover else inplace_change.renumber(self._plan, plan)
         for handle in self._replicas.values():
             rank, environment = mine.get(handle.local_rank), dict[str, str]()
             if rank is not None:
@@ -402,7 +405,6 @@ class ElasticAgent(TorchAgent):
             size = pluralize(plan.replicas, "replica")
             self._say(f"training goes on with {size}, without a restart: {plan.reason}")
         self._generation_store.forget(plan.generation)
-        self._initialize_workers(self._worker_group)
         self._all_started(plan, members)
         self._recorder.hello()
         for handle in members:
@@ -493,9 +495,6 @@ class ElasticAgent(TorchAgent):
     def _all_started(self, plan: Plan, members: list[ReplicaHandle]) -> None:
         pids = {h.rank: h.pid for h in members if h.pid is not None}
         self._recorder.started(plan, pids, self._view.last_step_before(plan))
-        for worker in self._worker_group.workers:
-            worker.id = pids.get(worker.global_rank)
-        self._torch_events.started(self, self._worker_group.workers)
 
     def _exited(
         self, handle: ReplicaHandle, code: int, signalled: bool = True, when: float | None = None

@@ -8,6 +8,9 @@ The agent uses a `ForkServer`: `spawn`, `signal` and `receive`. They exchange li
 pair; the descriptors of a replica are sent as ancillary data with its line. The server is the parent process
 of the replicas. When the agent's end of the socket closes, however the agent ended, the server kills every
 replica's process group and ends. When the server dies, the kernel kills the replicas.
+
+A node service has a server as well, which forks agents (`lasting`): they outlive it. Such an agent forks its
+own server from itself before it does anything else (`prepare`), since it has imported torch.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -36,7 +41,7 @@ PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "adaptdl_elas
 _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = (
     "import sys; sys.path[:1] = []; "
-    "from adaptdl_elastic.agent.runtime import fork_server; fork_server.main({}, {})"
+    "from adaptdl_elastic.agent.runtime import fork_server; fork_server.main({}, {}, {})"
 )
 _CHUNK = 1 << 16
 _STREAMS = ("stdout", "stderr", "channel")
@@ -66,24 +71,48 @@ class Exited:
 class ForkServer:
     """The agent's side of the fork server."""
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+    _prepared: ForkServer | None = None
+
+    def __init__(self, process: subprocess.Popen[bytes] | ForkedProcess, sock: socket.socket) -> None:
         self.process = process
         self._socket = sock
         self._buffer = b""
         self._used = False
 
     @classmethod
-    def start(cls, environ: dict[str, str] | None = None, modules: Sequence[str] = PRELOAD) -> ForkServer:
-        """Start a server that imports these modules in the background; requests wait until it has."""
+    def start(
+        cls, environ: dict[str, str] | None = None, modules: Sequence[str] = PRELOAD, lasting: bool = False
+    ) -> ForkServer:
+        """Start a server that imports these modules in the background; requests wait until it has.
+
+        Args:
+            environ: Its environment; None: that of this process.
+            modules: What it imports.
+            lasting: Whether its children outlive it.
+        """
+        if (prepared := cls._prepared) is not None:
+            cls._prepared = None
+            prepared._socket.sendall(_line(**(os.environ if environ is None else environ)))
+            return prepared
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOT.format(theirs.fileno(), list(modules))],
+                [sys.executable, "-u", "-c", _BOOT.format(theirs.fileno(), list(modules), lasting)],
                 pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL if lasting else None,
                 start_new_session=True,
                 env=environ,
             )
         return cls(process, ours)
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Fork a server from this process, which has imported what it needs and has one thread.
+
+        It waits for the first call of `start`, which gives it its environment.
+        """
+        ours, theirs = socket.socketpair()
+        cls._prepared = cls(ForkedProcess.start(theirs), ours)
 
     def fileno(self) -> int:
         """Return the descriptor, for selectors: it is readable when `receive` returns something."""
@@ -135,6 +164,59 @@ class ForkServer:
             self.process.wait()
 
 
+@dataclass
+class ForkedProcess:
+    """A server that this process has forked; as `subprocess.Popen`."""
+
+    pid: int
+    _reaped: bool = False
+
+    @classmethod
+    def start(cls, sock: socket.socket) -> ForkedProcess:
+        """Fork a server, which keeps nothing of this process but its modules."""
+        pid = os.fork()
+        if pid:
+            sock.close()
+            return cls(pid)
+        try:
+            os.setsid()
+            for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+                if number > 2 and number != sock.fileno():
+                    with suppress(OSError):
+                        os.close(number)
+            line = b""
+            # one byte at a time: requests follow
+            while not line.endswith(b"\n"):
+                if not (byte := sock.recv(1)):
+                    os._exit(0)
+                line += byte
+            os.environ.clear()
+            os.environ.update(json.loads(line))
+            main(sock.detach(), ())
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    def kill(self) -> None:
+        """Kill it, if it has not been waited for."""
+        if not self._reaped:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for its end; TimeoutExpired if it has not ended in time."""
+        if self._reaped:
+            return
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            if not select.select([descriptor], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
+        finally:
+            os.close(descriptor)
+        os.waitpid(self.pid, 0)
+        self._reaped = True
+
+
 def _news(message: dict[str, Any]) -> Spawned | Exited:
     if message["op"] == "spawned":
         return Spawned(message["id"], message["pid"])
@@ -145,7 +227,7 @@ def _line(**message: object) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def main(number: int, modules: Sequence[str]) -> None:
+def main(number: int, modules: Sequence[str], lasting: bool = False) -> None:
     """Run the server; in a forked replica, return into the user's script."""
     with suppress(OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -153,8 +235,10 @@ def main(number: int, modules: Sequence[str]) -> None:
     for name in _IGNORED:
         signal.signal(name, signal.SIG_IGN)
     preload((*modules, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))))
-    command = _Server(socket.socket(fileno=number)).serve()
+    command = _Server(socket.socket(fileno=number), lasting).serve()
     if command is not None:
+        if command.independent:
+            ForkServer.prepare()
         run(command)
 
 
@@ -192,8 +276,8 @@ def _children() -> list[int]:
 class _Server:
     """The server: one thread and one selector for requests of the agent and exits of replicas."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+    def __init__(self, sock: socket.socket, lasting: bool) -> None:
+        self._socket, self._lasting = sock, lasting
         self._pids: dict[int, int] = {}  # replica's id → pid
         self._signalled: set[int] = set()  # ids of replicas to which the agent has sent a signal
         self._graces: dict[int, float] = {}  # process group → monotonic time when it is killed
@@ -224,7 +308,8 @@ class _Server:
                     if lines is None:
                         # the socket pair is closed before the last children have ended
                         signal.set_wakeup_fd(-1)
-                        self._kill_all()
+                        if not self._lasting:
+                            self._kill_all()
                         return None
                     for line in lines:
                         command = self._handle(json.loads(line))

@@ -59,6 +59,7 @@ class Command:
     reports: str = ""  # directory for the files of `uncaught_error`; "": none are written
     quiet: bool = False  # write the traceback there, not to stderr: the agent shows one
     devices: tuple[str, ...] = ()  # names of the GPUs to hold
+    independent: bool = False  # it outlives the server, and `env` is its whole environment
 
 
 def become(
@@ -74,7 +75,10 @@ def become(
         channel: descriptor of its channel to the agent, if it has one.
     """
     os.setsid()  # Ctrl-C in a terminal is for the agent, which then asks the replicas to stop
-    die_with(parent)
+    if command.independent:
+        os.environ.clear()
+    else:
+        die_with(parent)
     for number in range(1, signal.NSIG):
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, getattr(signal, "SIGXFSZ", 0)):
             try:
@@ -177,7 +181,7 @@ def _fresh_interpreter(command: Command) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     first = command.cwd if command.mode == "module" else str(Path(command.argv[0]).resolve().parent)
-    if not getattr(sys.flags, "safe_path", False):
+    if not (command.independent or getattr(sys.flags, "safe_path", False)):
         sys.path.insert(0, first)
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins

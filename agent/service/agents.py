@@ -1,4 +1,10 @@
-"""Start the agent of a submitted job on this node: fetch its files, and run `adaptdl-run` in them."""
+"""Register this node for submitted jobs, and start the agent of a job once a plan has replicas here.
+
+A job that has no replicas on a node costs it no process: the service fetches the job's files and registers
+the node, as an agent would (`take_part`). Where the coordinator then plans replicas, the service forks an
+agent, which takes over the registration. The agent ends when a plan has no replicas here any more, and the
+service registers the node again.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +15,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from adaptdl_elastic.agent.cluster.ended_run import JobEndedError
+from adaptdl_elastic.agent.machine.devices import DevicesSeen
+from adaptdl_elastic.agent.service.agent_forker import AgentForker, can_fork
 from adaptdl_elastic.agent.service.archives import unpack
 from adaptdl_elastic.agent.service.blobs import BlobError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import MOST_FAILURES, AgentState, Step
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service.private_archive import read_private
+from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError
 from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET
+from adaptdl_elastic.rendezvous.schema.records import Plan
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
 from adaptdl_elastic.rendezvous.services.service_config import (
@@ -27,6 +39,9 @@ from adaptdl_elastic.rendezvous.services.service_config import (
 )
 
 logger = logging.getLogger(__name__)
+
+# ValueError: a NUL in a variable or an argument
+_FAILURES = (BlobError, ServiceConfigError, StandInError, OSError, ValueError)
 
 LINE_PREFIX = "[rank${rank}]: "
 """What stands before a replica's lines in a job's output: torchrun's variable for it has this value."""
@@ -58,6 +73,10 @@ class Agents:
         self._lock = threading.Lock()
         self._processes: dict[str, KeptProcess] = {}
         self._preparing: set[str] = set()
+        # of jobs without an agent, and of those whose agents have taken them over
+        self._stand_ins: dict[str, StandIn] = {}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("ADAPTDL_")}
+        self._forker = AgentForker(kept, changed)
         self._states: dict[str, AgentState] = {}
         self.problems: dict[str, str] = {}
         """Why this node cannot run a job, by job."""
@@ -74,9 +93,13 @@ class Agents:
                 self._processes[note.stem] = found
                 self._states[note.stem] = AgentState(alive=True, since=time.monotonic())
 
+    def prepare(self) -> None:
+        """Import torch, so that agents start at once."""
+        self._forker.prepare()
+
     def states(self) -> dict[str, AgentState]:
-        """Look at every agent, and return what is known of each."""
-        now = time.monotonic()
+        """Look at every agent, and return what is known of each. StoreError if a registration stays."""
+        now, left = time.monotonic(), list[StandIn]()
         with self._lock:
             for job, process in list(self._processes.items()):
                 if process.alive:
@@ -86,7 +109,11 @@ class Agents:
                 self._note_end(job, code)
                 process.forget()
                 del self._processes[job]
-            return dict(self._states)
+                left += [self._stand_ins.pop(job)] if job in self._stand_ins else []
+            states = dict(self._states)
+        for stand_in in left:  # of agents that have not taken it over
+            stand_in.withdraw()
+        return states
 
     def _note_end(self, job: str, code: int | None) -> None:
         failures = self._states[job].failures
@@ -97,66 +124,122 @@ class Agents:
         said = last_line(self._directory.log(job))
         self.problems[job] = f"its agent exits with code {code}{then}: {said}"
 
-    def start(self, submission: Submission, peers: Sequence[ServiceRecord], resumed: bool) -> None:
-        """Start the agent of a job, in a thread that fetches the job's files first.
+    def start(
+        self, submission: Submission, peers: Sequence[ServiceRecord], resumed: bool, membership: Membership
+    ) -> None:
+        """Register this node for a job, in a thread that fetches the job's files first.
 
         Args:
             submission: Of the job.
             peers: The other nodes, which may have the files.
             resumed: Whether a run of the job has ended and it goes on.
+            membership: The store, and the lease of the registration.
         """
         job = submission.job
         with self._lock:
             self._states[job] = self._states.get(job, AgentState()).started(time.monotonic())
             self._preparing.add(job)
         threading.Thread(
-            target=self._start, args=(submission, peers, resumed), name=f"start-{job}", daemon=True
+            target=self._stand_in,
+            args=(submission, peers, resumed, membership),
+            name=f"start-{job}",
+            daemon=True,
         ).start()
 
+    def follow(self, plan_of: Callable[[str], Plan | None]) -> None:
+        """Start the agents of those jobs of which a plan has replicas here."""
+        with self._lock:
+            for job, stand_in in self._stand_ins.items():
+                plan = plan_of(job) if self._states[job].standing else None
+                if plan is not None and stand_in.is_named(plan):
+                    self._states[job] = self._states[job].started(time.monotonic())
+                    self._preparing.add(job)
+                    threading.Thread(target=self._start, args=(stand_in,), daemon=True).start()
+
+    def withdraw(self, lost: Callable[[Membership], bool]) -> None:
+        """Forget the registrations of which `lost` says that the store has them no more."""
+        with self._lock:
+            for job, stand_in in list(self._stand_ins.items()):
+                if self._states[job].standing and lost(stand_in.membership):
+                    del self._stand_ins[job]
+                    self._states[job] = replace(self._states[job], alive=False, standing=False)
+
+    def exclude(self, seen: object) -> None:
+        """Register which devices cannot be used, where no agent does."""
+        assert isinstance(seen, DevicesSeen)
+        with self._lock:
+            standing = [one for job, one in self._stand_ins.items() if self._states[job].standing]
+        for stand_in in standing:
+            if stand_in.registration.record.devices:
+                stand_in.registration.update(unusable=seen.unusable)
+
     def end(self, job: str, step: Step) -> None:
-        """Tell the agent of a job to leave, or kill it."""
+        """Tell the agent of a job to leave, or kill it; without one end this node's registration."""
         with self._lock:
             process = self._processes.get(job)
-            if process is not None and step is Step.TERMINATE:
+            if self._states[job].standing:
+                self._states[job] = replace(self._states[job], alive=False, standing=False)
+                threading.Thread(target=self._stand_ins.pop(job).withdraw, daemon=True).start()
+            elif process is not None and step is Step.TERMINATE:
                 self._mark_terminated(job, time.monotonic())
                 process.signal(signal.SIGTERM)
             elif process is not None and step is Step.KILL:
                 process.kill_group()
 
     def _mark_terminated(self, job: str, now: float) -> None:
-        state = self._states[job]
-        self._states[job] = AgentState(True, state.since, state.failures, state.not_before, now)
+        self._states[job] = replace(self._states[job], terminated=now)
 
-    def _start(self, submission: Submission, peers: Sequence[ServiceRecord], resumed: bool) -> None:
-        job = submission.job
-        process = None
-        problem = ""
+    def _stand_in(
+        self,
+        submission: Submission,
+        peers: Sequence[ServiceRecord],
+        resumed: bool,
+        membership: Membership,
+    ) -> None:
+        job, path = submission.job, self._checkpoint_path(submission)
         try:
-            environment = self._prepare(submission, peers)
-            process = KeptProcess.start(
-                command_line(
-                    self._config, submission, self._slots, self._checkpoint_path(submission), resumed
-                ),
-                self._notes() / f"{job}.json",
-                self._directory.log(job),
-                self._directory.work(submission.folder),
-                environment,
-            )
-        except (
-            BlobError,
-            ServiceConfigError,
-            OSError,
-            ValueError,
-        ) as error:  # ValueError: a NUL in a variable or an argument
-            problem = str(error)
-            logger.warning("job %s cannot be started: %s", job, problem)
+            given, environment = self._prepare(submission, peers)
+            options = agent_options(self._config, submission, self._slots, path, resumed)
+            work = self._directory.work(submission.folder)
+            stand_in = StandIn.make(submission, options, work, given, environment, membership)
+        except JobEndedError as ended:
+            return self._failed(job, ended.exit_code or 1, str(ended))
+        except _FAILURES as error:
+            return self._failed(job, 1, str(error))
         with self._lock:
             self._preparing.discard(job)
-            if process is not None:
-                self._processes[job] = process
-                self.problems.pop(job, None)
+            self._stand_ins[job] = stand_in
+            self._states[job] = replace(self._states[job], standing=True)
+            self.problems.pop(job, None)
+        self._changed()
+
+    def _start(self, stand_in: StandIn) -> None:
+        job = stand_in.job
+        log, note = self._directory.log(job), self._notes() / f"{job}.json"
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            if can_fork(stand_in.given):
+                child = self._forker.start(stand_in.arguments, stand_in.work, log, stand_in.environment)
+                process = KeptProcess.noted(child, note)
             else:
-                self._states[job] = self._states[job].ended(time.monotonic(), 1)
+                command = [sys.executable, "-m", "adaptdl_elastic.agent", *stand_in.arguments]
+                process = KeptProcess.start(command, note, log, stand_in.work, stand_in.environment)
+        except _FAILURES as error:
+            with self._lock:
+                self._stand_ins.pop(job, None)
+            stand_in.withdraw()
+            return self._failed(job, 1, str(error))
+        with self._lock:
+            self._preparing.discard(job)
+            self._processes[job] = process
+        self._changed()
+
+    def _failed(self, job: str, code: int, problem: str) -> None:
+        with self._lock:
+            self._preparing.discard(job)
+            self._states[job] = self._states[job].ended(time.monotonic(), code)
+            if problem:
+                logger.warning("job %s cannot be started: %s", job, problem)
                 last = self._states[job].failures >= MOST_FAILURES
                 again = f"; not tried again before adaptdl stop {job} and adaptdl resume {job}"
                 self.problems[job] = problem + (again if last else "")
@@ -165,8 +248,10 @@ class Agents:
     def _checkpoint_path(self, submission: Submission) -> str:
         return submission.checkpoint_path or str(self._directory.checkpoints(submission.job))
 
-    def _prepare(self, submission: Submission, peers: Sequence[ServiceRecord]) -> dict[str, str]:
-        """Fetch and unpack what the job needs; return the agent's environment."""
+    def _prepare(
+        self, submission: Submission, peers: Sequence[ServiceRecord]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Fetch and unpack what the job needs; return the job's variables and the agent's environment."""
         self._blobs.fetch(submission.bundle, peers, self._client)
         work = self._directory.work(submission.folder)
         unpack(self._blobs.path(submission.bundle), work, submission.owner)
@@ -178,13 +263,13 @@ class Agents:
         if not submission.checkpoint_path:
             given[CHECKPOINT_WAIT] = str(WAIT_SECONDS)
         secret = self._directory.job_secret(submission.job)
-        return agent_environment(os.environ, given, self._directory, secret)
+        return given, agent_environment(os.environ, given, self._directory, secret)
 
     def forget(self, job: str) -> None:
         """Forget how often the agent of a job that is over has failed: a job that is resumed begins again."""
         with self._lock:
             self.problems.pop(job, None)
-            if job not in self._processes and job not in self._preparing:
+            if job not in {*self._processes, *self._preparing, *self._stand_ins}:
                 self._states.pop(job, None)
 
     @property
@@ -192,6 +277,12 @@ class Agents:
         """The jobs that have an agent here, or are about to."""
         with self._lock:
             return sorted({*self._processes, *self._preparing})
+
+    @property
+    def registered(self) -> set[str]:
+        """The jobs that may have replicas here."""
+        with self._lock:
+            return {*self._processes, *self._preparing, *self._stand_ins}
 
     def stop_all(self, seconds: float) -> None:
         """Tell every agent to leave, and kill those that have not after so many seconds."""
@@ -206,10 +297,10 @@ class Agents:
             process.forget()
 
 
-def command_line(
+def agent_options(
     config: ServiceConfig, submission: Submission, slots: int, checkpoint_path: str, resumed: bool
 ) -> list[str]:
-    """Return the command line of an agent, as a person would type it on this node.
+    """Return the options of an agent, as a person would type them on this node.
 
     Unless the job is resumed, an agent that comes late starts nothing when the job has ended.
     """
@@ -231,8 +322,7 @@ def command_line(
     ]
     if config.port_range:
         options.append(f"--port-range={config.port_range}")
-    mode = {"script": [], "module": ["--module"], "exec": ["--no-python"]}[submission.mode]
-    return [sys.executable, "-m", "adaptdl_elastic.agent", *options, *mode, *submission.command]
+    return options
 
 
 def agent_environment(

@@ -14,8 +14,8 @@ MOST_FAILURES = 5
 STEADY_SECONDS = 60.0
 """Seconds after whose passing an agent's end is no failure to start."""
 
-LONGEST_PAUSE_SECONDS = 60.0
-"""Longest pause between two attempts to start an agent."""
+SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+"""Shortest and longest pause between two attempts to start an agent."""
 
 STOP_SECONDS = 150.0
 """Seconds that an agent may take to save and leave before it is killed."""
@@ -39,6 +39,7 @@ class AgentState:
         failures: How often in a row it has ended soon after its start.
         not_before: When it may be started again.
         terminated: When it was told to leave; None: it was not.
+        standing: Whether only the node is registered for the job, and no agent runs.
     """
 
     alive: bool = False
@@ -46,20 +47,23 @@ class AgentState:
     failures: int = 0
     not_before: float = 0.0
     terminated: float | None = None
+    standing: bool = False
 
     def started(self, now: float) -> AgentState:
         """Return the state after a start."""
-        return replace(self, alive=True, since=now, terminated=None)
+        return replace(self, alive=True, since=now, terminated=None, standing=False)
 
     def ended(self, now: float, exit_code: int | None) -> AgentState:
         """Return the state after the agent's end.
 
-        An exit with 0 while the job goes on is one of a node that is drained: it is tried again, without end.
+        An exit with 0 while the job goes on is one of a node where the job has no replicas any more, or that
+        is drained: it is tried again, without end.
         """
+        ended = replace(self, alive=False, standing=False)
         if exit_code == 0 or now - self.since > STEADY_SECONDS:
-            return replace(self, alive=False, failures=0, not_before=now + LONGEST_PAUSE_SECONDS / 10)
-        pause = min(LONGEST_PAUSE_SECONDS, 2.0**self.failures)
-        return replace(self, alive=False, failures=self.failures + 1, not_before=now + pause)
+            return replace(ended, failures=0, not_before=now + SHORTEST_PAUSE_SECONDS)
+        pause = min(LONGEST_PAUSE_SECONDS, SHORTEST_PAUSE_SECONDS * 2.0**self.failures)
+        return replace(ended, failures=self.failures + 1, not_before=now + pause)
 
 
 def decide(
@@ -68,6 +72,7 @@ def decide(
     agents: Mapping[str, AgentState],
     now: float,
     vanished: Collection[str] = (),
+    drained: bool = False,
 ) -> dict[str, Step]:
     """Return what is to be done now, by job.
 
@@ -78,6 +83,7 @@ def decide(
         now: The time of the service's clock.
         vanished: Jobs whose submission is no longer in the store; their agents go on. Others without a
             request belong to people who were revoked, and are stopped.
+        drained: Whether this node is to have no replicas.
     """
     known = {one.submission.job: one for one in requests}
     verdicts = admit(known.values(), slots)
@@ -85,6 +91,8 @@ def decide(
     for job, agent in agents.items():
         request = known.get(job)
         unwanted = job not in vanished if request is None else request.cancelled_by is not None
+        if agent.standing and (drained or (request is not None and request.over)):
+            unwanted = True  # an agent ends by itself
         if not agent.alive or not unwanted:
             continue
         if agent.terminated is None:
@@ -93,7 +101,7 @@ def decide(
             steps[job] = Step.KILL
     for job, verdict in verdicts.items():
         agent = agents.get(job, AgentState())
-        if not verdict.admitted or agent.alive:
+        if not verdict.admitted or agent.alive or drained:
             continue
         if agent.failures < MOST_FAILURES and now >= agent.not_before:
             steps[job] = Step.START

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from adaptdl_elastic.agent.service.agent_forker import ForkedAgent
+
 
 @dataclass
 class KeptProcess:
@@ -27,7 +29,7 @@ class KeptProcess:
 
     pid: int
     note: Path
-    child: subprocess.Popen[bytes] | None = None
+    child: subprocess.Popen[bytes] | ForkedAgent | None = None
 
     @classmethod
     def start(
@@ -38,7 +40,6 @@ class KeptProcess:
         Raises:
             OSError: it cannot be started.
         """
-        note.parent.mkdir(parents=True, exist_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             child = subprocess.Popen(
@@ -50,13 +51,18 @@ class KeptProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        made = cls(child.pid, note, child)
+        return cls.noted(child, note)
+
+    @classmethod
+    def noted(cls, child: subprocess.Popen[bytes] | ForkedAgent, note: Path) -> KeptProcess:
+        """Remember a process that was started in a session of its own."""
+        note.parent.mkdir(parents=True, exist_ok=True)
         temporary = note.with_suffix(".new")
         temporary.write_text(
             json.dumps({"pid": child.pid, "created": psutil.Process(child.pid).create_time()})
         )
         temporary.replace(note)
-        return made
+        return cls(child.pid, note, child)
 
     @classmethod
     def find(cls, note: Path) -> KeptProcess | None:

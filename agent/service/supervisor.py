@@ -1,4 +1,8 @@
-"""What a node service does all the time: stay registered, read what is asked for, start and stop agents."""
+"""What a node service does all the time.
+
+It stays registered, reads what is asked for, registers its node for jobs, and starts their agents. The
+services of two nodes have coordinators as child processes, which plan jobs that have no agent yet.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,36 @@ import os
 import shutil
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import psutil
 
 import adaptdl_elastic
-from adaptdl_elastic.agent.machine.devices import Gpus
+from adaptdl_elastic.agent.cluster.coordinator_host import (
+    SETTLED_AFTER,
+    CoordinatorChild,
+    CoordinatorCommand,
+    CoordinatorHost,
+    Holder,
+)
+from adaptdl_elastic.agent.cluster.store_link import claim, release
+from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
+from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
+from adaptdl_elastic.agent.machine.usage import Usage
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies
 from adaptdl_elastic.agent.service.decisions import Step, decide
 from adaptdl_elastic.agent.service.etcd import EtcdServer
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort
+from adaptdl_elastic.agent.service.job_records import JobRecords
 from adaptdl_elastic.agent.service.known_jobs import KnownJobs, LostListError
 from adaptdl_elastic.agent.service.notices import Notices
+from adaptdl_elastic.agent.service.stand_in import Membership
 from adaptdl_elastic.rendezvous.local.addresses import listen
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, MalformedRecordError, decode, encode
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, NodeUsage, Plan, encode
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
@@ -41,7 +58,7 @@ LEASE_SECONDS = 5.0
 """Seconds after which a service that has vanished is not registered any more."""
 
 _LOOK_SECONDS = 0.5  # between two looks at the agents
-_READ_SECONDS = 2.0  # between two readings of the store if nothing is written there that concerns the service
+_READ_SECONDS = 5.0  # between two readings of the store if nothing is written there that concerns the service
 _SWEEP_SECONDS = 3600.0  # between two looks for archives that are not needed any more
 _RETRY_SECONDS = 1.0  # until a store that failed is tried again
 
@@ -55,7 +72,8 @@ class Supervisor:
         self._etcd = EtcdServer(config, config.etcd, directory) if config.etcd is not None else None
         self._blobs = Blobs(directory.blobs)
         client = ServiceClient(node_context(directory.ca, directory.cert, directory.key))
-        gpus = Gpus(os.environ.get("CUDA_VISIBLE_DEVICES")).devices
+        self._devices = Gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        gpus = self._devices.devices
         self._gpus, model = len(gpus), gpus[0].model if gpus else ""
         slots = config.slots or self._gpus or 1
         self._wake = threading.Event()
@@ -68,6 +86,8 @@ class Supervisor:
         self._known = KnownJobs(directory.state / "jobs.json", config.node)
         self._refused: dict[str, str] = {}
         self._swept_at = float("-inf")
+        self._membership: Membership | None = None
+        self._host = self._coordinator_host()
         listening = listen(config.host, self._ports())
         served = Served(config, directory, self._blobs, self._known.owner, self._running, self._state)
         self._port = ServicePort(listening, served)
@@ -109,48 +129,100 @@ class Supervisor:
     def run(self) -> None:
         """Serve until `stop`."""
         self._port.start()
+        self._agents.prepare()
         try:
             while not self._stopping.is_set():
                 try:
                     self.prepare()
-                    with connect(
-                        self._config.endpoint, api="v3", options=self._directory.store_options()
+                    with contextlib.closing(
+                        connect(self._config.endpoint, api="v3", options=self._directory.store_options())
                     ) as store:
                         self._serve(store)
                 except (StoreError, EtcdError) as error:
                     logger.warning("%s", error)
                     self._stopping.wait(_RETRY_SECONDS)
         finally:
+            self._host.close()
             self._port.close()
 
     def _serve(self, store: Store) -> None:
         """Serve with one connection to the store; StoreError if it fails."""
-        reader = SubmissionReader(store, self._keys, self._config.cluster_id)
+        keys, node = self._keys, self._config.node
+        coordinator = f"{keys.root}coordinator/"
         with contextlib.ExitStack() as stack:
-            for prefix in (self._keys.submissions, self._keys.cancellations, self._keys.resumptions):
+            for prefix in (
+                keys.submissions,
+                keys.cancellations,
+                keys.resumptions,
+                coordinator,
+                keys.drain(node),
+            ):
                 _follow(store, prefix, self._wake, stack)
-            registration = _Registration(store, self._keys.service(self._config.node))
+            registration = _Registration(store, keys.service(node))
             stack.callback(registration.close)
+            stack.callback(self._agents.withdraw, lambda _: True)
+            jobs = JobRecords(store, keys, self._wake.set)
+            stack.callback(jobs.close)
+            reader = SubmissionReader(store, keys, self._config.cluster_id, jobs.get)
+            load, devices = Usage(node, self._devices), DeviceWatch(self._devices, self._agents.exclude)
+
+            def look() -> NodeUsage:
+                devices.look()
+                return load.read()
+
+            usage = UsageReporter(store, keys, node, look, lambda: registration.lease)
+            stack.callback(usage.close)
             read_at = float("-inf")
             while not self._stopping.is_set():
                 if self._etcd is not None and not self._etcd.alive:
                     return  # `run` starts it again
                 problems = {**self._refused, **self._agents.problems}
                 registration.write(ServiceRecord(**{**vars(self._record), "problems": problems}))
-                self._copy_checkpoints(store)
+                self._agents.withdraw(lambda held: held.lease.lost.is_set())
+                self._copy_checkpoints(jobs)
                 woken = self._wake.wait(_LOOK_SECONDS)
                 self._wake.clear()
-                if woken or time.monotonic() - read_at > _READ_SECONDS or self._some_agent_ended():
-                    read_at = time.monotonic()
-                    self._act(store, reader)
+                self._agents.follow(partial(jobs.read, Plan, name="plan"))
+                now = time.monotonic()
+                host, ready = self._host, jobs.ready and registration.lease is not None
+                due = now - read_at > _READ_SECONDS or (host.due is not None and now >= host.due)
+                if ready and (woken or due or self._some_agent_ended()):
+                    assert registration.lease is not None
+                    read_at, self._membership = now, Membership(store, registration.lease)
+                    said = {item.key: item.value for item in store.range(coordinator).items}
+                    holders = (keys.coordinator_host, keys.coordinator_second, keys.coordinator_leader)
+                    host.update(*map(said.get, holders))
+                    self._act(store, reader, self._membership)
 
-    def _copy_checkpoints(self, store: Store) -> None:
+    def _coordinator_host(self) -> CoordinatorHost:
+        """Return what runs a coordinator if this is one of the two nodes that do."""
+        options = ("--etcd", self._config.endpoint, "--cluster", self._config.cluster, "--etcd-api", "v3")
+        command = CoordinatorCommand(options, {**os.environ, **self._directory.store_environment()})
+        log = self._directory.state / "coordinator.log"
+        me = Holder(self._config.node, f"service-{os.getpid()}")
+
+        def take(key: str, other: str) -> None:
+            if (held := self._membership) is not None:
+                claim(held.store, key, str(me), other, held.lease)
+
+        def give(key: str) -> None:
+            if (held := self._membership) is not None:
+                release(held.store, key, str(me))
+
+        return CoordinatorHost(
+            me,
+            self._keys,
+            lambda: CoordinatorChild(command, log, logger.warning),
+            take,
+            give,
+            time.monotonic() + SETTLED_AFTER,
+        )
+
+    def _copy_checkpoints(self, jobs: JobRecords) -> None:
         newest = {}
-        for job in self._copied.intersection(self._agents.running):
-            found = store.get(self._keys.job(job, "checkpoint"))
-            with contextlib.suppress(MalformedRecordError):
-                if found is not None:
-                    newest[job] = decode(CheckpointRecord, found.value, found.key).id
+        for job in self._copied & self._agents.registered:
+            if (found := jobs.read(CheckpointRecord, job, "checkpoint")) is not None:
+                newest[job] = found.id
         self._copies.look(newest, self._peers)
 
     def _some_agent_ended(self) -> bool:
@@ -158,7 +230,7 @@ class Supervisor:
         self._agents.states()
         return set(self._agents.running) != before
 
-    def _act(self, store: Store, reader: SubmissionReader) -> None:
+    def _act(self, store: Store, reader: SubmissionReader, membership: Membership) -> None:
         try:
             people = signatures.decode_people(self._directory.people.read_text())
         except (OSError, SignatureError) as error:
@@ -184,9 +256,11 @@ class Supervisor:
         self._copied = {one.submission.job for one in found.requests if not one.submission.checkpoint_path}
         by_job = {one.submission.job: one for one in found.requests}
         vanished = self._known.vanished(agents, found, people)
-        for job, step in decide(found.requests, found.slots, agents, time.monotonic(), vanished).items():
+        drained = store.get(self._keys.drain(self._config.node)) is not None
+        steps = decide(found.requests, found.slots, agents, time.monotonic(), vanished, drained)
+        for job, step in steps.items():
             if step is Step.START:
-                self._agents.start(by_job[job].submission, peers, by_job[job].run.resumed)
+                self._agents.start(by_job[job].submission, peers, by_job[job].run.resumed, membership)
             else:
                 self._agents.end(job, step)
         for one in found.requests:
@@ -220,29 +294,29 @@ class _Registration:
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key = store, key
-        self._lease: Lease | None = None
+        self.lease: Lease | None = None
         self._written: ServiceRecord | None = None
 
     def write(self, record: ServiceRecord) -> None:
         """Write the record unless it stands there already."""
-        if self._lease is not None and self._lease.lost.is_set():
-            self._lease = self._written = None
+        if self.lease is not None and self.lease.lost.is_set():
+            self.lease = self._written = None
         if record == self._written:
             return
-        if self._lease is None:
-            self._lease = self._store.lease(LEASE_SECONDS)
+        if self.lease is None:
+            self.lease = self._store.lease(LEASE_SECONDS)
         try:
-            self._store.put(self._key, encode(record), self._lease)
+            self._store.put(self._key, encode(record), self.lease)
         except LeaseLostError:
-            self._lease = self._written = None
+            self.lease = self._written = None
             return
         self._written = record
 
     def close(self) -> None:
         """Take the key out of the store, if the store answers."""
-        if self._lease is not None:
+        if self.lease is not None:
             with contextlib.suppress(StoreError):
-                self._lease.revoke()
+                self.lease.revoke()
 
 
 def _follow(store: Store, prefix: str, wake: threading.Event, stack: contextlib.ExitStack) -> None:

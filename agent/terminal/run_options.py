@@ -78,8 +78,8 @@ class RunOptions:
     role: str
     cores: int  # divided among the replicas of the node; 0: the environment sets OMP_NUM_THREADS
     virtual_local_rank: bool
-    event_log_handler: str
     signals: tuple[signal.Signals, ...]  # signals at which the agent saves and leaves
+    directory: Path = Path()  # that the script's path is relative to
     notes: tuple[str, ...] = ()  # one line each, to print for the user
     typed: tuple[str, ...] = ()  # the arguments as they were given
 
@@ -208,7 +208,6 @@ def check(
         role=args.role,
         cores=0 if "OMP_NUM_THREADS" in environ else len(os.sched_getaffinity(0)),
         virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
-        event_log_handler=getattr(args, "event_log_handler", "null"),
         signals=parse_signals(getattr(args, "signals_to_handle", _SIGNALS)),
         notes=(*notes, *_notes(args, given, master_port, slots)),
     )

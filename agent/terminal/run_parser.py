@@ -23,6 +23,7 @@ WITHOUT_MEANING = {
     "start_method": "replicas are forked from a warm server, or executed with --no-python",
     "logs_specs": "logs are written as --log-dir, --redirects and --tee say",
     "shutdown_timeout": "--checkpoint-timeout says how long a stop may take",
+    "event_log_handler": "--event-log and `adaptdl events` have what happened",
     "numa_binding": "replicas are not bound to CPUs",
     "duplicate_stdout_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
     "duplicate_stderr_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",

@@ -55,10 +55,14 @@ def status(job: str, where: Where, as_json: bool) -> None:
     place = where.locate(job)
     with where.open(place) as store:
         view, rows = read_rows(store, place)
-    found = find_job(view, job, place.cluster)
-    row = {**rows[job], **_details(view, found)}
+    begun = job not in rows or (job in view.jobs and view.jobs[job].spec is not None)
+    details = _details(view, find_job(view, job, place.cluster)) if begun else {}
+    row = {**rows[job], **details}
     if as_json:
         click.echo(json.dumps(row, indent=2))
+        return
+    if not begun:
+        echo(f"{'job':<13} {job}   {row['state']}\n{'why':<13} {row['reason']}")
         return
     error = row["prediction_error"]
     lines = [
@@ -114,7 +118,7 @@ def _details(view: View, job: JobView) -> Row:
             for f in (status.failures if status else ())
         ],
         "checkpoint_path": spec.checkpoint_path,
-        "ran_on": sorted({node for _, node in (*job.running, *job.ended)}),
+        "ran_on": list(status.ran_on) if status else [],
     }
 
 

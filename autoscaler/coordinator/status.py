@@ -13,7 +13,15 @@ from adaptdl_elastic.autoscaler.coordinator import repeated_failure
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, holding, smallest
-from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, Cause, JobSpec, JobState, JobStatus, Plan
+from adaptdl_elastic.rendezvous.schema.records import (
+    HEAVIEST,
+    MOST_NAMED,
+    Cause,
+    JobSpec,
+    JobState,
+    JobStatus,
+    Plan,
+)
 from adaptdl_elastic.rendezvous.text import pluralize
 
 MAX_PAUSES = 5
@@ -92,7 +100,10 @@ def describe(
     base = old or JobStatus(job=spec.job, run=spec.run, state=JobState.PENDING)
     state, reason, exit_code = _state(view, job, condition, settings, waits_for)
     waited = 0.0 if waits_since is None else steps_waited(view.now, waits_since) * WAITED_STEP
-    status = replace(base, state=state, reason=reason, exit_code=exit_code, waited=waited)
+    ran_on = sorted({*base.ran_on, *(node for _, node in job.running)})[:MOST_NAMED]
+    status = replace(
+        base, state=state, reason=reason, exit_code=exit_code, waited=waited, ran_on=tuple(ran_on)
+    )
     if plan is not None:
         status = _of_plan(job, plan, status, base)
         if exhausted(view, job, condition, settings):

@@ -1,6 +1,6 @@
 """The keys of the store. Every key of a cluster begins with `/adaptdl/v1/<cluster>/`.
 
-nodes/<node>/<job>                      NodeRecord, leased: one agent per node and job
+nodes/<node>/<job>                      NodeRecord, leased: a node that may have replicas of a job
 jobs/<job>/spec                         JobSpec, written by the job's first agent
 jobs/<job>/request                      JobRequest: what a user asked for (adaptdl scale, stop, checkpoint)
 jobs/<job>/status                       JobStatus, written by the coordinator
@@ -9,17 +9,16 @@ jobs/<job>/plan                         Plan, written only by the coordinator
 reports/<job>/<g>/ready/<node>          ReadyRecord: this node could run generation g now
 reports/<job>/<g>/running/<node>        RunningRecord: its replicas have started
 reports/<job>/<g>/broken/<node>         PeerLossRecord: a replica died, and the node's living replicas wait
-parts/<job>/<name>/<n>                  PlanPart: what a large plan says of some nodes (plan_store.py)
 jobs/<job>/checkpoint                   CheckpointRecord, written by rank 0's agent
 jobs/<job>/generations/<g>/master       MasterRecord, written by the agent of rank 0
 jobs/<job>/generations/<g>/ended/<node>     EndedRecord: its replicas are gone, and how they ended
-coordinator/host                        leased: the agent whose child process is a coordinator
-coordinator/second                      leased: the agent of another node, whose coordinator stands by
+coordinator/host                        leased: the agent or service whose child process is a coordinator
+coordinator/second                      leased: that of another node, whose coordinator stands by
 coordinator/leader                      LeaderRecord, leased: the coordinator that decides
 coordinator/standby/<id>                LeaderRecord, leased: a coordinator that may lead next
 secret                                  random; agents derive the secrets of runs from it
 archiving/<job>                         leased: an agent moves the checkpoints of a finished run aside
-usage/<node>                            NodeUsage, leased: written every few seconds by an agent of the node
+usage/<node>                            NodeUsage, leased: written every few seconds by an agent or service
 drains/<node>                           DrainRequest: take this node's replicas away; deleted by its writer
 autoscaler/leader                       LeaderRecord, leased: the autoscaler that buys and releases nodes
 autoscaler/owner                        random id of the cluster, for tags of cloud resources
@@ -104,10 +103,6 @@ class Keys:
         """Return the prefix of the agents' reports about one generation of a job (None: about all)."""
         prefix = f"{self.root}reports/{check_name('job', job)}/"
         return prefix if generation is None else f"{prefix}{generation}/"
-
-    def parts(self, job: str, *parts: str) -> str:
-        """Return the key of a part of a large plan; without `parts` the prefix of all parts of a job."""
-        return f"{self.root}parts/{check_name('job', job)}/" + "/".join(parts)
 
     def torchrun(self, run_id: str, *parts: str) -> str:
         """Return a key of a run of plain torchrun; without parts the prefix of its keys."""

@@ -30,6 +30,9 @@ _Slots = Annotated[tuple[_Slot, ...], Field(max_length=MOST_SLOTS)]
 
 R = TypeVar("R")
 
+MOST_NAMED = 64
+"""Most nodes that a status names."""
+
 _LEADING_VERSION = re.compile(r'\s*\{\s*"v"\s*:\s*(\d{1,9})\b')
 
 
@@ -242,18 +245,6 @@ class Leaving:
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class Extent:
-    """The totals of a plan in an excerpt of it: `store.plan_store` keeps large plans in parts."""
-
-    name: str  # name of the parts in their keys
-    parts: int  # number of parts
-    nodes: int
-    replicas: int
-    index: int = 0  # index of the first placement in the excerpt among all placements
-    rank: int = 0  # rank of the first replica in the excerpt
-
-
-@dataclass(frozen=True, config=_CONFIG)
 class Plan:
     """The immutable definition of one generation. Ranks follow the order of `placements`.
 
@@ -286,8 +277,6 @@ class Plan:
     restart_only: bool = False  # a change in place has failed in this run, so changes are restarts
     # samples of one replica that fit into memory, as other jobs of the script have learnt; None: not known
     memory_limit: Annotated[int, Field(ge=1)] | None = None
-    # set in an excerpt, whose placements and leaving name only some of the nodes
-    extent: Extent | None = None
 
     @property
     def claim(self) -> bool:
@@ -297,12 +286,12 @@ class Plan:
     @property
     def replicas(self) -> int:
         """World size."""
-        return sum(p.replicas for p in self.placements) if self.extent is None else self.extent.replicas
+        return sum(p.replicas for p in self.placements)
 
     @property
     def nodes(self) -> int:
         """Number of nodes with at least one replica."""
-        return len(self.placements) if self.extent is None else self.extent.nodes
+        return len(self.placements)
 
     def index(self, node: str) -> int:
         """Return the index of a node among the plan's nodes (GROUP_RANK).
@@ -310,12 +299,11 @@ class Plan:
         Raises:
             ValueError: the node has no replica in this plan.
         """
-        first = 0 if self.extent is None else self.extent.index
-        return first + [placement.node for placement in self.placements].index(node)
+        return [placement.node for placement in self.placements].index(node)
 
     def ranks(self, node: str) -> range:
         """Return the global ranks on `node`; empty if it has none."""
-        first = 0 if self.extent is None else self.extent.rank
+        first = 0
         for placement in self.placements:
             if placement.node == node:
                 return range(first, first + placement.replicas)
@@ -470,6 +458,7 @@ class JobStatus:
     started: float | None = None  # when its first generation began
     ended: float | None = None
     waited: float = 0.0  # seconds without replicas so far, as counted by the leaders
+    ran_on: tuple[str, ...] = ()  # the nodes where it has had replicas, up to `MOST_NAMED`
     failed_jobs: int = 0  # how often jobs of the cluster had failed when the state changed last
 
     @property

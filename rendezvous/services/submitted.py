@@ -26,7 +26,7 @@ from adaptdl_elastic.rendezvous.schema.submissions import (
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
 from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError, UncheckedError
-from adaptdl_elastic.rendezvous.store.base import Store, read_record
+from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, read_record
 
 R = TypeVar("R", Submission, Cancellation, Resumption)
 
@@ -99,10 +99,14 @@ class SubmissionReader:
         store: The store of the cluster.
         keys: Its keys.
         cluster_id: Identifier of the cluster.
+        get: Returns a job's specification or status, as `Store.get` does; None: the store is asked.
     """
 
-    def __init__(self, store: Store, keys: Keys, cluster_id: str) -> None:
+    def __init__(
+        self, store: Store, keys: Keys, cluster_id: str, get: Callable[[str], KeyValue | None] | None = None
+    ) -> None:
         self._store, self._keys, self._cluster_id = store, keys, cluster_id
+        self._get = get or store.get
         self._verified: dict[tuple[str, int, str], Submission | Cancellation | Resumption | str] = {}
         # how jobs ended whose other records are deleted: their submissions stay, and become ever more
         self._outcomes: dict[str, JobStatus] = {}
@@ -163,8 +167,8 @@ class SubmissionReader:
             self._outcomes.pop(job, None)  # it runs again
         elif job in self._outcomes:
             return _told(self._outcomes[job], agents, resumption, forgotten=True)
-        spec_item = self._store.get(self._keys.job(job, "spec"))
-        status_item = self._store.get(self._keys.job(job, "status"))
+        spec_item = self._get(self._keys.job(job, "spec"))
+        status_item = self._get(self._keys.job(job, "status"))
         try:
             spec = None if spec_item is None else decode(JobSpec, spec_item.value)
             status = None if status_item is None else decode(JobStatus, status_item.value)

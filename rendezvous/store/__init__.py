@@ -10,5 +10,4 @@
 | How are python-etcd's errors and time-outs translated? | `etcd_v2_client` |
 | How do other processes reach the dictionary in a standalone job's agent? | `local_socket` |
 | How are several endpoints, HTTP streams and leases handled? | `endpoints`, `http`, `keepalive` |
-| How are large plans kept in parts? | `plan_store` |
 """

@@ -10,7 +10,6 @@ import urllib3
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError
 from adaptdl_elastic.rendezvous.store.local_socket import LocalStore, is_local, socket_path
-from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
 
 __all__ = ["API_NAMES", "Api", "StoreOptionError", "StoreOptions", "connect"]
@@ -19,7 +18,7 @@ Api = Literal["auto", "v2", "v3"]
 API_NAMES = ("auto", "v2", "v3")  # values of --etcd-api
 
 
-def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = None) -> PlanStore:
+def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = None) -> Store:
     """Return the store at `host:port[,host:port…]` or `unix:/path`.
 
     Args:
@@ -39,7 +38,7 @@ def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = 
     if is_local(endpoint):
         local = LocalStore(socket_path(endpoint), options.timeout)
         _or_close(local, local.check)
-        return PlanStore(local)
+        return local
     endpoints = parse_endpoints(endpoint, options.secure)
     found = _find_api(endpoints, options, api)
     if found == "v3":
@@ -47,12 +46,12 @@ def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = 
 
         v3 = EtcdV3Store(endpoints, options)
         _or_close(v3, v3.check)
-        return PlanStore(v3)
+        return v3
     from adaptdl_elastic.rendezvous.store.etcd_v2 import EtcdV2Store
 
     v2 = EtcdV2Store(endpoints, options)
     _or_close(v2, v2.check)
-    return PlanStore(v2)
+    return v2
 
 
 _PROBES: dict[str, tuple[str, dict[str, object] | None]] = {

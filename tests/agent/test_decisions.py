@@ -734,3 +734,24 @@ def test_with_changes_in_place_too_each_generation_is_answered_for_once(
     assert len(ended) == len(set(ended))
     held = agent.state.held
     assert held is None or held.generation not in ended, "what is held has not ended"
+
+
+def test_an_agent_that_was_started_for_a_plan_leaves_with_its_last_replica() -> None:
+    agent = Agent(on_demand=True).running()
+    leaving = [Leaving("here", 2, "agent-1", 0)]
+    assert kinds(agent(d.PlanSeen(plan(1, ("there", 1), leaving=leaving)))) == ["AskToStop"]
+    assert kinds(agent.exits(143, 143)) == ["WriteEnded", "Exit"]
+    assert agent.state.exiting
+
+
+def test_an_agent_that_was_started_for_a_plan_stays_for_one_that_names_it_and_answers_one_that_did() -> None:
+    agent = Agent(on_demand=True).running()
+    assert "Exit" not in kinds(agent.exits(1, 1))
+    late = Agent(on_demand=True)
+    assert late(d.PlanSeen(plan(0, ("there", 1), ("here", 1)))) == []
+    leaving = [Leaving("here", 1, "agent-1", 0)]
+    assert kinds(late(d.PlanSeen(plan(1, ("there", 1), leaving=leaving)))) == ["WriteEnded", "Exit"]
+
+
+def test_an_agent_that_a_person_has_started_waits_for_the_next_plan() -> None:
+    assert Agent()(d.PlanSeen(plan(0, ("there", 1)))) == []

@@ -329,6 +329,7 @@ def test_that_a_job_is_done_is_noted_before_its_agent_goes(
     monkeypatch.setattr(ended_run, "write_note", order.note)
     options = Mock(cores=0, slots=1, role="worker", max_restarts=0, job="job", standalone=True)
     found = Mock(identity=None, registration=order.registration)
-    assert launch.run_agent(options, found, Mock(share=order.share)) == 0
+    parts = Mock(share=order.share, access=Mock(environ={}))
+    assert launch.run_agent(options, found, parts) == 0
     names = [call[0] for call in order.mock_calls]
     assert names == ["ignore_signals", "note", "registration.close", "share.close"]

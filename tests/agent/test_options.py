@@ -103,7 +103,7 @@ def test_what_has_no_meaning_here_gets_one_line_each() -> None:
 # torchrun's options that are read, by their destination; what is in no table must not be lost silently
 HONOURED = {
     *("help", "nnodes", "nproc_per_node", "rdzv_endpoint", "rdzv_id", "standalone", "max_restarts", "role"),
-    *("event_log_handler", "module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_addr"),
+    *("module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_addr"),
     *("local_ranks_filter", "virtual_local_rank", "training_script", "training_script_args"),
     *("master_addr", "master_port", "signals_to_handle", "log_line_prefix_template"),
 }

@@ -14,7 +14,7 @@ def test_a_replica_that_died_at_once_is_named(monkeypatch: Any) -> None:
     """The last one has started after the first has ended."""
     monkeypatch.setattr(ElasticAgent, "__init__", lambda self: None)
     agent: Any = ElasticAgent()  # type: ignore[call-arg]
-    for name in ("_loop", "_recorder", "_view", "_config", "_torch_events", "_worker_group", "_decide"):
+    for name in ("_loop", "_recorder", "_view", "_config", "_decide"):
         setattr(agent, name, MagicMock())
     handles = [ReplicaHandle(number, 0, number, number, "") for number in (0, 1)]
     plan = agent._plan = Plan("job", "run", 0, (Placement("a", 2),), Cause.START, Transition.RESTART, "")

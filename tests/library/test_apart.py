@@ -14,7 +14,8 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 
-from adaptdl_elastic.protocol.messages import SaveCheckpoint
+from adaptdl_elastic.protocol.messages import ChangePlan, SaveCheckpoint
+from adaptdl_elastic.torch._elastic.rescale import Plan
 
 pytestmark = pytest.mark.processes
 
@@ -85,16 +86,13 @@ def test_one_that_joins_at_another_loop_gives_up(start: Any, tmp_path: Path, siz
     trained_alike(tmp_path, 1, 1500, size)
 
 
-@pytest.mark.exhaustive
-def test_one_that_stays_three_seconds_behind_is_waited_for(start: Any, tmp_path: Path) -> None:
-    """It needs as long for its way to the others as they do, and loops of one batch are over by then."""
-    job = start(1, kind="behind", epochs=1500, pace=0.2, size=12)
-    while 1 not in seen(tmp_path, "train"):
-        job.wait_for("step")
-    job.rescale(2)
-    (tmp_path / "hurry").touch()
-    job.finish()
-    trained_alike(tmp_path, 2, 1500, 12)
+def test_newcomers_that_stay_behind_short_loops_are_waited_for_longer_and_longer() -> None:
+    plan = Plan(ChangePlan(1, 2, 1, (0,), (1,), "127.0.0.1", 1))
+    waits = [plan.catch_up() for _ in range(63)]
+    assert {number + 1: wait.total_seconds() for number, wait in enumerate(waits) if wait is not None} == {
+        **{1: 2.0, 3: 4.0, 7: 8.0, 15: 16.0},
+        **{31: 16.0, 63: 16.0},
+    }
 
 
 def test_one_that_does_not_stop_early_as_the_others_do(start: Any, tmp_path: Path) -> None:

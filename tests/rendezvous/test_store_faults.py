@@ -289,18 +289,18 @@ def test_the_api_is_found_out():
     quick = StoreOptions(timeout=20)
     with EtcdServer(binary=binary, v2=False) as server:
         with connect(server.endpoint, options=quick) as store:
-            assert isinstance(store.driver, EtcdV3Store)
+            assert isinstance(store, EtcdV3Store)
         with pytest.raises(StoreError, match="v2"):
             connect(server.endpoint, api="v2", options=quick)
     with EtcdServer(binary=binary, args=["--enable-grpc-gateway=false"]) as server:
         with connect(server.endpoint, options=quick) as store:
-            assert isinstance(store.driver, EtcdV2Store)
+            assert isinstance(store, EtcdV2Store)
         with pytest.raises(StoreError, match="v3"):
             connect(server.endpoint, api="v3", options=quick)
     with EtcdServer(binary=binary) as server:
         for api, kind in (("v2", EtcdV2Store), ("v3", EtcdV3Store), ("auto", EtcdV3Store)):
             with connect(server.endpoint, api=api, options=quick) as store:
-                assert isinstance(store.driver, kind)
+                assert isinstance(store, kind)
 
 
 class _NotEtcd(http.server.BaseHTTPRequestHandler):

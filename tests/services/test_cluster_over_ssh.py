@@ -66,9 +66,22 @@ class Lab:
         """The process of a node's service."""
         return int(json.loads((self.directory(node).state / "service.json").read_text())["pid"])
 
+    def agents(self, job: str) -> dict[str, int]:
+        """The processes of a job's agents, by node."""
+        notes = {node: self.directory(node).state / "agents" / f"{job}.json" for node in self.nodes.names}
+        pids = {
+            node: int(json.loads(note.read_text())["pid"]) for node, note in notes.items() if note.exists()
+        }
+        return {node: pid for node, pid in pids.items() if psutil.pid_exists(pid)}
+
     def output(self, node: str, job: str) -> str:
         path = self.directory(node).log(job)
         return path.read_text() if path.exists() else ""
+
+    def states(self) -> list[tuple[str, str, str]]:
+        """What `cluster status` says of each node: its name, its state, its problem."""
+        rows = json.loads(self.run("cluster", "status", "--json"))["nodes"]
+        return [(row["node"], row["state"], row["problem"]) for row in rows]
 
     def job(self, name: str) -> dict[str, object]:
         (row,) = (row for row in json.loads(self.run("ls", "--all", "--json")) if row["job"] == name)
@@ -166,9 +179,11 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
 
     # a service that is killed comes back, and finds its agent
     before = lab.service("node1")
-    assert lab.of(lambda process: "--rdzv-id=train" in process.cmdline())
+    agents = lab.agents("train")
+    assert agents
     os.kill(before, signal.SIGKILL)
     lab.wait_for(lambda: lab.service("node1") != before)
+    assert agents.items() & lab.agents("train").items()  # the job may have left a node meanwhile
     assert "train is running: only a job that was stopped" in lab.run("resume", "train", code=1)
     lab.run("stop", "train", "--wait")
     assert lab.job("train")["state"] == "stopped"
@@ -190,11 +205,12 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
         values = [item.value for item in store.range("/adaptdl/v1/lab/").items]
     assert values
     assert not any(secret in value for value in values)
-    status = json.loads(lab.run("cluster", "status", "--json"))
-    assert [(row["node"], row["state"], row["problem"]) for row in status["nodes"]] == [
-        ("node1", "up", ""),
-        ("node2", "up", ""),
-    ]
+    # a service that comes back starts none of the jobs that have ended
+    before = lab.service("node2")
+    os.kill(before, signal.SIGKILL)
+    lab.wait_for(lambda: lab.service("node2") != before)
+    well = [("node1", "up", ""), ("node2", "up", "")]
+    lab.wait_for(lambda: lab.states() == well)
 
     # a job on two nodes that is cancelled moves to neither of them, and every command says that it is
     lab.run("submit", "--name", "two", "--replicas", "2", "train.py", "60", "0.05")
@@ -244,6 +260,31 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     assert lab.processes() == []
     assert not lab.directory("node1").path.exists()
     assert "knows no cluster" in lab.run("cluster", "status", code=1)
+
+
+def test_a_job_costs_processes_only_where_it_has_replicas(lab: Lab) -> None:
+    lab.up("node1", "node2")
+    lab.run("submit", "--name", "job", "--replicas", "1:2", "train.py", "600", "0.05")
+    lab.wait_for(lambda: lab.agents("job"))
+    lab.run("scale", "job", "--replicas", "2", "--wait")
+    assert set(lab.agents("job")) == {"node1", "node2"}
+    lab.run("scale", "job", "--replicas", "1", "--wait")
+    lab.wait_for(lambda: len(lab.agents("job")) == 1)
+    (node,) = lab.agents("job")
+    other = {"node1": "node2", "node2": "node1"}[node]
+    # the node that it has left takes another job, and both get it back in the end
+    lab.run("submit", "--name", "guest", "train.py", "600", "0.05")
+    lab.wait_for(lambda: lab.agents("guest"))
+    assert set(lab.agents("guest")) == {other}
+    assert f"{other} is being drained" in lab.run("drain", other)
+    lab.wait_for(lambda: not lab.agents("guest"))
+    assert lab.job("guest")["state"] == "pending"
+    lab.run("drain", other, "--cancel")
+    lab.wait_for(lambda: lab.agents("guest"))
+    for job in ("job", "guest"):
+        lab.run("cancel", job)
+    lab.wait_for(lambda: not lab.agents("job") and not lab.agents("guest"))
+    assert [lab.job(name)["state"] for name in ("job", "guest")] == ["cancelled", "cancelled"]
 
 
 @pytest.mark.parametrize("lab", [("node1", "node2", "node3")], indirect=True)

@@ -9,9 +9,11 @@ from pathlib import Path
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.decisions import MOST_FAILURES
+from adaptdl_elastic.agent.service.stand_in import Membership
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 
 def test_a_job_that_a_node_has_given_up_is_tried_again_when_it_is_resumed(tmp_path: Path) -> None:
@@ -19,9 +21,11 @@ def test_a_job_that_a_node_has_given_up_is_tried_again_when_it_is_resumed(tmp_pa
     client, changed = ServiceClient(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)), threading.Event()
     agents = Agents(config, ServiceDirectory(tmp_path), 1, Blobs(tmp_path / "blobs"), client, changed.set)
     submission = Submission("job", "alice", "script", ("t.py",), "0" * 64)
+    store = MemoryStore()
+    membership = Membership(store, store.lease(60.0))
     for failures in range(1, MOST_FAILURES + 1):
         changed.clear()
-        agents.start(submission, [], resumed=False)
+        agents.start(submission, [], resumed=False, membership=membership)
         changed.wait()
         assert agents.states()["job"].failures == failures
         given_up = "not tried again before adaptdl stop job and adaptdl resume job" in agents.problems["job"]
@@ -29,3 +33,4 @@ def test_a_job_that_a_node_has_given_up_is_tried_again_when_it_is_resumed(tmp_pa
     assert "no other node has the archive" in agents.problems["job"]
     agents.forget("job")  # it is stopped
     assert (agents.states(), agents.problems) == ({}, {})
+    store.close()

@@ -179,9 +179,20 @@ def test_an_agent_is_started_once_and_stopped_when_its_job_is_cancelled() -> Non
     assert decide([], 1, {"job": running}, 1.0, {"job"}) == {}
 
 
-def test_an_agent_of_a_job_that_ends_is_left_to_end_by_itself() -> None:
+def test_an_agent_of_a_job_that_ends_is_left_to_end_by_itself_and_a_registration_is_not() -> None:
     ended = request("job", run=JobState(agents=1, state=State.DONE))
-    assert decide([ended], 1, {"job": AgentState().started(0.0)}, 1.0) == {}
+    running = AgentState().started(0.0)
+    assert decide([ended], 1, {"job": running}, 1.0) == {}
+    assert decide([ended], 1, {"job": replace(running, standing=True)}, 1.0) == {"job": Step.TERMINATE}
+
+
+def test_a_node_that_is_drained_is_registered_for_no_job() -> None:
+    wanted = request("job")
+    running = AgentState().started(0.0)
+    assert decide([wanted], 1, {}, 0.0, drained=True) == {}
+    assert decide([wanted], 1, {"job": running}, 0.0, drained=True) == {}  # an agent leaves by itself
+    standing = replace(running, standing=True)
+    assert decide([wanted], 1, {"job": standing}, 0.0, drained=True) == {"job": Step.TERMINATE}
 
 
 def test_an_agent_that_fails_at_once_is_tried_again_later_and_later_and_then_no_more() -> None:

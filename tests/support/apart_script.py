@@ -3,7 +3,6 @@
 lazy: a loader is made when it is first needed, and that is in another epoch on a replica that joins.
 fickle: a variable that is another one on a replica that joins decides which loop comes first.
 early: such a variable decides that there have been enough epochs.
-behind: one that joins takes three seconds to its first loop, and as long as the others for each loop.
 alone: one replica has a data loop of its own. leave: one leaves an evaluation loop before the others.
 slow: one needs longer than the others for what follows the last loop. fail: one ends with an error there,
 once the other one waits for it.
@@ -60,7 +59,7 @@ def evaluate(data, epoch):
 
 
 def pause():
-    if (adl.batch_counts() or S["kind"] == "behind") and not (OUT / "hurry").exists():
+    if adl.batch_counts() and not (OUT / "hurry").exists():
         time.sleep(S["pace"])
 
 
@@ -80,18 +79,15 @@ def main():
     model = adl.AdaptiveDataParallel(net, optimizer)
     data, evaluation = (None, None) if S["kind"] == "lazy" else (loader(shuffle=True), loader())
     joins = "ADAPTDL_JOIN" in os.environ
-    first = adl.finished_epochs()
     for epoch in adl.remaining_epochs_until(S["epochs"]):
         if data is None:
             data = loader(shuffle=True)
-        if S["kind"] == "behind" and "ADAPTDL_JOIN" in os.environ and epoch == first:
-            time.sleep(3)
         if S["kind"] == "fickle" and joins:
             evaluate(evaluation, epoch)
         train(model, optimizer, data, epoch)
         if S["kind"] == "early" and not joins and (OUT / "hurry").exists():
             break
-        if epoch > 0 and S["kind"] not in ("behind", "fickle"):
+        if epoch > 0 and S["kind"] != "fickle":
             if evaluation is None:
                 evaluation = loader()
             if S["kind"] != "alone" or adl.rank() == S["rank"]:

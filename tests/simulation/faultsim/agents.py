@@ -23,8 +23,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSet
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, NodeRecord
-from adaptdl_elastic.rendezvous.store.base import StoreError
-from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
+from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from faultsim import threads
 from faultsim.kernel import Process
 from faultsim.node import Forks, Machine, Output, Wire
@@ -92,7 +91,7 @@ class AgentProcess(Process):
 
     def _run(self) -> None:
         world, machine, job = self.machine.world, self.machine, self.job
-        store = PlanStore(machine.client(self))
+        store = machine.client(self)
         run = f"{int(threads.Time.time())}-{next(self.kernel.numbers):06d}"  # begins with when it began
         fresh = replace(job.spec, run=run, created=threads.Time.time())
         record = NodeRecord(
@@ -116,7 +115,7 @@ class AgentProcess(Process):
         agent = self.agent = agent_module.ElasticAgent(
             self._worker_spec(),
             self._setting(spec),
-            store.of_node(machine.name),
+            store,
             world.keys,
             registration,
             self._forks(),  # type: ignore[arg-type]
@@ -136,7 +135,7 @@ class AgentProcess(Process):
         store.close()
         self.kernel.exit(agent.exit_code, f"({agent.exit_reason})")
 
-    def _join(self, store: PlanStore, fresh: JobSpec, record: NodeRecord) -> tuple[JobSpec, Registration]:
+    def _join(self, store: Store, fresh: JobSpec, record: NodeRecord) -> tuple[JobSpec, Registration]:
         """Take part in the job, as `launch` does."""
         keys, start = self.machine.world.keys, ended_run.StartOptions()
 
@@ -171,7 +170,6 @@ class AgentProcess(Process):
             rdzv_handler=PlanHandler(name),
             entrypoint="train.py",
             max_restarts=self.job.spec.max_restarts,
-            event_log_handler="null",
         )
 
     def _setting(self, spec: JobSpec) -> AgentConfig:
@@ -228,7 +226,7 @@ class CoordinatorProcess(Process):
 
     def _run(self) -> None:
         world = self._world
-        store = PlanStore(self.machine.client(self))
+        store = self.machine.client(self)
         with store:
             served = self.coordinator = Coordinator(
                 store,

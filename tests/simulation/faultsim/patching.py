@@ -51,7 +51,6 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "Path": files.Path,
         "os": threads.Os,
     },
-    "adaptdl_elastic.agent.runtime.torch_agent": {"time": _C},
     "adaptdl_elastic.agent.runtime.failure_reporter": {"DirectoryStorage": None},  # the world's checkpoints
     "adaptdl_elastic.agent.runtime.replica_environment": {"Path": files.Path},
     "adaptdl_elastic.agent.runtime.failure_reports": {"Path": files.Path},
@@ -75,7 +74,6 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "Path": files.Path,
     },
     "adaptdl_elastic.rendezvous.store.keepalive": {"time": _C, "threading": _T},
-    "adaptdl_elastic.rendezvous.store.plan_store": {"threading": _T, "secrets": _S},
     "adaptdl_elastic.autoscaler.coordinator.following": {"queue": _Q, "threading": _T},
     "adaptdl_elastic.autoscaler.coordinator.process": {
         "time": _C,
@@ -104,7 +102,6 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.agent.runtime.forked_child": "inside a replica's process",
     "adaptdl_elastic.agent.runtime.generation_store": "node.Meeting takes its place",
     "adaptdl_elastic.agent.runtime.replica_handle": "node.Handle takes its place",
-    "adaptdl_elastic.agent.runtime.torch_events": "no handler of events is named, so its thread does not run",
     "adaptdl_elastic.agent.runtime.orphan_errors": "inside a replica's process",
     "adaptdl_elastic.agent.service": "a machine's service, which starts agents as processes",
     "adaptdl_elastic.agent.terminal.display": "the terminal",

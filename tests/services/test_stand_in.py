@@ -1,0 +1,126 @@
+"""A node that is registered for a job without an agent, and the agent that takes the registration over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adaptdl_elastic.agent import launch
+from adaptdl_elastic.agent.service.agents import agent_options
+from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError
+from adaptdl_elastic.agent.terminal.run_options import parse
+from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    Cause,
+    JobSpec,
+    NodeRecord,
+    Placement,
+    Plan,
+    Transition,
+    decode,
+)
+from adaptdl_elastic.rendezvous.schema.submissions import Submission
+from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig
+from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+
+CONFIG = ServiceConfig("lab", "id", "n1", "127.0.0.1", "https://127.0.0.1:1")
+KEYS = Keys("lab")
+SUBMISSION = Submission("job", "alice", "script", ("train.py", "--x"), "0" * 64, None, 1, 4)
+KEY = KEYS.node("n1", "job")
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with MemoryStore() as made:
+        yield made
+
+
+def make(store: Store, folder: Path, submission: Submission = SUBMISSION) -> StandIn:
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    (work / "train.py").write_text("pass")
+    options = agent_options(CONFIG, submission, 2, str(folder / "saved"), resumed=False)
+    return StandIn.make(
+        submission, options, work, {}, {SECRET: "secret"}, Membership(store, store.lease(60.0))
+    )
+
+
+def take_over(store: Store, folder: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> launch.Found:
+    """Do what the agent does that the service starts."""
+    monkeypatch.chdir(folder / "work")
+    options = parse([*stand_in.arguments], stand_in.environment)
+    access = launch.StoreAccess("", store, True, stand_in.environment)
+    return launch.take_part(options, "127.0.0.1", access, KEYS, print)
+
+
+def record(store: Store) -> NodeRecord | None:
+    found = store.get(KEY)
+    return None if found is None else decode(NodeRecord, found.value, KEY)
+
+
+def plan(run: str, agent: str, node: str = "n1") -> Plan:
+    return Plan("job", run, 0, (Placement(node, 1, agent),), Cause.START, Transition.RESTART, "why")
+
+
+def test_the_agent_takes_over_the_registration_and_the_run(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = make(store, tmp_path)
+    before = record(store)
+    assert before is not None
+    assert before.slots == 2
+    spec = store.get(KEYS.job("job", "spec"))
+    assert spec is not None
+    assert decode(JobSpec, spec.value).command == ("train.py", "--x")
+    found = take_over(store, tmp_path, stand_in, monkeypatch)
+    after = record(store)
+    assert after is not None
+    assert (after.agent, after.run) == (before.agent, before.run)
+    assert store.get(KEYS.job("job", "spec")) == spec
+    stand_in.membership.lease.revoke()
+    assert record(store) is not None  # it vanishes with the agent, not with the service
+    stand_in.withdraw()
+    assert record(store) is not None
+    found.registration.close()
+    assert record(store) is None
+
+
+def test_a_registration_that_no_agent_has_taken_over_is_withdrawn(store: Store, tmp_path: Path) -> None:
+    stand_in = make(store, tmp_path)
+    stand_in.withdraw()
+    assert record(store) is None
+    assert stand_in.membership.lease.remaining() > 0
+
+
+def test_only_a_plan_of_this_run_that_names_this_registration_starts_an_agent(
+    store: Store, tmp_path: Path
+) -> None:
+    stand_in = make(store, tmp_path)
+    me = stand_in.registration.record
+    assert stand_in.is_named(plan(me.run, me.agent))
+    assert not stand_in.is_named(plan(me.run, "an earlier one"))
+    assert not stand_in.is_named(plan("another run", me.agent))
+    assert not stand_in.is_named(plan(me.run, me.agent, node="n2"))
+
+
+def test_an_agent_whose_registration_is_gone_registers_by_itself(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = make(store, tmp_path)
+    stand_in.withdraw()
+    found = take_over(store, tmp_path, stand_in, monkeypatch)
+    there = record(store)
+    assert there is not None
+    assert there.agent == stand_in.environment[STAND_IN]
+    found.registration.close()
+
+
+def test_why_a_node_cannot_take_part(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "saved").write_text("is no folder")
+    with pytest.raises(StandInError, match="checkpoints cannot be written"):
+        make(store, tmp_path)
+    assert record(store) is None
