@@ -391,11 +391,7 @@ def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
         return measure()
 
     usage = UsageReporter(
-        parts.access.store,
-        parts.keys,
-        registration.record.node,
-        look,
-        lambda: registration.lease,
+        parts.access.store, parts.keys, registration.record.node, look, lambda: registration.lease
     )
     try:
         agent.run()

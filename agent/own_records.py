@@ -72,7 +72,7 @@ def job_spec(options: RunOptions) -> JobSpec:
     )
     return JobSpec(
         job=options.job,
-        run=f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
+        run=f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}",
         command=options.command,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,

@@ -334,6 +334,8 @@ class _Server:
                 self._signalled.add(message["id"])
                 self._signal_group(self._pids[message["id"]], message["signal"])
             return None
+        if self._lasting and self._is_alone():
+            return None  # nobody would know of the process
         count = len(message["streams"])
         mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         # block the signals that the server ignores until the replica has its own handlers
@@ -354,6 +356,12 @@ class _Server:
         self._pids[message["id"]] = pid
         self._send(op="spawned", id=message["id"], pid=pid)
         return None
+
+    def _is_alone(self) -> bool:
+        """Return whether the process that sends requests has ended."""
+        with suppress(BlockingIOError):
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return False
 
     def _leave(self) -> None:
         """Close the server's descriptors in a replica."""

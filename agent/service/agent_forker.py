@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 import os
-import select
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from adaptdl_elastic.agent.runtime.fork_server import PRELOAD, Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.forked_child import Command
@@ -22,10 +25,15 @@ _MODULES = (
     *("adaptdl_elastic.agent.launch", "adaptdl_elastic.agent.runtime.agent"),
 )
 _READ_EARLY = (
-    *("LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "MALLOC", "GLIBC", "CUDA"),
-    *("TZ", "LC_", "LANG"),
+    *("LD_", "PYTHON", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS", "BLIS", "NUMEXPR", "NPY_", "NUMPY"),
+    *("TORCH", "PYTORCH_", "DNNL_", "ONEDNN_", "KINETO", "NVIDIA_", "CUDA", "MALLOC", "GLIBC"),
+    *("TZ", "LC_", "LANG", "TMPDIR", "TEMP", "TMP"),
 )
 """Beginnings of the names of variables that Python, torch or the C library read when they are loaded."""
+
+
+_LOOK_SECONDS = 0.1  # between two looks whether an orphan has ended
+_LONGEST_WAIT = 120.0  # seconds until an agent has begun: torch may have to be imported first
 
 
 def can_fork(given: Mapping[str, str]) -> bool:
@@ -39,21 +47,26 @@ class ForkedAgent:
     def __init__(self) -> None:
         self.pid = 0
         self.returncode: int | None = None
+        self.orphaned = False  # what has forked it has died, so that nobody is told its exit code
         self.begun, self.ended = threading.Event(), threading.Event()
 
     def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
+        """Return its exit code; None while it runs. The end of an orphan counts as no failure."""
+        if self.orphaned and not self.ended.is_set() and not psutil.pid_exists(self.pid):
+            self.end(0)
         return self.returncode
 
     def wait(self, seconds: float) -> None:
         """Wait for its end; TimeoutExpired if it has not ended in time."""
-        if not self.ended.wait(seconds):
-            raise subprocess.TimeoutExpired("agent", seconds)
+        deadline = time.monotonic() + seconds
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("agent", seconds)
+            self.ended.wait(min(seconds, _LOOK_SECONDS))
 
     def end(self, code: int) -> None:
-        """Record that it has ended, or that it cannot be started."""
+        """Record that it has ended."""
         self.returncode = code
-        self.begun.set()
         self.ended.set()
 
 
@@ -89,13 +102,16 @@ class AgentForker:
             "module", ("adaptdl_elastic.agent", *arguments), str(cwd), dict(environment), independent=True
         )
         agent = ForkedAgent()
+        log.parent.mkdir(parents=True, exist_ok=True)
         with self._lock, log.open("ab") as output:
             server, number = self._running(), next(self._numbers)
             self._agents[number] = agent
             server.spawn(number, command, output.fileno(), output.fileno())
-        agent.begun.wait()
+        answered = agent.begun.wait(_LONGEST_WAIT)
         if not agent.pid:
-            raise OSError("the process that forks agents has died")
+            self._agents.pop(number, None)
+            why = "has died" if answered else f"has not answered for {_LONGEST_WAIT:g} s"
+            raise OSError(f"the process that forks agents {why}")
         return agent
 
     def _running(self) -> ForkServer:
@@ -107,27 +123,20 @@ class AgentForker:
     def _follow(self, server: ForkServer) -> None:
         while (news := server.receive()) is not None:
             for one in news:
-                if isinstance(one, Spawned):
-                    self._agents[one.id].pid = one.pid
-                    self._agents[one.id].begun.set()
-                elif isinstance(one, Exited):
-                    self._agents.pop(one.id).end(one.exit_code)
+                agent = self._agents.get(one.id)
+                if agent is None and isinstance(one, Spawned):
+                    os.kill(one.pid, signal.SIGKILL)  # it was given up
+                elif agent is not None and isinstance(one, Spawned):
+                    agent.pid = one.pid
+                    agent.begun.set()
+                elif agent is not None and isinstance(one, Exited):
+                    del self._agents[one.id]
+                    agent.end(one.exit_code)
                     self._changed()
         with self._lock:
             self._server, orphans = None, self._agents
             self._agents = {}
         server.close()
         for agent in orphans.values():
-            threading.Thread(target=self._outlive, args=(agent,), daemon=True).start()
-
-    def _outlive(self, agent: ForkedAgent) -> None:
-        """Wait for the end of an agent whose exit code nobody is told."""
-        try:
-            descriptor = os.pidfd_open(agent.pid) if agent.pid else None
-        except ProcessLookupError:
-            descriptor = None
-        if descriptor is not None:
-            select.select([descriptor], [], [])
-            os.close(descriptor)
-        agent.end(1)
-        self._changed()
+            agent.orphaned = True
+            agent.begun.set()

@@ -14,15 +14,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from adaptdl_elastic.agent.cluster.ended_run import JobEndedError
-from adaptdl_elastic.agent.machine.devices import DevicesSeen
 from adaptdl_elastic.agent.service.agent_forker import AgentForker, can_fork
 from adaptdl_elastic.agent.service.archives import unpack
-from adaptdl_elastic.agent.service.blobs import BlobError, Blobs
+from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import MOST_FAILURES, AgentState, Step
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
@@ -31,17 +30,11 @@ from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInE
 from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET
 from adaptdl_elastic.rendezvous.schema.records import Plan
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
+from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
-from adaptdl_elastic.rendezvous.services.service_config import (
-    ServiceConfig,
-    ServiceConfigError,
-    ServiceDirectory,
-)
+from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
 
 logger = logging.getLogger(__name__)
-
-# ValueError: a NUL in a variable or an argument
-_FAILURES = (BlobError, ServiceConfigError, StandInError, OSError, ValueError)
 
 LINE_PREFIX = "[rank${rank}]: "
 """What stands before a replica's lines in a job's output: torchrun's variable for it has this value."""
@@ -73,8 +66,10 @@ class Agents:
         self._lock = threading.Lock()
         self._processes: dict[str, KeptProcess] = {}
         self._preparing: set[str] = set()
+        self._requests: dict[str, Request] = {}  # as of the last `review`
         # of jobs without an agent, and of those whose agents have taken them over
         self._stand_ins: dict[str, StandIn] = {}
+        self._ghosts: list[StandIn] = []  # to be withdrawn again: the store did not answer
         kept = {name: value for name, value in os.environ.items() if not name.startswith("ADAPTDL_")}
         self._forker = AgentForker(kept, changed)
         self._states: dict[str, AgentState] = {}
@@ -98,8 +93,8 @@ class Agents:
         self._forker.prepare()
 
     def states(self) -> dict[str, AgentState]:
-        """Look at every agent, and return what is known of each. StoreError if a registration stays."""
-        now, left = time.monotonic(), list[StandIn]()
+        """Look at every agent, and return what is known of each."""
+        now = time.monotonic()
         with self._lock:
             for job, process in list(self._processes.items()):
                 if process.alive:
@@ -109,11 +104,14 @@ class Agents:
                 self._note_end(job, code)
                 process.forget()
                 del self._processes[job]
-                left += [self._stand_ins.pop(job)] if job in self._stand_ins else []
-            states = dict(self._states)
-        for stand_in in left:  # of agents that have not taken it over
-            stand_in.withdraw()
-        return states
+                # the agent may have ended before it has taken the registration over
+                self._drop(job)
+            return dict(self._states)
+
+    def due(self, since: float, now: float) -> bool:
+        """Return whether between two times an agent came to be allowed to start again."""
+        with self._lock:
+            return any(not one.alive and since < one.not_before <= now for one in self._states.values())
 
     def _note_end(self, job: str, code: int | None) -> None:
         failures = self._states[job].failures
@@ -124,34 +122,65 @@ class Agents:
         said = last_line(self._directory.log(job))
         self.problems[job] = f"its agent exits with code {code}{then}: {said}"
 
-    def start(
-        self, submission: Submission, peers: Sequence[ServiceRecord], resumed: bool, membership: Membership
-    ) -> None:
+    def start(self, request: Request, peers: Sequence[ServiceRecord], membership: Membership) -> None:
         """Register this node for a job, in a thread that fetches the job's files first.
 
         Args:
-            submission: Of the job.
+            request: Of the job.
             peers: The other nodes, which may have the files.
-            resumed: Whether a run of the job has ended and it goes on.
             membership: The store, and the lease of the registration.
         """
-        job = submission.job
+        job = request.submission.job
         with self._lock:
             self._states[job] = self._states.get(job, AgentState()).started(time.monotonic())
             self._preparing.add(job)
         threading.Thread(
-            target=self._stand_in,
-            args=(submission, peers, resumed, membership),
-            name=f"start-{job}",
-            daemon=True,
+            target=self._stand_in, args=(request, peers, membership), name=f"start-{job}", daemon=True
         ).start()
+
+    def review(self, requests: Iterable[Request], run_of: Callable[[str], str | None]) -> None:
+        """Withdraw registrations that belong to another submission or run than a job has now.
+
+        Args:
+            requests: All requests.
+            run_of: Returns the present run of a job, if that is known.
+        """
+        with self._lock:
+            self._requests = {one.submission.job: one for one in requests}
+            ghosts, self._ghosts = self._ghosts, []
+            for job, stand_in in list(self._stand_ins.items()):
+                # names of runs begin with the time of their start
+                fits = self._fits(stand_in) and (run_of(job) or "") <= stand_in.run
+                if self._states[job].standing and not fits:
+                    self._drop(job)
+        for ghost in ghosts:
+            self._withdraw(ghost)
+
+    def _fits(self, stand_in: StandIn) -> bool:
+        """Return whether a registration is for a submission and a run that are to go on."""
+        request = self._requests.get(stand_in.job)
+        if request is None or request.over or request.submission != stand_in.submission:
+            return False
+        return not (request.run.resumed and request.run.run == stand_in.run)
+
+    def _drop(self, job: str) -> None:
+        """End this node's registration for a job, if there is one that no agent has taken over."""
+        stand_in = self._stand_ins.pop(job, None)
+        if stand_in is not None:
+            self._states[job] = replace(self._states[job], alive=False, standing=False)
+            threading.Thread(target=self._withdraw, args=(stand_in,), daemon=True).start()
+
+    def _withdraw(self, stand_in: StandIn) -> None:
+        if not stand_in.withdraw():
+            with self._lock:
+                self._ghosts.append(stand_in)
 
     def follow(self, plan_of: Callable[[str], Plan | None]) -> None:
         """Start the agents of those jobs of which a plan has replicas here."""
         with self._lock:
             for job, stand_in in self._stand_ins.items():
                 plan = plan_of(job) if self._states[job].standing else None
-                if plan is not None and stand_in.is_named(plan):
+                if plan is not None and stand_in.is_named(plan) and self._fits(stand_in):
                     self._states[job] = self._states[job].started(time.monotonic())
                     self._preparing.add(job)
                     threading.Thread(target=self._start, args=(stand_in,), daemon=True).start()
@@ -163,23 +192,20 @@ class Agents:
                 if self._states[job].standing and lost(stand_in.membership):
                     del self._stand_ins[job]
                     self._states[job] = replace(self._states[job], alive=False, standing=False)
+                    self._changed()
 
-    def exclude(self, seen: object) -> None:
-        """Register which devices cannot be used, where no agent does."""
-        assert isinstance(seen, DevicesSeen)
+    def renew(self, _: object = None) -> None:
+        """Register anew for each job without an agent: other devices of this node can be used now."""
         with self._lock:
-            standing = [one for job, one in self._stand_ins.items() if self._states[job].standing]
-        for stand_in in standing:
-            if stand_in.registration.record.devices:
-                stand_in.registration.update(unusable=seen.unusable)
+            for job in [job for job in self._stand_ins if self._states[job].standing]:
+                self._drop(job)
 
     def end(self, job: str, step: Step) -> None:
         """Tell the agent of a job to leave, or kill it; without one end this node's registration."""
         with self._lock:
             process = self._processes.get(job)
             if self._states[job].standing:
-                self._states[job] = replace(self._states[job], alive=False, standing=False)
-                threading.Thread(target=self._stand_ins.pop(job).withdraw, daemon=True).start()
+                self._drop(job)
             elif process is not None and step is Step.TERMINATE:
                 self._mark_terminated(job, time.monotonic())
                 process.signal(signal.SIGTERM)
@@ -189,66 +215,69 @@ class Agents:
     def _mark_terminated(self, job: str, now: float) -> None:
         self._states[job] = replace(self._states[job], terminated=now)
 
-    def _stand_in(
-        self,
-        submission: Submission,
-        peers: Sequence[ServiceRecord],
-        resumed: bool,
-        membership: Membership,
-    ) -> None:
+    def _stand_in(self, request: Request, peers: Sequence[ServiceRecord], membership: Membership) -> None:
+        submission = request.submission
         job, path = submission.job, self._checkpoint_path(submission)
+        follows = request.run.run if request.run.resumed else submission.follows
         try:
-            given, environment = self._prepare(submission, peers)
-            options = agent_options(self._config, submission, self._slots, path, resumed)
+            given, environment = self.fetch(submission, peers)
+            options = agent_options(self._config, submission, self._slots, path, follows)
             work = self._directory.work(submission.folder)
-            stand_in = StandIn.make(submission, options, work, given, environment, membership)
+            stand_in = StandIn(submission, work, given, options, environment, membership)
+            # this process has neither the job's variables nor what was imported under them
+            if not can_fork(given) or ("://" in path and submission.environment is not None):
+                return self._start(stand_in)
+            stand_in = stand_in.register()
         except JobEndedError as ended:
-            return self._failed(job, ended.exit_code or 1, str(ended))
-        except _FAILURES as error:
-            return self._failed(job, 1, str(error))
+            return self._failed(job, str(ended))
+        except StandInError as error:
+            return self._failed(job, str(error), counts=False)
+        except Exception as error:  # or the job would be prepared for ever
+            return self._failed(job, str(error) or repr(error))
         with self._lock:
             self._preparing.discard(job)
             self._stand_ins[job] = stand_in
             self._states[job] = replace(self._states[job], standing=True)
-            self.problems.pop(job, None)
+            if not self._fits(stand_in):
+                self._drop(job)
+            elif not self._states[job].failures:
+                self.problems.pop(job, None)
         self._changed()
 
     def _start(self, stand_in: StandIn) -> None:
         job = stand_in.job
         log, note = self._directory.log(job), self._notes() / f"{job}.json"
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
             if can_fork(stand_in.given):
                 child = self._forker.start(stand_in.arguments, stand_in.work, log, stand_in.environment)
                 process = KeptProcess.noted(child, note)
             else:
                 command = [sys.executable, "-m", "adaptdl_elastic.agent", *stand_in.arguments]
                 process = KeptProcess.start(command, note, log, stand_in.work, stand_in.environment)
-        except _FAILURES as error:
+        except Exception as error:  # or the job would be prepared for ever
             with self._lock:
-                self._stand_ins.pop(job, None)
-            stand_in.withdraw()
-            return self._failed(job, 1, str(error))
+                self._drop(job)
+            return self._failed(job, str(error) or repr(error))
         with self._lock:
             self._preparing.discard(job)
             self._processes[job] = process
         self._changed()
 
-    def _failed(self, job: str, code: int, problem: str) -> None:
+    def _failed(self, job: str, problem: str, counts: bool = True) -> None:
+        logger.warning("job %s cannot be started: %s", job, problem)
         with self._lock:
             self._preparing.discard(job)
-            self._states[job] = self._states[job].ended(time.monotonic(), code)
-            if problem:
-                logger.warning("job %s cannot be started: %s", job, problem)
-                last = self._states[job].failures >= MOST_FAILURES
-                again = f"; not tried again before adaptdl stop {job} and adaptdl resume {job}"
-                self.problems[job] = problem + (again if last else "")
+            now, state = time.monotonic(), self._states[job]
+            self._states[job] = state.ended(now, 1) if counts else state.postponed(now)
+            last = self._states[job].failures >= MOST_FAILURES
+            again = f"; not tried again before adaptdl stop {job} and adaptdl resume {job}"
+            self.problems[job] = problem + (again if last else "")
         self._changed()
 
     def _checkpoint_path(self, submission: Submission) -> str:
         return submission.checkpoint_path or str(self._directory.checkpoints(submission.job))
 
-    def _prepare(
+    def fetch(
         self, submission: Submission, peers: Sequence[ServiceRecord]
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Fetch and unpack what the job needs; return the job's variables and the agent's environment."""
@@ -298,11 +327,11 @@ class Agents:
 
 
 def agent_options(
-    config: ServiceConfig, submission: Submission, slots: int, checkpoint_path: str, resumed: bool
+    config: ServiceConfig, submission: Submission, slots: int, checkpoint_path: str, follows: str
 ) -> list[str]:
     """Return the options of an agent, as a person would type them on this node.
 
-    Unless the job is resumed, an agent that comes late starts nothing when the job has ended.
+    An agent that comes late starts nothing when the job has ended, unless by the run that it `follows`.
     """
     options = [
         f"--rdzv-endpoint={config.endpoint}",
@@ -316,8 +345,8 @@ def agent_options(
         f"--node-name={config.node}",
         f"--local-addr={config.host}",
         f"--checkpoint-path={checkpoint_path}",
-        *([] if resumed else ["--once"]),
-        *([f"--follows={submission.follows}"] if submission.follows else []),
+        "--once",
+        *([f"--follows={follows}"] if follows else []),
         "--no-summary",
     ]
     if config.port_range:

@@ -53,6 +53,10 @@ class AgentState:
         """Return the state after a start."""
         return replace(self, alive=True, since=now, terminated=None, standing=False)
 
+    def postponed(self, now: float) -> AgentState:
+        """Return the state after a start that this node is no reason for."""
+        return replace(self, alive=False, standing=False, not_before=now + LONGEST_PAUSE_SECONDS / 10)
+
     def ended(self, now: float, exit_code: int | None) -> AgentState:
         """Return the state after the agent's end.
 

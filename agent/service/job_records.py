@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from adaptdl_elastic.agent.cluster.store_link import KeyChanged, Keyspace, Watcher
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobStatus, Plan
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobSpec, JobStatus, Plan
 from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, read_record
 
-R = TypeVar("R", CheckpointRecord, JobStatus, Plan)
+R = TypeVar("R", CheckpointRecord, JobSpec, JobStatus, Plan)
 
 _KEPT = ("spec", "status", "plan", "checkpoint")
 
@@ -43,6 +43,11 @@ class JobRecords:
     def read(self, kind: type[R], job: str, name: str) -> R | None:
         """Return a job's record; None if there is none that can be read."""
         return read_record(kind, self.get(self._keys.job(job, name)))
+
+    def run(self, job: str) -> str | None:
+        """Return the present run of a job; None if there is none."""
+        spec = self.read(JobSpec, job, "spec")
+        return None if spec is None else spec.run
 
     def _take(self, news: object) -> None:
         if isinstance(news, Keyspace):

@@ -55,13 +55,18 @@ class KeptProcess:
 
     @classmethod
     def noted(cls, child: subprocess.Popen[bytes] | ForkedAgent, note: Path) -> KeptProcess:
-        """Remember a process that was started in a session of its own."""
-        note.parent.mkdir(parents=True, exist_ok=True)
-        temporary = note.with_suffix(".new")
-        temporary.write_text(
-            json.dumps({"pid": child.pid, "created": psutil.Process(child.pid).create_time()})
-        )
-        temporary.replace(note)
+        """Remember a process that was started in a session of its own; kill it if it cannot be noted."""
+        created = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+            created = psutil.Process(child.pid).create_time()
+        try:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            temporary = note.with_suffix(".new")
+            temporary.write_text(json.dumps({"pid": child.pid, "created": created}))
+            temporary.replace(note)
+        except OSError:
+            cls(child.pid, note, child).kill_group()
+            raise
         return cls(child.pid, note, child)
 
     @classmethod

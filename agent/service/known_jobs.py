@@ -85,7 +85,9 @@ class KnownJobs:
     def __init__(self, path: Path, node: str) -> None:
         self._path, self._node = path, node
         self._jobs = _read(path)
-        self.unfinished = 0  # how many jobs had not ended at the last `check`
+        jobs = self._jobs or {}
+        # how many jobs had not ended at the last `check`
+        self.unfinished = sum(not (known.ended or known.cancelled_by) for known in jobs.values())
 
     def owner(self, job: str) -> str | None:
         """Return who owns a job; None: no valid submission of it was seen."""

@@ -99,7 +99,8 @@ class Notices:
             if end is None or not request.submission.notify:
                 continue
             # a job that is resumed or replaced ends again
-            key = self._keys.notified(job, f"{request.submission.created:f}-{end[0]}-{request.run.run}")
+            run = "" if end[0] == "cancelled" else request.run.run  # a run may be known only afterwards
+            key = self._keys.notified(job, f"{request.submission.created:f}-{end[0]}-{run}")
             if key in self._told:
                 continue
             self._told.add(key)

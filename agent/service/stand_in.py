@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,20 +11,23 @@ from pathlib import Path
 
 from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.cluster.ended_run import JoinError
-from adaptdl_elastic.agent.cluster.store_link import Registration
+from adaptdl_elastic.agent.cluster.store_link import NameTakenError, Registration
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 from adaptdl_elastic.protocol.environment import STAND_IN
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import Plan
+from adaptdl_elastic.rendezvous.schema.records import NodeRecord, Plan
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
-from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreError
+from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreError, read_record
 from adaptdl_elastic.storage import StorageError
 
 logger = logging.getLogger(__name__)
 
-_REFUSALS = (OptionError, JoinError, StoreError, StorageError, launch.LaunchError, RuntimeFileError)
+_REFUSALS = (
+    *(OptionError, JoinError, StoreError, StorageError, launch.LaunchError, RuntimeFileError),
+    NameTakenError,
+)
 _MODES = {"script": [], "module": ["--module"], "exec": ["--no-python"]}
 
 
@@ -41,87 +45,96 @@ class Membership:
 
 @dataclass(frozen=True)
 class StandIn:
-    """The registration of this node for a job.
+    """A job on this node, with all that its agent needs.
 
     Attributes:
-        job: Name of the job.
+        submission: Of the job.
         work: Its directory on this node.
         given: The job's own variables.
-        arguments: Of the agent.
-        environment: Of the agent.
-        membership: With which the registration was made.
-        registration: The registration.
+        options: Of the agent.
+        variables: The agent's environment.
+        membership: The store, and the lease of the registration.
+        registration: The registration; None: the agent is to register by itself.
     """
 
-    job: str
+    submission: Submission
     work: Path
     given: Mapping[str, str] = field(repr=False)
-    arguments: Sequence[str]
-    environment: Mapping[str, str] = field(repr=False)
+    options: Sequence[str]
+    variables: Mapping[str, str] = field(repr=False)
     membership: Membership
-    registration: Registration
+    registration: Registration | None = None
 
-    @classmethod
-    def make(
-        cls,
-        submission: Submission,
-        options: Sequence[str],
-        work: Path,
-        given: Mapping[str, str],
-        environment: Mapping[str, str],
-        membership: Membership,
-    ) -> StandIn:
-        """Register this node, and join the job's run or begin it.
+    @property
+    def job(self) -> str:
+        """The job's name."""
+        return self.submission.job
 
-        Args:
-            submission: Of the job.
-            options: Of the agent.
-            work: The job's directory on this node.
-            given: The job's own variables.
-            environment: Of the agent.
-            membership: The store, and the lease of the registration.
+    @property
+    def run(self) -> str:
+        """The run that this node is registered for; "": it is not registered."""
+        return "" if self.registration is None else self.registration.record.run
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line of the agent."""
+        return [*self.options, *_MODES[self.submission.mode], *self.submission.command]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of the agent, which then takes over the registration."""
+        if self.registration is None:
+            return dict(self.variables)
+        return {**self.variables, STAND_IN: self.registration.record.agent}
+
+    def register(self) -> StandIn:
+        """Register this node, and join the job's run or begin it; return the stand-in that is registered.
 
         Raises:
             JobEndedError: nothing is to be started.
             StandInError: this node cannot take part.
         """
-        program, *rest = submission.command
+        program, *rest = self.submission.command
         try:
             # the script is looked for by the agent, whose directory it may be relative to
-            parsed = parse([*options, "--no-python", sys.executable], environment)
+            parsed = parse([*self.options, "--no-python", sys.executable], self.variables)
             launch.check_checkpoint_path(parsed.checkpoint_path)
-            parsed = replace(parsed, script=program, script_args=tuple(rest), mode=submission.mode)
-            parsed = replace(parsed, directory=work)
+            parsed = replace(parsed, script=program, script_args=tuple(rest), mode=self.submission.mode)
+            store, keys = self.membership.store, Keys(parsed.cluster)
+            _delete_ghost(store, keys.node(parsed.node_name or "", self.job))
             found = launch.take_part(
-                parsed,
+                replace(parsed, directory=self.work),
                 parsed.local_addr or "127.0.0.1",
-                launch.StoreAccess(parsed.endpoint or "", membership.store, True, environment),
-                Keys(parsed.cluster),
-                lambda text: logger.info("job %s: %s", submission.job, text),
-                membership.lease,
+                launch.StoreAccess(parsed.endpoint or "", store, True, self.variables),
+                keys,
+                lambda text: logger.info("job %s: %s", self.job, text),
+                self.membership.lease,
             )
         except _REFUSALS as error:
             raise StandInError(str(error)) from None
-        return cls(
-            submission.job,
-            work,
-            given,
-            [*options, *_MODES[submission.mode], *submission.command],
-            {**environment, STAND_IN: found.registration.record.agent},
-            membership,
-            found.registration,
-        )
+        return replace(self, registration=found.registration)
 
     def is_named(self, plan: Plan) -> bool:
         """Return whether a plan has replicas on this node, by this registration."""
+        assert self.registration is not None
         record = self.registration.record
         named = {placement.agent for placement in plan.placements if placement.node == record.node}
         return plan.run == record.run and not named.isdisjoint(("", record.agent))
 
-    def withdraw(self) -> None:
-        """Delete the registration, unless an agent has taken it over."""
+    def withdraw(self) -> bool:
+        """Delete the registration, unless an agent has taken it over; return False if the store fails."""
         try:
-            self.registration.close()
+            if self.registration is not None:
+                self.registration.close()
         except StoreError as error:
-            # it vanishes with the lease
             logger.warning("job %s: %s", self.job, error)
+            return False
+        return True
+
+
+def _delete_ghost(store: Store, key: str) -> None:
+    """Delete a registration that this process has written and could not delete since."""
+    item = store.get(key)
+    record = read_record(NodeRecord, item)
+    if item is not None and record is not None and record.pid == os.getpid():
+        store.compare_and_swap(key, None, item.mod_revision)

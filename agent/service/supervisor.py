@@ -164,7 +164,7 @@ class Supervisor:
             jobs = JobRecords(store, keys, self._wake.set)
             stack.callback(jobs.close)
             reader = SubmissionReader(store, keys, self._config.cluster_id, jobs.get)
-            load, devices = Usage(node, self._devices), DeviceWatch(self._devices, self._agents.exclude)
+            load, devices = Usage(node, self._devices), DeviceWatch(self._devices, self._agents.renew)
 
             def look() -> NodeUsage:
                 devices.look()
@@ -186,13 +186,14 @@ class Supervisor:
                 now = time.monotonic()
                 host, ready = self._host, jobs.ready and registration.lease is not None
                 due = now - read_at > _READ_SECONDS or (host.due is not None and now >= host.due)
+                due = due or self._agents.due(read_at, now)
                 if ready and (woken or due or self._some_agent_ended()):
                     assert registration.lease is not None
                     read_at, self._membership = now, Membership(store, registration.lease)
                     said = {item.key: item.value for item in store.range(coordinator).items}
                     holders = (keys.coordinator_host, keys.coordinator_second, keys.coordinator_leader)
                     host.update(*map(said.get, holders))
-                    self._act(store, reader, self._membership)
+                    self._act(store, reader, self._membership, jobs)
 
     def _coordinator_host(self) -> CoordinatorHost:
         """Return what runs a coordinator if this is one of the two nodes that do."""
@@ -230,7 +231,7 @@ class Supervisor:
         self._agents.states()
         return set(self._agents.running) != before
 
-    def _act(self, store: Store, reader: SubmissionReader, membership: Membership) -> None:
+    def _act(self, store: Store, reader: SubmissionReader, membership: Membership, jobs: JobRecords) -> None:
         try:
             people = signatures.decode_people(self._directory.people.read_text())
         except (OSError, SignatureError) as error:
@@ -254,13 +255,14 @@ class Supervisor:
         peers = [service for node, service in sorted(found.services.items()) if node != self._config.node]
         self._peers = peers
         self._copied = {one.submission.job for one in found.requests if not one.submission.checkpoint_path}
+        self._agents.review(found.requests, jobs.run)
         by_job = {one.submission.job: one for one in found.requests}
         vanished = self._known.vanished(agents, found, people)
         drained = store.get(self._keys.drain(self._config.node)) is not None
         steps = decide(found.requests, found.slots, agents, time.monotonic(), vanished, drained)
         for job, step in steps.items():
             if step is Step.START:
-                self._agents.start(by_job[job].submission, peers, by_job[job].run.resumed, membership)
+                self._agents.start(by_job[job], peers, membership)
             else:
                 self._agents.end(job, step)
         for one in found.requests:

@@ -70,11 +70,7 @@ def _band(text: str) -> tuple[float, float]:
 @click.command()
 @click.option("--provider", metavar="NAME", help="Name of the provider, which may come from another package.")
 @click.option(
-    "-o",
-    "provider_options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option of --provider; repeatable.",
+    "-o", "provider_options", multiple=True, metavar="KEY=VALUE", help="An option of --provider; repeatable."
 )
 @click.option(
     "--asg", "groups", multiple=True, metavar="NAME", help="Auto-scaling group to change; repeatable."
@@ -86,10 +82,7 @@ def _band(text: str) -> tuple[float, float]:
     "--price", "prices", multiple=True, metavar="TYPE=PRICE", help="On-demand price per hour; repeatable."
 )
 @click.option(
-    "--prices",
-    "price_file",
-    type=click.Path(path_type=Path),
-    help="JSON or CSV file with the prices.",
+    "--prices", "price_file", type=click.Path(path_type=Path), help="JSON or CSV file with the prices."
 )
 @click.option("--slots", type=click.IntRange(min=1), help="Replicas per node. [default: its GPUs]")
 @click.option(
@@ -163,11 +156,7 @@ def _band(text: str) -> tuple[float, float]:
     help="Keep a node ready for this job, which has not started yet; repeatable.",
 )
 @click.option(
-    "--interval",
-    type=Finite(min=0.1),
-    default=5.0,
-    show_default=True,
-    help="Seconds between two decisions.",
+    "--interval", type=Finite(min=0.1), default=5.0, show_default=True, help="Seconds between two decisions."
 )
 @click.option(
     "--until-done",

@@ -112,7 +112,7 @@ def cancel(store: Store, keys: Keys, context: ClusterContext, client: ServiceCli
         raise RequestError(f"{job} has already ended: {request.run.state.value}")
     _check_allowed(client, found, request.submission, context.person)
     record = signed(context, Cancellation(job, context.person, time.time(), request.submission.created))
-    if request.run.state is not None and request.submission.owner == context.person:
+    if request.run.state is not None:
         # First the coordinator, which ends all replicas at once. It would take agents that leave one after
         # the other for nodes that are drained, and move the job to the others.
         change(store, keys, job, lambda asked: replace(asked, stop=True), lambda view: view.jobs[job])

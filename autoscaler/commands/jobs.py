@@ -70,10 +70,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
         ("why", row["reason"]),
         ("size", _size(row)),
         ("ran on", ", ".join(row["ran_on"]) or "-"),
-        (
-            "batch",
-            f"{_batch(row)}; gain {show(row['gain'])}, learning rate x{show(row['lr_factor'])}",
-        ),
+        ("batch", f"{_batch(row)}; gain {show(row['gain'])}, learning rate x{show(row['lr_factor'])}"),
         (
             "goodput",
             f"{show(row['goodput'])} samples/s (predicted {show(row['predicted_goodput'])}"

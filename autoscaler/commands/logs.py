@@ -28,6 +28,7 @@ from adaptdl_elastic.rendezvous.services.service_client import (
     ServiceRefusedError,
 )
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
+from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
 
 _WAIT_SECONDS = 5
 """Seconds for which a node keeps a request for output that is not there yet."""
@@ -100,7 +101,14 @@ def _watch(reader: SubmissionReader, job: str, followers: Followers | None = Non
     """
     waits = ""
     while True:
-        found = reader.read(None)
+        try:
+            found = reader.read(None)
+        except StoreAuthError:
+            raise
+        except StoreError as error:  # a store that is away says nothing about the job
+            echo(f"adaptdl: {error}; asking again", err=True)
+            (time.sleep if followers is None else followers.wait)(_LOOK_SECONDS)
+            continue
         if followers is not None:
             followers.start(found)
         request = found.find(job)

@@ -133,10 +133,7 @@ def _before_the_switch(view: View, job: JobView, plan: Plan, found: _Sorted) -> 
         and is_gone(agents.get(member.node), member)
     )
     return replace(
-        found,
-        undone=found.failed,
-        failed=tuple(failed_before(job, plan)),
-        absent=(*found.absent, *leaving),
+        found, undone=found.failed, failed=tuple(failed_before(job, plan)), absent=(*found.absent, *leaving)
     )
 
 

@@ -331,7 +331,5 @@ def _with_transfer(here: JobHints, widest: JobHints, ratio: float) -> JobHints:
 
 def _scaled(entry: ProfileEntry, factor: float) -> ProfileEntry:
     return replace(
-        entry,
-        optim_step_time=factor * entry.optim_step_time,
-        accum_step_time=factor * entry.accum_step_time,
+        entry, optim_step_time=factor * entry.optim_step_time, accum_step_time=factor * entry.accum_step_time
     )

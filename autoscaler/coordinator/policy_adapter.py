@@ -33,10 +33,7 @@ from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, No
 from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, Rescale
 from adaptdl_elastic.rendezvous.text import pluralize
 
-Policy = Callable[
-    [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Any],
-    Decision,
-]
+Policy = Callable[[Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Any], Decision]
 """`adaptdl_elastic.autoscaler.policy.allocate`, or a replacement for it."""
 
 _UNSETTLED = (Phase.CHANGING, Phase.BROKEN)

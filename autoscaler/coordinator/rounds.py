@@ -132,11 +132,7 @@ def _asked(policy: Policy, asked: PolicyRound, about: Sequence[JobInfo]) -> Deci
 
 
 def ask_policy(
-    policy: Policy,
-    question: PolicyQuestion,
-    about: Sequence[JobInfo],
-    now: float,
-    settings: PolicySettings,
+    policy: Policy, question: PolicyQuestion, about: Sequence[JobInfo], now: float, settings: PolicySettings
 ) -> Decision:
     """Ask the policy about some of the jobs of a question.
 

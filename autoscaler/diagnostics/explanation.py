@@ -275,11 +275,7 @@ def _exploration(settings: CoordinatorSettings) -> float:
 
 
 def _rivals(
-    view: View,
-    job: JobView,
-    ledger: Ledger,
-    known: Mapping[str, Curve],
-    reasons: Mapping[str, Any],
+    view: View, job: JobView, ledger: Ledger, known: Mapping[str, Curve], reasons: Mapping[str, Any]
 ) -> tuple[Rival, ...]:
     mine, found = set(view.agents(job.job)), []
     for name in sorted(known):

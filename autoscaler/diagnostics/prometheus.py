@@ -107,10 +107,7 @@ _LABELLED: dict[str, tuple[str, tuple[str, ...]]] = {
         "Busy time per step of a replica that the others wait for, over theirs.",
         ("job_name", "rank", "host", "part"),
     ),
-    "adaptdl_job_reported": (
-        "Number that the script last reported under this name.",
-        ("job_name", "name"),
-    ),
+    "adaptdl_job_reported": ("Number that the script last reported under this name.", ("job_name", "name")),
 }
 
 _CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {

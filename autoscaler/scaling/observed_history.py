@@ -277,9 +277,7 @@ def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
         ours = entry.leaving not in ("", _REMOVED) and entry.deadline is None
         if interrupted and not ours:
             pools[entry.pool] = replace(
-                pool,
-                interruptions=pool.interruptions + 1,
-                recent_interruptions=pool.recent_interruptions + 1,
+                pool, interruptions=pool.interruptions + 1, recent_interruptions=pool.recent_interruptions + 1
             )
         elif not interrupted and not entry.worked and not entry.leaving:
             pools[entry.pool] = _one_more_failure(pool, settings, "vanish before they do any work")

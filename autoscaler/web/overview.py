@@ -65,10 +65,7 @@ def overview(view: View, submitted: Submitted | None, problem: str = "") -> Docu
 
 
 def _job_summary(row: Document) -> Document:
-    return {
-        **{name: row[name] for name in _SHOWN},
-        **{name: significant(row[name]) for name in _ROUNDED},
-    }
+    return {**{name: row[name] for name in _SHOWN}, **{name: significant(row[name]) for name in _ROUNDED}}
 
 
 def _node_summary(view: View, row: Document) -> Document:

@@ -56,10 +56,7 @@ class Submitted:
 
 
 def sign_record(
-    cluster_id: str,
-    record: Submission | Cancellation | Resumption,
-    person: str,
-    sign: Callable[[str], str],
+    cluster_id: str, record: Submission | Cancellation | Resumption, person: str, sign: Callable[[str], str]
 ) -> str:
     """Return a record as the store holds it, with a person's signature.
 

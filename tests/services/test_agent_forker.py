@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from adaptdl_elastic.agent.runtime.fork_server import ForkServer
+from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.service.agent_forker import AgentForker, can_fork
 
 pytestmark = pytest.mark.processes
@@ -90,5 +92,13 @@ def test_an_agent_outlives_the_process_that_has_forked_it(forker: AgentForker, t
 
 def test_variables_that_are_read_early_need_an_agent_of_their_own() -> None:
     assert can_fork({"TOKEN": "x", "OMPI": "y"})
-    for name in ("LD_PRELOAD", "PYTHONPATH", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "TZ"):
+    for name in ("LD_PRELOAD", "PYTHONPATH", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "TZ", "TMPDIR"):
         assert not can_fork({name: "x"})
+
+
+def test_nothing_is_forked_for_a_service_that_has_ended_meanwhile(tmp_path: Path) -> None:
+    server = ForkServer.start(dict(os.environ), lasting=True)
+    path = tmp_path / "begun"
+    server.spawn(0, Command("exec", ("touch", str(path)), str(tmp_path), dict(os.environ), independent=True))
+    server.close(200)  # while the server imports torch
+    assert not path.exists()

@@ -246,7 +246,7 @@ def test_an_agent_is_started_as_a_person_would_start_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     config = ServiceConfig("lab", "abc", "n1", "10.0.0.5", "https://h:1", port_range="29500:29600")
     wanted = Submission("job", "eve", "script", (str(tmp_path / "train.py"), "--x"), "0" * 64, None, 2, 6, 2)
-    words = agent_options(config, wanted, 4, "/saved", resumed=False)
+    words = agent_options(config, wanted, 4, "/saved", follows="")
     options = parse([*words, *wanted.command], {})
     assert (options.job, options.cluster, options.node_name, options.slots) == ("job", "lab", "n1", 4)
     assert (options.replicas, options.once, options.port_range) == ((2, 6), True, (29500, 29600))

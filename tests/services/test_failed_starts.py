@@ -11,6 +11,7 @@ from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.decisions import MOST_FAILURES
 from adaptdl_elastic.agent.service.stand_in import Membership
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
+from adaptdl_elastic.rendezvous.services.admission import JobState, Request
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
@@ -21,11 +22,11 @@ def test_a_job_that_a_node_has_given_up_is_tried_again_when_it_is_resumed(tmp_pa
     client, changed = ServiceClient(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)), threading.Event()
     agents = Agents(config, ServiceDirectory(tmp_path), 1, Blobs(tmp_path / "blobs"), client, changed.set)
     submission = Submission("job", "alice", "script", ("t.py",), "0" * 64)
-    store = MemoryStore()
+    request, store = Request(submission, None, JobState()), MemoryStore()
     membership = Membership(store, store.lease(60.0))
     for failures in range(1, MOST_FAILURES + 1):
         changed.clear()
-        agents.start(submission, [], resumed=False, membership=membership)
+        agents.start(request, [], membership)
         changed.wait()
         assert agents.states()["job"].failures == failures
         given_up = "not tried again before adaptdl stop job and adaptdl resume job" in agents.problems["job"]

@@ -24,7 +24,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig
-from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, StoreUnavailableError
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 CONFIG = ServiceConfig("lab", "id", "n1", "127.0.0.1", "https://127.0.0.1:1")
@@ -43,10 +43,9 @@ def make(store: Store, folder: Path, submission: Submission = SUBMISSION) -> Sta
     work = folder / "work"
     work.mkdir(exist_ok=True)
     (work / "train.py").write_text("pass")
-    options = agent_options(CONFIG, submission, 2, str(folder / "saved"), resumed=False)
-    return StandIn.make(
-        submission, options, work, {}, {SECRET: "secret"}, Membership(store, store.lease(60.0))
-    )
+    options = agent_options(CONFIG, submission, 2, str(folder / "saved"), follows="")
+    membership = Membership(store, store.lease(60.0))
+    return StandIn(submission, work, {}, options, {SECRET: "secret"}, membership).register()
 
 
 def take_over(store: Store, folder: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> launch.Found:
@@ -83,8 +82,8 @@ def test_the_agent_takes_over_the_registration_and_the_run(
     assert store.get(KEYS.job("job", "spec")) == spec
     stand_in.membership.lease.revoke()
     assert record(store) is not None  # it vanishes with the agent, not with the service
-    stand_in.withdraw()
-    assert record(store) is not None
+    assert stand_in.withdraw()
+    assert record(store) == after
     found.registration.close()
     assert record(store) is None
 
@@ -100,6 +99,7 @@ def test_only_a_plan_of_this_run_that_names_this_registration_starts_an_agent(
     store: Store, tmp_path: Path
 ) -> None:
     stand_in = make(store, tmp_path)
+    assert stand_in.registration is not None
     me = stand_in.registration.record
     assert stand_in.is_named(plan(me.run, me.agent))
     assert not stand_in.is_named(plan(me.run, "an earlier one"))
@@ -124,3 +124,32 @@ def test_why_a_node_cannot_take_part(store: Store, tmp_path: Path) -> None:
     with pytest.raises(StandInError, match="checkpoints cannot be written"):
         make(store, tmp_path)
     assert record(store) is None
+
+
+class Deaf(MemoryStore):
+    """A store that does not answer while it is away."""
+
+    away = False
+
+    def get(self, key: str) -> KeyValue | None:
+        if self.away:
+            raise StoreUnavailableError("no answer")
+        return super().get(key)
+
+
+def test_a_registration_that_could_not_be_deleted_is_in_nobodys_way(tmp_path: Path) -> None:
+    with Deaf() as store:
+        stand_in = make(store, tmp_path)
+        store.away = True
+        assert not stand_in.withdraw()
+        store.away = False
+        before = record(store)
+        again = make(store, tmp_path)
+        after = record(store)
+        assert before is not None
+        assert after is not None
+        assert after.agent not in ("", before.agent)
+        assert not stand_in.is_named(plan(after.run, after.agent))
+        assert again.withdraw()
+        assert stand_in.withdraw()
+        assert record(store) is None

@@ -331,10 +331,7 @@ class Ec2Provider(Provider):
         found = next(
             (i for i in self._describe_one(group).get("Instances", []) if i["InstanceId"] == instance), None
         )
-        if found is None or read.instance_state(found["LifecycleState"]) in (
-            None,
-            InstanceState.LEAVING,
-        ):
+        if found is None or read.instance_state(found["LifecycleState"]) in (None, InstanceState.LEAVING):
             return
         if self._clock() < self._released.get(instance, 0.0):
             return  # not visible yet; a second call would lower the desired capacity again
@@ -375,10 +372,7 @@ class Ec2Provider(Provider):
             "CompleteLifecycleAction": self._autoscaling.complete_lifecycle_action,
         }[action]
         for hook in self._termination_hooks(group):  # hook names; the seconds do not matter here
-            with (
-                contextlib.suppress(NotWaitingError),
-                explained(f"autoscaling:{action}", f"{group}/{hook}"),
-            ):
+            with contextlib.suppress(NotWaitingError), explained(f"autoscaling:{action}", f"{group}/{hook}"):
                 call(AutoScalingGroupName=group, LifecycleHookName=hook, InstanceId=instance, **more)
 
     def _describe_one(self, pool: str) -> read.Answer:

@@ -1,0 +1,225 @@
+"""When a node is registered for a job, when its agent starts, and when neither is to be."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adaptdl_elastic.agent.service.agent_forker import AgentForker
+from adaptdl_elastic.agent.service.agents import Agents
+from adaptdl_elastic.agent.service.blobs import Blobs
+from adaptdl_elastic.agent.service.decisions import AgentState
+from adaptdl_elastic.agent.service.stand_in import Membership
+from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    Cause,
+    JobSpec,
+    JobStatus,
+    NodeRecord,
+    Placement,
+    Plan,
+    Transition,
+    encode,
+)
+from adaptdl_elastic.rendezvous.schema.records import JobState as State
+from adaptdl_elastic.rendezvous.schema.submissions import Submission
+from adaptdl_elastic.rendezvous.services.admission import JobState, Request
+from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
+from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
+from adaptdl_elastic.rendezvous.store.base import Store, read_record
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+
+KEYS = Keys("lab")
+REQUEST = Request(
+    Submission("job", "alice", "script", ("train.py",), "0" * 64, created=1.0), None, JobState()
+)
+
+
+class Node:
+    """The agents of a node whose files are there already, and its store."""
+
+    def __init__(self, folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = ServiceConfig("lab", "id", "n1", "127.0.0.1", "https://127.0.0.1:1")
+        client = ServiceClient(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        directory = ServiceDirectory(folder)
+        self.store, self.changed, self.fetched = store, threading.Event(), threading.Event()
+        self.given: dict[str, str] = {}
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.environments: list[dict[str, str]] = []
+        work = directory.work(REQUEST.submission.folder)
+        work.mkdir(parents=True)
+        (work / "train.py").touch()
+
+        def prepare(*_: object) -> tuple[dict[str, str], dict[str, str]]:
+            self.fetched.wait(60)
+            return self.given, {SECRET: "secret", **self.given}
+
+        def start(*given: object) -> subprocess.Popen[bytes]:
+            self.environments.append(dict(given[-1]))  # type: ignore[call-overload]
+            self.children.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+            return self.children[-1]
+
+        monkeypatch.setattr(Agents, "fetch", prepare)
+        monkeypatch.setattr(AgentForker, "start", start)
+        self.agents = Agents(config, directory, 2, Blobs(folder / "blobs"), client, self.changed.set)
+        self.membership = Membership(store, store.lease(60.0))
+        self.fetched.set()
+
+    @property
+    def record(self) -> NodeRecord | None:
+        return read_record(NodeRecord, self.store.get(KEYS.node("n1", "job")))
+
+    @property
+    def state(self) -> AgentState:
+        return self.agents.states()["job"]
+
+    def until(self, what: Callable[[], object]) -> None:
+        for _ in range(6000):
+            if what():
+                return
+            self.changed.clear()
+            self.changed.wait(0.01)
+        raise AssertionError("it never became so")
+
+    def review(self, request: Request = REQUEST, run: str | None = None) -> None:
+        self.agents.review([request], lambda _: run)
+
+    def stands(self) -> NodeRecord:
+        """Register the node for the job, and return the registration."""
+        self.review()
+        self.agents.start(REQUEST, [], self.membership)
+        self.until(lambda: self.state.standing)
+        found = self.record
+        assert found is not None
+        return found
+
+    def plan(self, record: NodeRecord) -> None:
+        """Let a plan have a replica here."""
+        placed = (Placement("n1", 1, record.agent),)
+        plan = Plan("job", record.run, 0, placed, Cause.START, Transition.RESTART, "why")
+        self.agents.follow(lambda _: plan)
+
+    def gone(self) -> None:
+        """Wait until the node is not registered for the job, and no agent runs."""
+        self.until(lambda: self.record is None)
+        assert not self.state.alive
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    with MemoryStore() as store:
+        made = Node(tmp_path, store, monkeypatch)
+        yield made
+        for child in made.children:
+            with suppress(ProcessLookupError):
+                child.kill()
+            child.wait()
+
+
+@pytest.mark.processes
+def test_a_plan_starts_the_agent_under_the_id_of_the_registration(node: Node) -> None:
+    record = node.stands()
+    assert node.children == []
+    node.plan(replace(record, agent="another"))
+    assert node.children == []
+    node.plan(record)
+    node.until(lambda: node.children)
+    assert node.environments[0][STAND_IN] == record.agent
+    node.until(lambda: node.agents.running == ["job"])
+    assert not node.state.standing
+    # it ends before it has taken the registration over
+    node.children[0].kill()
+    node.children[0].wait()
+    node.until(lambda: not node.state.alive)
+    node.gone()
+
+
+def test_a_registration_for_files_that_were_replaced_is_withdrawn(node: Node) -> None:
+    record = node.stands()
+    mended = replace(REQUEST, submission=replace(REQUEST.submission, bundle="1" * 64, created=2.0))
+    node.review(mended)
+    node.gone()
+    node.plan(record)
+    assert node.children == []
+
+
+def test_a_registration_for_a_run_that_is_followed_by_another_is_withdrawn(node: Node) -> None:
+    record = node.stands()
+    node.review(run=record.run)
+    assert node.state.standing
+    resumed = JobState(run=record.run, resumed=True)
+    node.review(replace(REQUEST, run=resumed))
+    node.gone()
+
+
+def test_a_registration_for_a_run_that_others_have_followed_is_withdrawn(node: Node) -> None:
+    record = node.stands()
+    node.review(run="00000000-000000-earlier")
+    assert node.state.standing
+    node.review(run=f"{record.run}-later")
+    node.gone()
+
+
+def test_a_node_registers_anew_when_its_devices_change(node: Node) -> None:
+    record = node.stands()
+    node.agents.renew()
+    node.gone()
+    assert node.stands().agent != record.agent
+
+
+@pytest.mark.parametrize("over", [{"cancelled_by": "alice"}, {"run": JobState(state=State.DONE)}])
+def test_a_job_that_ends_while_its_files_are_fetched_is_not_registered(
+    node: Node, over: dict[str, object]
+) -> None:
+    node.fetched.clear()
+    node.review()
+    node.agents.start(REQUEST, [], node.membership)
+    node.review(replace(REQUEST, **over))  # type: ignore[arg-type]
+    node.fetched.set()
+    node.until(lambda: not node.state.alive)
+    node.gone()
+
+
+@pytest.mark.processes
+def test_a_job_whose_variables_are_read_early_gets_an_agent_that_registers_itself(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+
+    def popen(*given: object, **options: object) -> None:
+        started.append(dict(options["env"]))  # type: ignore[call-overload]
+        raise OSError("enough seen")
+
+    node.given = {"OMP_NUM_THREADS": "2"}
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    node.review()
+    node.agents.start(REQUEST, [], node.membership)
+    node.until(lambda: "job" in node.agents.problems)
+    assert (node.record, node.children) == (None, [])
+    assert STAND_IN not in started[0]
+    assert started[0]["OMP_NUM_THREADS"] == "2"
+
+
+def test_only_the_run_that_a_person_has_named_is_followed(node: Node) -> None:
+    record = node.stands()
+    spec = JobSpec("job", record.run)
+    node.agents.withdraw(lambda _: True)
+    node.store.delete(KEYS.node("n1", "job"))
+    node.store.put(KEYS.job("job", "spec"), encode(spec))
+    # the store says that this run has ended, and the request is for an earlier one
+    node.store.put(KEYS.job("job", "status"), encode(JobStatus("job", record.run, State.FAILED)))
+    late = replace(REQUEST, run=JobState(run="an earlier run", resumed=True))
+    node.review(late)
+    node.agents.start(late, [], node.membership)
+    node.until(lambda: "job" in node.agents.problems)
+    assert "has failed" in node.agents.problems["job"]
+    assert node.record is None
+    assert node.store.get(KEYS.job("job", "spec")).value == encode(spec)  # type: ignore[union-attr]
