@@ -2,9 +2,9 @@
 
 python benchmarks/cluster_cost.py [--jobs 20] [--seconds 60]
 
-Three nodes are reached over a real ssh on this machine; each has 20 slots. Printed are, per node and job that
-it does not run, the memory (unique set size) and the CPU time of the node service, and the seconds from the
-command `adaptdl submit` to the first step.
+Three nodes are reached over a real ssh on this machine. Printed are, per node and job that it does not run,
+the memory (unique set size) and the CPU time of the node service, and the seconds from the command
+`adaptdl submit` to the first step. With `--jobs 0` each node has one slot, and jobs have two replicas.
 """
 
 from __future__ import annotations
@@ -89,19 +89,35 @@ def measure(jobs: int, seconds: float) -> None:
         work.mkdir()
         (work / "train.py").write_text(SCRIPT)
         environment = {**os.environ, "XDG_CONFIG_HOME": str(Path(name) / "config")}
-        options = ["--cluster", "lab", "-F", str(nodes.config), "--python", sys.executable, "--slots", "20"]
+        options = [
+            "--cluster",
+            "lab",
+            "-F",
+            str(nodes.config),
+            "--python",
+            sys.executable,
+            "--slots",
+            str(jobs or 1),
+        ]
         options += ["--etcd", str(find_etcd()), "--etcd-port", str(free_port()), "--person", "eve"]
         adaptdl(environment, work, "cluster", "up", *NODES, *options)
         try:
             time.sleep(20)
             for number in range(3):
                 began = time.time()
-                adaptdl(environment, work, "submit", "--name", f"first{number}", "train.py", "0.5")
+                replicas = "1" if jobs else "2"
+                name = f"first{number}"
+                adaptdl(
+                    environment, work, "submit", "--replicas", replicas, "--name", name, "train.py", "0.5"
+                )
                 told = time.time() - began
-                took = first_step(nodes, f"first{number}", began)
-                print(f"submit typed -> first step: {took:.2f} s, of which the command takes {told:.2f} s")
+                took = [first_step(nodes, name, began, rank) for rank in range(int(replicas))]
+                shown = ", ".join(f"{seconds:.2f} s" for seconds in took)
+                print(f"submit typed -> first step of each rank: {shown}; the command takes {told:.2f} s")
                 adaptdl(environment, work, "cancel", f"first{number}")
                 time.sleep(5)
+            if not jobs:
+                return
             before = {node: (one.memory_full_info().uss, cpu(one)) for node, one in services(nodes).items()}
             time.sleep(seconds)
             idle = {node: cpu(one) - before[node][1] for node, one in services(nodes).items()}
