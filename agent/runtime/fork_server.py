@@ -154,6 +154,8 @@ class ForkServer:
 
     def close(self, timeout: float = 4 * (_GRACE + _LAST_WAIT)) -> None:
         """Kill what still runs and wait for the server's end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # also wakes a thread that is in `receive`
         self._socket.close()
         if not self._used:
             self.process.kill()  # it may be in the middle of its imports

@@ -90,6 +90,11 @@ class AgentForker:
         with self._lock:
             self._running()
 
+    def close(self) -> None:
+        """End the process; its agents go on."""
+        if (server := self._server) is not None:
+            server.close()
+
     def start(
         self, arguments: Sequence[str], cwd: Path, log: Path, environment: Mapping[str, str]
     ) -> ForkedAgent:

@@ -71,7 +71,7 @@ class Agents:
         self._stand_ins: dict[str, StandIn] = {}
         self._ghosts: list[StandIn] = []  # to be withdrawn again: the store did not answer
         kept = {name: value for name, value in os.environ.items() if not name.startswith("ADAPTDL_")}
-        self._forker = AgentForker(kept, changed)
+        self.forker = AgentForker(kept, changed)
         self._states: dict[str, AgentState] = {}
         self.problems: dict[str, str] = {}
         """Why this node cannot run a job, by job."""
@@ -87,10 +87,6 @@ class Agents:
             if found is not None:
                 self._processes[note.stem] = found
                 self._states[note.stem] = AgentState(alive=True, since=time.monotonic())
-
-    def prepare(self) -> None:
-        """Import torch, so that agents start at once."""
-        self._forker.prepare()
 
     def states(self) -> dict[str, AgentState]:
         """Look at every agent, and return what is known of each."""
@@ -207,13 +203,10 @@ class Agents:
             if self._states[job].standing:
                 self._drop(job)
             elif process is not None and step is Step.TERMINATE:
-                self._mark_terminated(job, time.monotonic())
+                self._states[job] = replace(self._states[job], terminated=time.monotonic())
                 process.signal(signal.SIGTERM)
             elif process is not None and step is Step.KILL:
                 process.kill_group()
-
-    def _mark_terminated(self, job: str, now: float) -> None:
-        self._states[job] = replace(self._states[job], terminated=now)
 
     def _stand_in(self, request: Request, peers: Sequence[ServiceRecord], membership: Membership) -> None:
         submission = request.submission
@@ -249,7 +242,7 @@ class Agents:
         log, note = self._directory.log(job), self._notes() / f"{job}.json"
         try:
             if can_fork(stand_in.given):
-                child = self._forker.start(stand_in.arguments, stand_in.work, log, stand_in.environment)
+                child = self.forker.start(stand_in.arguments, stand_in.work, log, stand_in.environment)
                 process = KeptProcess.noted(child, note)
             else:
                 command = [sys.executable, "-m", "adaptdl_elastic.agent", *stand_in.arguments]

@@ -129,7 +129,7 @@ class Supervisor:
     def run(self) -> None:
         """Serve until `stop`."""
         self._port.start()
-        self._agents.prepare()
+        self._agents.forker.prepare()
         try:
             while not self._stopping.is_set():
                 try:
@@ -143,6 +143,7 @@ class Supervisor:
                     self._stopping.wait(_RETRY_SECONDS)
         finally:
             self._host.close()
+            self._agents.forker.close()
             self._port.close()
 
     def _serve(self, store: Store) -> None:
@@ -150,13 +151,8 @@ class Supervisor:
         keys, node = self._keys, self._config.node
         coordinator = f"{keys.root}coordinator/"
         with contextlib.ExitStack() as stack:
-            for prefix in (
-                keys.submissions,
-                keys.cancellations,
-                keys.resumptions,
-                coordinator,
-                keys.drain(node),
-            ):
+            asked = keys.submissions, keys.cancellations, keys.resumptions
+            for prefix in (*asked, coordinator, keys.drain(node)):
                 _follow(store, prefix, self._wake, stack)
             registration = _Registration(store, keys.service(node))
             stack.callback(registration.close)

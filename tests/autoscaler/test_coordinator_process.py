@@ -471,7 +471,8 @@ def test_a_failure_is_counted_once_and_by_every_leader(cluster: Cluster) -> None
     first = cluster.process("--metrics-port", str(ports[0]))
     cluster.until(cluster.leader, "a leader")
     second = cluster.process("--metrics-port", str(ports[1]))
-    agent = cluster.job("a", max_restarts=0)
+    # of one size: replicas that fail while they are about to leave are no failure
+    agent = cluster.job("a", max_restarts=0, max_replicas=1)
     asked = Submission("queued", "eve", "script", ("t.py",), "0" * 64)
     signed = Signed(records.encode(asked), "eve", "-")
     cluster.store.put(cluster.keys.submission("queued"), records.encode(signed))
@@ -480,6 +481,7 @@ def test_a_failure_is_counted_once_and_by_every_leader(cluster: Cluster) -> None
     assert (found["adaptdl_failed_jobs_total"], found['adaptdl_jobs{state="queued"}']) == (0, 1)
     assert found["adaptdl_unfinished_jobs"] == 2
     cluster.until(lambda: served(ports[1]).get("adaptdl_unfinished_jobs") == 1, "the one that stands by")
+    cluster.until(lambda: agent.running is not None, "the replicas")
     agent.fail()
     cluster.until(lambda: served(ports[0]).get("adaptdl_failed_jobs_total") == 1, "the failure")
     cluster.until(lambda: served(ports[1]).get("adaptdl_unfinished_jobs") == 0, "the one that stands by")
