@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -120,28 +121,31 @@ class AgentForker:
         return agent
 
     def _running(self) -> ForkServer:
-        if self._server is None:
-            self._server = ForkServer.start(self._environment, _MODULES, lasting=True)
-            threading.Thread(target=self._follow, args=(self._server,), name="forker", daemon=True).start()
+        process = None if self._server is None else self._server.process
+        # it may have died a moment ago, before its thread has seen that
+        if self._server is None or (isinstance(process, subprocess.Popen) and process.poll() is not None):
+            self._server, self._agents = ForkServer.start(self._environment, _MODULES, lasting=True), {}
+            given = (self._server, self._agents)
+            threading.Thread(target=self._follow, args=given, name="forker", daemon=True).start()
         return self._server
 
-    def _follow(self, server: ForkServer) -> None:
+    def _follow(self, server: ForkServer, agents: dict[int, ForkedAgent]) -> None:
         while (news := server.receive()) is not None:
             for one in news:
-                agent = self._agents.get(one.id)
+                agent = agents.get(one.id)
                 if agent is None and isinstance(one, Spawned):
-                    os.kill(one.pid, signal.SIGKILL)  # it was given up
+                    with suppress(ProcessLookupError):
+                        os.kill(one.pid, signal.SIGKILL)  # it was given up
                 elif agent is not None and isinstance(one, Spawned):
                     agent.pid = one.pid
                     agent.begun.set()
                 elif agent is not None and isinstance(one, Exited):
-                    del self._agents[one.id]
+                    del agents[one.id]
                     agent.end(one.exit_code)
                     self._changed()
         with self._lock:
-            self._server, orphans = None, self._agents
-            self._agents = {}
+            self._server = None if self._server is server else self._server
         server.close()
-        for agent in orphans.values():
+        for agent in agents.values():
             agent.orphaned = True
             agent.begun.set()

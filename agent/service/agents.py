@@ -70,8 +70,7 @@ class Agents:
         # of jobs without an agent, and of those whose agents have taken them over
         self._stand_ins: dict[str, StandIn] = {}
         self._ghosts: list[StandIn] = []  # to be withdrawn again: the store did not answer
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("ADAPTDL_")}
-        self.forker = AgentForker(kept, changed)
+        self.forker = AgentForker(_of_others(os.environ), changed)
         self._states: dict[str, AgentState] = {}
         self.problems: dict[str, str] = {}
         """Why this node cannot run a job, by job."""
@@ -359,12 +358,16 @@ def agent_environment(
         secret: What the secrets of the job's runs are derived from. Without it agents would agree on one in
             the store, where everybody with the store's password could read it and pose as a replica.
     """
-    kept = {name: value for name, value in own.items() if not name.startswith("ADAPTDL_")}
     return {
         "PYTHONUNBUFFERED": "1",
-        **kept,
+        **_of_others(own),
         SECRET: secret,
         **given,
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": LINE_PREFIX,
         **directory.store_environment(),
     }
+
+
+def _of_others(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of this project."""
+    return {name: value for name, value in environ.items() if not name.startswith("ADAPTDL_")}

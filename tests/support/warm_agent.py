@@ -9,20 +9,15 @@ while torch is imported, another order of sets on each node. `TEST_FRESH=1` star
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import multiprocessing.process
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from adaptdl_elastic.agent.runtime import fork_server, forked_child
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
@@ -126,7 +121,7 @@ def _agent(arguments: list[str], directory: str, environment: dict[str, str], ou
     streams = [os.open(path, flags) for path in (out, err)]
     command = Command("module", ("adaptdl_elastic.agent", *arguments), directory)
     forked_child.become(command, os.getppid(), streams[0], streams[1], None)
-    ForkServer.start = _PreparedForkServer().start  # type: ignore[method-assign, assignment]
+    ForkServer.prepare()
     forked_child.run(command)
 
 
@@ -137,70 +132,3 @@ def _take_mark(mark: str) -> None:
     place = libc.getenv(MARK.encode())
     assert ctypes.string_at(place).decode() == UNMARKED, "the server of the test run has no mark to replace"
     ctypes.memmove(place, mark.encode(), len(UNMARKED))
-
-
-class _PreparedForkServer:
-    """A fork server that waits, so that nothing of the agent's later state is in its replicas.
-
-    The first `start` gives it the environment; further ones start servers as usual.
-    """
-
-    def __init__(self) -> None:
-        self._usual, self._used = ForkServer.start, False
-        self._ours, theirs = socket.socketpair()
-        self._child = _Child(self._ours, theirs)
-        theirs.close()
-
-    def start(self, environ: dict[str, str] | None = None) -> ForkServer:
-        if self._used:
-            return self._usual(environ)
-        self._used = True
-        self._ours.sendall(json.dumps(dict(os.environ) if environ is None else environ).encode() + b"\n")
-        return ForkServer(self._child, self._ours)  # type: ignore[arg-type]
-
-
-class _Child:
-    """The process of a prepared fork server; as `subprocess.Popen`."""
-
-    def __init__(self, agents: socket.socket, its_own: socket.socket) -> None:
-        self.pid = os.fork()
-        if self.pid == 0:
-            agents.close()
-            _serve(its_own)
-        self._ended = threading.Event()
-        self._waits = False
-
-    def _wait(self) -> None:
-        os.waitpid(self.pid, 0)
-        self._ended.set()
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> None:
-        if not self._waits:
-            self._waits = True
-            threading.Thread(target=self._wait, daemon=True).start()
-        if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
-
-
-def _serve(sock: socket.socket) -> NoReturn:
-    """Be the agent's fork server, and then perhaps a replica; never return."""
-    try:
-        os.setsid()
-        received = b""
-        while not received.endswith(b"\n"):
-            # byte by byte: requests follow
-            one = sock.recv(1)
-            if not one:
-                os._exit(0)
-            received += one
-        os.environ.clear()
-        os.environ.update(json.loads(received))
-        fork_server.main(sock.detach(), ())
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
