@@ -63,8 +63,8 @@ def run(directory: ServiceDirectory) -> int:
         "port": supervisor.record.port,
         "slots": supervisor.record.slots,
     }
-    _write(directory.state / "service.json", ready)
-    supervisor.run()
+    # a service that the store does not list yet is not ready
+    supervisor.run(lambda: _write(directory.state / "service.json", ready))
     return 0
 
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -126,8 +127,8 @@ class Supervisor:
         if self._etcd is not None:
             self._etcd.ensure()
 
-    def run(self) -> None:
-        """Serve until `stop`."""
+    def run(self, registered: Callable[[], None]) -> None:
+        """Serve until `stop`; call `registered` whenever the node has come into the store."""
         self._port.start()
         self._agents.forker.prepare()
         try:
@@ -137,7 +138,7 @@ class Supervisor:
                     with contextlib.closing(
                         connect(self._config.endpoint, api="v3", options=self._directory.store_options())
                     ) as store:
-                        self._serve(store)
+                        self._serve(store, registered)
                 except (StoreError, EtcdError) as error:
                     logger.warning("%s", error)
                     self._stopping.wait(_RETRY_SECONDS)
@@ -146,7 +147,7 @@ class Supervisor:
             self._agents.forker.close()
             self._port.close()
 
-    def _serve(self, store: Store) -> None:
+    def _serve(self, store: Store, registered: Callable[[], None]) -> None:
         """Serve with one connection to the store; StoreError if it fails."""
         keys, node = self._keys, self._config.node
         coordinator = f"{keys.root}coordinator/"
@@ -154,7 +155,7 @@ class Supervisor:
             asked = keys.submissions, keys.cancellations, keys.resumptions
             for prefix in (*asked, coordinator, keys.drain(node)):
                 _follow(store, prefix, self._wake, stack)
-            registration = _Registration(store, keys.service(node))
+            registration = _Registration(store, keys.service(node), registered)
             stack.callback(registration.close)
             stack.callback(self._agents.withdraw, lambda _: True)
             jobs = JobRecords(store, keys, self._wake.set)
@@ -290,8 +291,8 @@ class Supervisor:
 class _Registration:
     """The service's key, under a lease that is taken again when it was lost."""
 
-    def __init__(self, store: Store, key: str) -> None:
-        self._store, self._key = store, key
+    def __init__(self, store: Store, key: str, written: Callable[[], None]) -> None:
+        self._store, self._key, self._tell = store, key, written
         self.lease: Lease | None = None
         self._written: ServiceRecord | None = None
 
@@ -308,6 +309,8 @@ class _Registration:
         except LeaseLostError:
             self.lease = self._written = None
             return
+        if self._written is None:
+            self._tell()
         self._written = record
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -125,6 +126,12 @@ class Lab:
     def logs(self) -> str:
         files = sorted(self.nodes.folder.glob("*/home/.local/share/adaptdl/lab/**/*.log"))
         return "".join(f"--- {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+
+
+def _forks_agents(process: psutil.Process, node: str, lab: Lab) -> bool:
+    """Return whether a process is the one that forks the agents of a node."""
+    home = process.environ().get("HOME")
+    return home == str(lab.nodes.home(node)) and any("fork_server" in one for one in process.cmdline())
 
 
 @pytest.fixture
@@ -291,14 +298,28 @@ def test_a_job_costs_processes_only_where_it_has_replicas(lab: Lab) -> None:
 def test_a_node_that_cannot_be_reached_hinders_no_change_of_the_others(lab: Lab) -> None:
     lab.up("node1", "node2")
     lab.nodes.stop("node2")
-    added = lab.run("cluster", "add", "node3")
+    (etcd,) = lab.of(lambda process: process.name() == "etcd")
+    etcd.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        adding = pool.submit(lab.run, "cluster", "add", "node3")
+        try:
+            # the service runs; it is not said to have started before the store lists it
+            lab.wait_for(
+                lambda: adding.done() or lab.of(lambda process: _forks_agents(process, "node3", lab))
+            )
+            assert not adding.done()
+            assert not (lab.directory("node3").state / "service.json").exists()
+        finally:
+            etcd.resume()
+        added = adding.result(PATIENCE)
     assert "node2: ssh cannot log in" in added
     assert "until then it is left as it is" in added
     assert "node1: unchanged" in added
     assert "node3: started" in added
     assert (lab.directory("node3").state / "jobs.json").read_text() == "{}"  # what the others remember
-    found = json.loads(lab.run("cluster", "status", "--json"))
-    assert [row["state"] for row in found["nodes"]] == ["up", "up", "up"]  # its service goes on
+    assert lab.states()[2][:2] == ("node3", "up")
+    # the service of node2 goes on; leases may have ended while etcd was stopped
+    lab.wait_for(lambda: [state for _, state, _ in lab.states()] == ["up", "up", "up"])
     refused = lab.run("cluster", "remove", "node2", code=1)
     assert refused.count("\n") == 1
     assert "adaptdl cluster remove --lost node2" in refused

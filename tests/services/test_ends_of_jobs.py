@@ -26,6 +26,8 @@ from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
+# git lists the files of a working directory
+pytestmark = pytest.mark.processes
 KEYS = Keys("lab")
 
 
