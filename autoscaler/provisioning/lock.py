@@ -1,9 +1,10 @@
 """Pack this program and the exact files that it is installed from, for machines that a cloud starts.
 
 Machines in a cloud install as root. If an index resolved a package's name at that time, any person who
-publishes under the name could run code there. So the user's machine builds the wheel, resolves what it needs
-once, and writes lock files: each line has a version and the SHA-256 of the file. `pip install
---require-hashes` takes nothing else.
+publishes under the name could run code there. So the user's machine builds the wheel, lets uv resolve once
+what the machines need, and writes lock files: each line has a version and the SHA-256 of its files. `pip
+install --require-hashes` takes nothing else. uv resolves for the machines' platform, whatever machine it runs
+on.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.metadata as metadata
-import json
+import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from adaptdl_elastic.autoscaler.provisioning import wheel
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
@@ -29,10 +30,10 @@ HEAD, NODE = "head.txt", "node.txt"
 """Lock files of a package: without torch for the head, with it for nodes."""
 
 PYTHON = "3.12"  # of Ubuntu 24.04, the machines' image
-_GLIBC = (39, 38, 35, 34, 31, 28, 27, 26, 24, 17)  # minor versions whose wheels run there
-_ONLY_SOURCE = ("python-etcd",)  # an index has no wheels of these; they are pure Python
+_PLATFORM = "x86_64-manylinux_2_39"  # of the same
+_ONLY_SOURCE = "python-etcd"  # an index has no wheel of it; it is pure Python
 _ON_NODES_ONLY = "torch"
-_PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+_INDEXES = {"index-url": "UV_INDEX_URL", "extra-index-url": "UV_EXTRA_INDEX_URL"}  # pip's names and uv's
 
 
 def pack(target: Path, python: str = PYTHON) -> None:
@@ -43,19 +44,19 @@ def pack(target: Path, python: str = PYTHON) -> None:
         python: The machines' version of Python, such as 3.12; Linux on x86-64.
 
     Raises:
-        ProvisionError: pip finds no files for such machines; the message has its reason.
+        ProvisionError: uv is missing, or finds no files for such machines; the message has its reason.
     """
+    needs = [line for line in metadata.requires("adaptdl-elastic") or () if "extra ==" not in line]
+    without = [line for line in needs if not re.match(rf"{_ON_NODES_ONLY}\b", line)]
+    compiler = [*_uv(), "--python-version", python]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        own = wheel.own_wheel(folder)
-        constraints = folder / "constraints.txt"
-        constraints.write_text(wheel.constraints())
-        _pip("wheel", "--no-deps", "-w", folder, "-c", constraints, *_ONLY_SOURCE)
+        wheel.own_wheel(folder)
+        (folder / "constraints.txt").write_text(wheel.constraints())
+        wheel.build(folder, f"{_ONLY_SOURCE}=={metadata.version(_ONLY_SOURCE)}")
         shipped = sorted(folder.glob("*.whl"))
-        for lock, wanted in ((HEAD, _needs()), (NODE, [*_needs(), _ON_NODES_ONLY])):
-            report = folder / "report.json"
-            _pip(*_resolution(python, folder, constraints, report), *wanted)
-            (folder / lock).write_text(locked(json.loads(report.read_text()), own, shipped))
+        for lock, wanted in ((HEAD, without), (NODE, needs)):
+            (folder / lock).write_text(locked(shipped, _resolve(compiler, wanted, folder)))
         packed = folder / "package"
         with (
             packed.open("wb") as file,
@@ -68,59 +69,59 @@ def pack(target: Path, python: str = PYTHON) -> None:
         shutil.move(packed, target)
 
 
-def _needs() -> list[str]:
-    """Return what this program requires, without torch."""
-    found = [line for line in metadata.requires("adaptdl-elastic") or () if "extra ==" not in line]
-    return [line for line in found if not re.match(rf"{_ON_NODES_ONLY}\b", line)]
-
-
-def _resolution(python: str, folder: Path, constraints: Path, report: Path) -> list[Any]:
-    """Return pip's arguments to resolve for the machines without an installation."""
-    platforms = [f"manylinux_2_{minor}_x86_64" for minor in _GLIBC]
-    options: list[Any] = ["install", "--dry-run", "--ignore-installed", "--target", folder / "none"]
-    options += ["--report", report, "--only-binary=:all:", "--python-version", python]
-    for platform in (*platforms, "manylinux2014_x86_64", "linux_x86_64"):
-        options += ["--platform", platform]
-    return [*options, "--find-links", folder, "-c", constraints]
-
-
-def _pip(*arguments: object) -> None:
-    command = [sys.executable, *_PIP, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        said = (errors or done.stderr.strip().splitlines() or ["pip says nothing"])[0]
-        raise ProvisionError(f"no lock file can be made: {said.removeprefix('ERROR: ')}")
-
-
-def locked(report: dict[str, Any], own: Path, shipped: Sequence[Path]) -> str:
-    """Return a lock file.
+def locked(beside: Iterable[Path], others: str = "") -> str:
+    """Return a lock file, which forbids pip to build anything.
 
     Args:
-        report: What `pip install --report` wrote.
-        own: This program's wheel.
-        shipped: Wheels beside the lock file; the others come from an index.
-
-    Raises:
-        ProvisionError: pip gave no SHA-256 of a file.
+        beside: Wheels beside the lock file.
+        others: Lines of files that come from an index.
     """
-    lines = [_line(own)]
-    for item in report["install"]:
-        url = str(item["download_info"]["url"])
-        beside = [path for path in shipped if url.startswith("file:") and url.endswith(f"/{path.name}")]
-        if beside:
-            lines.append(_line(beside[0]))
-            continue
-        name, version = item["metadata"]["name"], item["metadata"]["version"]
-        digest = item["download_info"].get("archive_info", {}).get("hashes", {}).get("sha256")
-        if digest is None:
-            raise ProvisionError(f"no lock file can be made: the index has no SHA-256 of {name} {version}")
-        lines.append(f"{name}=={version} --hash=sha256:{digest}")
-    return "\n".join(sorted(lines)) + "\n"
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in beside}
+    lines = [f"./{name} --hash=sha256:{digest}\n" for name, digest in sorted(digests.items())]
+    return "".join(["--only-binary=:all:\n", *lines, others])
 
 
-def _line(path: Path) -> str:
-    return f"./{path.name} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+def _uv() -> list[str]:
+    """Return the command of uv that writes a lock file, but for its requirements."""
+    installed = importlib.util.find_spec("uv") is not None
+    program = [sys.executable, "-m", "uv"] if installed else [shutil.which("uv") or ""]
+    if not program[0]:
+        raise ProvisionError("no lock file can be made without uv: pip install uv")
+    options = "--quiet --no-header --no-annotate --generate-hashes --only-binary=:all: --find-links=."
+    # the wheel of python-etcd is beside the lock file, and has a line of its own
+    options += f" --no-emit-package={_ONLY_SOURCE} --python-platform={_PLATFORM} -c constraints.txt"
+    return [*program, "pip", "compile", *options.split(), "--python", sys.executable, "needs.txt"]
+
+
+def _resolve(compiler: list[str], wanted: Iterable[str], folder: Path) -> str:
+    """Return the lines of a lock file of all that these requirements need from an index.
+
+    uv runs in the folder, which has the constraints and the wheels: a project's settings do not count there.
+    """
+    (folder / "needs.txt").write_text("\n".join(wanted))
+    environment = {**indexes(), **os.environ}
+    done = subprocess.run(compiler, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ProvisionError(f"no lock file can be made: {in_one_line(done.stderr) or 'uv says nothing'}")
+    return done.stdout
+
+
+def in_one_line(said: str) -> str:
+    """Return an error of uv with its causes, which uv writes in lines or as a tree, without hints."""
+    error = re.sub(r":?\n\s*(cause:|[├╰]─▶)\s*", ": ", said.strip().partition("\n\n")[0])
+    return " ".join(re.sub(r"^error:|[×│]", "", error).split())
+
+
+def indexes() -> dict[str, str]:
+    """Return uv's variables for the indexes of pip's settings, without local ones: no machine has those."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    # the environment is listed before the files, and has precedence
+    settings = dict(reversed(re.findall(r"^(?::env:|global)\.([\w-]+)='(.*)'$", listed, re.MULTILINE)))
+    return {
+        variable: " ".join(re.findall(r"https?://[^\s\\]+", settings.get(name, "")))
+        for name, variable in _INDEXES.items()
+    }
 
 
 def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:

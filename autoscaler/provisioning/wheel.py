@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata as metadata
+import os
 import re
 import shutil
 import subprocess
@@ -33,16 +34,30 @@ def own_wheel(folder: Path) -> Path:
 
 
 def _of_checkout(checkout: Path, folder: Path) -> Path:
-    copied = copy_sources(checkout, folder / "checkout")
+    build(folder, str(copy_sources(checkout, folder / "checkout")), str(checkout))
+    return max(folder.glob("*.whl"))
+
+
+def build(folder: Path, source: str, name: str = "") -> None:
+    """Build a wheel in a folder; the same sources make the same wheel.
+
+    Args:
+        folder: Where the wheel is written.
+        source: What pip makes it of: a directory or a requirement.
+        name: What an error names instead of the source.
+
+    Raises:
+        ProvisionError: pip cannot build it.
+    """
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run(
-        [*command, "-w", str(folder), str(copied)], capture_output=True, text=True, check=False
-    )
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        said = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
-        raise ProvisionError(f"no wheel can be made of {checkout}: {said}")
-    return wheels[-1]
+    # a wheel in pip's cache may have another time
+    command += ["--no-cache-dir", "-w", str(folder), source]
+    environment = {"SOURCE_DATE_EPOCH": "1577836800", **os.environ}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["pip says nothing"]
+        errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
+        raise ProvisionError(f"no wheel can be made of {name or source}: {errors[0].removeprefix('ERROR: ')}")
 
 
 def copy_sources(checkout: Path, target: Path) -> Path:

@@ -187,7 +187,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         archive.add(own, own.name)
-        lock = locked({"install": []}, own, []).encode()
+        lock = locked([own]).encode()
         member = tarfile.TarInfo("head.txt")
         member.size = len(lock)
         archive.addfile(member, io.BytesIO(lock))
