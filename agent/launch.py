@@ -46,9 +46,9 @@ from adaptdl_elastic.rendezvous.local.addresses import (
 )
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeUsage
+from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobState, JobStatus, NodeUsage
 from adaptdl_elastic.rendezvous.store import local_socket
-from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError
+from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
@@ -312,7 +312,9 @@ def take_part(
         if other.agent == stand_in:
             fresh = replace(fresh, run=other.run)
     fresh = replace(fresh, secret_mark=common.mark(keys.cluster, fresh))
-    start = ended_run.StartOptions(options.once, options.anew, options.follows)
+    asked = read_record(JobRequest, store.get(keys.job(options.job, "request")))
+    follows = options.follows or (asked.run if asked is not None and asked.resume else "")
+    start = ended_run.StartOptions(options.once, options.anew, follows)
 
     def busy() -> bool:
         return bool(job_joining.live_agents(store, keys, options.job))

@@ -15,6 +15,7 @@ from adaptdl_elastic.agent.cluster.job_joining import JoinError, node_name
 from adaptdl_elastic.agent.machine.devices import Device, Gpus
 from adaptdl_elastic.agent.machine.interruption import InstanceIdentity
 from adaptdl_elastic.agent.terminal.run_options import RunOptions
+from adaptdl_elastic.protocol.environment import CODE
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord, Rescale
 from adaptdl_elastic.rendezvous.text import pluralize
 
@@ -90,6 +91,7 @@ def job_spec(options: RunOptions) -> JobSpec:
         avoid_preemptible_nodes=options.avoid_preemptible_nodes,
         weight=options.weight,
         profile_key=_digest(options),
+        code=os.environ.get(CODE, ""),
         created=time.time(),
     )
 

@@ -56,6 +56,9 @@ SUPERVISOR_URL = "ADAPTDL_SUPERVISOR_URL"
 STAND_IN = "ADAPTDL_STAND_IN"
 """Of an agent that a node service starts: the id under which the service has registered the node."""
 
+CODE = "ADAPTDL_CODE"
+"""Of an agent on a node of an EC2 stack: the URL of the archive that it runs."""
+
 OF_TORCHRUN = frozenset({RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT})
 """Variables of torchrun without a common prefix."""
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -27,44 +25,6 @@ from adaptdl_elastic.autoscaler.cli import (
 from adaptdl_elastic.rendezvous.text import log_to_stderr
 
 logger = logging.getLogger(__name__)
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_PART = r"(\d+\.?\d*|\.\d+)([smhd])"
-
-
-def parse_deadline(text: str, now: float) -> tuple[str, float]:
-    """Parse `JOB=2h30m`, `2h` (every job) or an ISO time; return (job, seconds since the epoch)."""
-    from datetime import datetime
-
-    bad = OptionError(f"--deadline {text!r}: give [JOB=]2h30m, or [JOB=]2026-11-22T06:00:00+00:00")
-    job, equals, when = text.rpartition("=")
-    if equals and not job:
-        raise bad
-    job = job if equals else "*"
-    if re.fullmatch(f"({_PART})+", when):
-        return job, now + sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, when))
-    try:
-        return job, datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        raise bad from None
-
-
-def parse_job_cost(text: str) -> tuple[str, float]:
-    """Parse `JOB=50`, or `50` for every job; return (job or "*", amount)."""
-    job, equals, amount = text.rpartition("=")
-    try:
-        if equals and not job:
-            raise ValueError
-        return job if equals else "*", float(amount)
-    except ValueError:
-        raise OptionError(f"--max-job-cost {text!r}: give [JOB=]AMOUNT, e.g. 50 or train=50") from None
-
-
-def _band(text: str) -> tuple[float, float]:
-    low, _, high = text.partition(":")
-    try:
-        return float(low), float(high)
-    except ValueError:
-        raise OptionError(f"--utilisation {text!r}: give LOW:HIGH, e.g. 0.85:1") from None
 
 
 @click.command()
@@ -80,9 +40,6 @@ def _band(text: str) -> tuple[float, float]:
 @click.option("--queue-url", metavar="URL", help="SQS queue with the interruption notices of EventBridge.")
 @click.option(
     "--price", "prices", multiple=True, metavar="TYPE=PRICE", help="On-demand price per hour; repeatable."
-)
-@click.option(
-    "--prices", "price_file", type=click.Path(path_type=Path), help="JSON or CSV file with the prices."
 )
 @click.option("--slots", type=click.IntRange(min=1), help="Replicas per node. [default: its GPUs]")
 @click.option(
@@ -185,7 +142,6 @@ def autoscale(
     profile: str | None,
     queue_url: str | None,
     prices: tuple[str, ...],
-    price_file: Path | None,
     slots: int | None,
     local: str | None,
     local_price: float,
@@ -212,9 +168,11 @@ def autoscale(
     Runs beside the coordinator until it is stopped (Ctrl-C, SIGTERM); nodes are kept when it stops.
     """
     from adaptdl_elastic.autoscaler.providers.base import ProviderError, ProviderOptionError
+    from adaptdl_elastic.autoscaler.providers.ec2.prices import parse_price_option
     from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest, make_provider
     from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions, identity
     from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+    from adaptdl_elastic.autoscaler.scaling.setting_texts import parse_band, parse_deadline, parse_job_cost
     from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 
     if changes:
@@ -231,7 +189,7 @@ def autoscale(
         refuse(_OF_EC2, "is for --asg: --local takes --local-price and --slots")
         name, own = "local", {"command": local, "price": repr(local_price)}
     elif groups:
-        refuse(("local_price",), "is for --local: --asg takes --price and --prices")
+        refuse(("local_price",), "is for --local: --asg takes --price")
         named = {"region": region, "profile": profile, "queue_url": queue_url}
         own = {key: value for key, value in named.items() if value is not None}
         name, own = "ec2", {"groups": ",".join(groups), **own}
@@ -240,8 +198,8 @@ def autoscale(
         name, own = provider, _options(provider_options)
     else:
         raise OptionError("give --asg NAME (an auto-scaling group), --local COMMAND or --provider NAME")
-    low, high = _band(utilisation)
     try:
+        low, high = parse_band(utilisation)
         for job in expected:
             check_name("job", job)
         settings = ScalingSettings(
@@ -260,7 +218,10 @@ def autoscale(
         )
     except ValueError as error:
         raise OptionError(str(error)) from error
-    table = _prices(prices, price_file)
+    try:
+        table = dict(parse_price_option(text) for text in prices)
+    except ProviderError as error:
+        raise OptionError(str(error)) from error
     options = LoopOptions(interval, dry_run, expected, until_done)
     log_to_stderr(logging.WARNING, "adaptdl autoscale: %(message)s")
     for job, when in settings.deadlines.items():
@@ -296,13 +257,17 @@ def _names_but(name: str) -> list[str]:
 def _change_running(where: Where, texts: tuple[str, ...]) -> None:
     """Write other settings for the autoscaler that runs."""
     from adaptdl_elastic.autoscaler.scaling.live_settings import write_changes
+    from adaptdl_elastic.autoscaler.scaling.setting_texts import parse_change
     from adaptdl_elastic.rendezvous.schema.keys import Keys
     from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError
     from adaptdl_elastic.rendezvous.store.base import StoreError
 
     changes: dict[str, float | None] = {}
-    for text in texts:
-        changes |= parse_change(text, time.time())
+    try:
+        for text in texts:
+            changes |= parse_change(text, time.time())
+    except ValueError as error:
+        raise OptionError(str(error)) from None
     store, cluster = where.connect()
     keys = Keys(cluster)
     try:
@@ -320,66 +285,8 @@ def _change_running(where: Where, texts: tuple[str, ...]) -> None:
     echo("it holds from the next look on" if runs else "no autoscaler runs: it holds for the next one")
 
 
-def parse_change(text: str, now: float) -> dict[str, float | None]:
-    """Parse `KEY=VALUE` or `KEY=` of --set; return names of settings with their values.
-
-    Args:
-        text: the text.
-        now: seconds since the epoch, from which durations count.
-
-    Raises:
-        OptionError: there is no such key, or the value cannot be read.
-    """
-    from adaptdl_elastic.rendezvous.schema.keys import check_name
-
-    option, equals, value = text.partition("=")
-    if not equals or option not in _SETTABLE:
-        raise OptionError(f"--set {text!r}: give KEY=VALUE, where KEY is {', '.join(_SETTABLE)}")
-    name = _SETTABLE[option]
-    if option in ("deadline", "max-job-cost"):
-        job, _, amount = value.rpartition("=")
-        try:
-            check_name("job", job or "all")
-            if not amount:
-                return {f"{name}/{job or '*'}": None}
-            job, number = parse_deadline(value, now) if option == "deadline" else parse_job_cost(value)
-        except ValueError as error:
-            raise OptionError(f"--set {text!r}: {error}") from None
-        return {f"{name}/{job}": number}
-    names = ("low", "high") if option == "utilisation" else (name,)
-    if not value:
-        return dict.fromkeys(names)
-    try:
-        return dict(zip(names, _band(value) if len(names) > 1 else (float(value),), strict=True))
-    except ValueError:
-        raise OptionError(f"--set {text!r}: {value!r} is no number") from None
-
-
-_SETTABLE = {
-    "hour-value": "hour_value",
-    "max-hourly-cost": "max_hourly_cost",
-    "max-job-cost": "max_job_costs",
-    "deadline": "deadlines",
-    "min-nodes": "min_nodes",
-    "max-nodes": "max_nodes",
-    "utilisation": "low",
-    "shrink-after": "shrink_after",
-    "boot-timeout": "boot_timeout",
-    "max-interruptions": "max_interruptions",
-}
 _OF_ASG = ("region", "profile", "queue_url")
-_OF_EC2 = (*_OF_ASG, "prices", "price_file", "seize")
-
-
-def _prices(options: tuple[str, ...], path: Path | None) -> dict[str, float]:
-    from adaptdl_elastic.autoscaler.providers.base import ProviderError
-    from adaptdl_elastic.autoscaler.providers.ec2.prices import parse_price_option, read_prices
-
-    try:
-        table = {} if path is None else read_prices(path)
-        return table | dict(parse_price_option(text) for text in options)
-    except ProviderError as error:
-        raise OptionError(str(error)) from error
+_OF_EC2 = (*_OF_ASG, "prices", "seize")
 
 
 def _options(pairs: tuple[str, ...]) -> dict[str, str]:

@@ -12,8 +12,9 @@ import click
 
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, echo
 from adaptdl_elastic.autoscaler.commands.tables import show_table
-from adaptdl_elastic.autoscaler.provisioning import lock
+from adaptdl_elastic.autoscaler.provisioning import bundle, lock
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.rendezvous.schema.submissions import STACK_OWNER
 
 if TYPE_CHECKING:
     from adaptdl_elastic.autoscaler.providers.ec2.stacks import Stack, Stacks
@@ -42,6 +43,56 @@ def pack(file: Path, python: str) -> None:
         lock.pack(file, python)
     except ProvisionError as error:
         raise CommandError(str(error)) from error
+
+
+@cloud.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("name", metavar="STACK")
+@click.argument("directory", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARG]...]")
+@click.option(
+    "--set", "values", multiple=True, metavar="KEY=VALUE", help="A parameter of the template; repeatable."
+)
+@click.option(
+    "--bucket",
+    metavar="NAME",
+    help="For code and checkpoints. [default: the account's own, made if absent]",
+)
+@click.option("--region", help="AWS region. [default: as boto3 finds it]")
+@click.option("--profile", help="AWS profile. [default: as boto3 finds it]")
+def up(
+    name: str,
+    directory: Path | None,
+    command: tuple[str, ...],
+    values: tuple[str, ...],
+    bucket: str | None,
+    region: str | None,
+    profile: str | None,
+) -> None:
+    """Create a stack on EC2 that trains with SCRIPT of DIRECTORY, or change it.
+
+    Without DIRECTORY only parameters change. A run that is under way keeps its code.
+    """
+    from adaptdl_elastic.autoscaler.providers.base import ProviderError
+    from adaptdl_elastic.autoscaler.providers.ec2.stack_up import StackUp
+
+    if directory is not None and not (command and (directory / command[0]).is_file()):
+        raise OptionError(f"give a script of {directory} and its arguments, for example train.py --epochs 90")
+    given = dict(text.partition("=")[::2] for text in values)
+    if "" in given or not all("=" in text for text in values):
+        raise OptionError("--set: give KEY=VALUE, for example MaxNodes=8")
+
+    def write_code(target: Path) -> None:
+        assert directory is not None
+        bundle.pack(directory, target, STACK_OWNER, command=command)
+
+    try:
+        stack = StackUp(region, profile, echo)
+        outputs = stack.up(name, given, bucket, None if directory is None else write_code, lock.pack)
+    except (ProviderError, ProvisionError) as error:
+        raise CommandError(str(error)) from error
+    echo(f"{name} is up; its checkpoints: {outputs['Checkpoints']}")
+    echo(f"on its head: aws ssm start-session --target {outputs['HeadInstance']}")
+    echo(f"to end it: adaptdl cloud down {name}")
 
 
 @cloud.command()
@@ -85,7 +136,7 @@ def down(
         return
     _show(chosen, stacks.region)
     if not yes:
-        click.confirm("Delete these, and end what runs on them? Buckets stay.", abort=True)
+        click.confirm("Delete these, and end what runs on them? Checkpoints stay.", abort=True)
     failed = [trouble for stack in chosen if (trouble := _take_down(stacks, stack))]
     for trouble in failed:
         echo(f"adaptdl: {trouble}", err=True)
@@ -134,6 +185,6 @@ def _take_down(stacks: Stacks, stack: Stack) -> str:
         stacks.delete(stack, _DELETE_SECONDS)
     except ProviderError as error:
         return str(error)
-    kept = "".join(f"; checkpoints are in s3://{bucket}" for bucket in stack.buckets)
+    kept = f"; checkpoints are in {stack.checkpoints}" if stack.checkpoints else ""
     echo(f"{stack.name}: deleted{kept}")
     return ""

@@ -40,8 +40,8 @@ from adaptdl_elastic.rendezvous.store.store_options import StoreOptions, parse_e
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def cluster_option(command: F) -> F:
-    """Add `--cluster`, as the parameter `name`; print errors of clusters and nodes as one line."""
+def told(command: F) -> F:
+    """Print errors of clusters and nodes as one line."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -50,6 +50,11 @@ def cluster_option(command: F) -> F:
         except (ProvisionError, ContextError, SignatureError, ServiceError) as error:
             raise CommandError(str(error)) from error
 
+    return wrapped  # type: ignore[return-value]
+
+
+def cluster_option(command: F) -> F:
+    """Add `--cluster`, as the parameter `name`; print errors of clusters and nodes as one line."""
     option = click.option(
         "--cluster",
         "name",
@@ -58,7 +63,7 @@ def cluster_option(command: F) -> F:
         show_envvar=True,
         help="Name of the cluster. [default: the only one that this machine knows]",
     )
-    return option(wrapped)  # type: ignore[return-value]
+    return option(told(command))
 
 
 def open_cluster(context: ClusterContext) -> tuple[SubmissionReader, Any, Keys]:

@@ -158,6 +158,32 @@ def resume(store: Store, keys: Keys, context: ClusterContext, client: ServiceCli
     return f"{job} belongs to {request.submission.owner}: it goes on if {context.person} is an administrator"
 
 
+def resume_started(store: Store, keys: Keys, job: str) -> str:
+    """Write a request that a stopped or failed job, which was not submitted, goes on; return a message.
+
+    Args:
+        store: The store.
+        keys: Keys of the cluster.
+        job: Name of the job.
+
+    Raises:
+        RequestError: there is no such job, or it has not broken off.
+    """
+
+    def look(view: View) -> JobView:
+        found = view.jobs.get(job)
+        status = None if found is None else found.status_now
+        if found is None or found.spec is None:
+            raise RequestError(f"there is no job {job!r}; see adaptdl ls --all")
+        if status is None or status.state not in (records.JobState.STOPPED, records.JobState.FAILED):
+            what = "runs" if status is None or not status.state.ended else f"is {status.state.value}"
+            raise RequestError(f"{job} {what}: only a job that was stopped or has failed is resumed")
+        return found
+
+    change(store, keys, job, lambda asked: replace(asked, stop=False, resume=True), look)
+    return f"{job} goes on when a node starts its command; an autoscaler buys one"
+
+
 def signed(context: ClusterContext, record: Submission | Cancellation | Resumption) -> str:
     """Return a record as the store holds it, with this person's signature."""
     return sign_record(

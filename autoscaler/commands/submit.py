@@ -14,13 +14,14 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, echo, json_option
+from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Where, echo, json_option, store_options
 from adaptdl_elastic.autoscaler.commands import job_array, job_requests
 from adaptdl_elastic.autoscaler.commands.cluster_setup import (
     client_of,
     cluster_option,
     complete_job,
     open_cluster,
+    told,
 )
 from adaptdl_elastic.autoscaler.provisioning import bundle as bundles
 from adaptdl_elastic.autoscaler.provisioning.bundle import Bundle
@@ -403,10 +404,16 @@ def cancel(name: str | None, job: str) -> None:
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
-@cluster_option
-def resume(name: str | None, job: str) -> None:
-    """Continue a submitted JOB that was stopped or has failed, from its checkpoint."""
-    _ask(name, job, job_requests.resume)
+@store_options
+@told
+def resume(where: Where, job: str) -> None:
+    """Continue a JOB that was stopped or has failed, from its checkpoint."""
+    place = where.locate(job)
+    if place.context is not None:
+        _ask(place.cluster, job, job_requests.resume)
+    else:
+        with where.open(place) as store:
+            echo(job_requests.resume_started(store, Keys(place.cluster), job))
 
 
 def _ask(name: str | None, job: str, request: Callable[..., str]) -> None:

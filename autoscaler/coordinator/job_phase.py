@@ -108,6 +108,12 @@ def stop_requested(job: JobView) -> bool:
     return bool(request and request.stop and job.spec and request.run in ("", job.spec.record.run))
 
 
+def resume_requested(job: JobView) -> bool:
+    """Return whether a user asked that another run follows the present one, which has ended."""
+    request = job.request.record if job.request else None
+    return bool(job.over and request and request.resume and job.spec and request.run == job.spec.record.run)
+
+
 def requested_replicas(job: JobView) -> int | None:
     """Return the number of replicas that a user asked for; None: the policy chooses."""
     request = job.request.record if job.request else None

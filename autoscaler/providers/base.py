@@ -104,6 +104,8 @@ class Capacity:
     pools: tuple[Pool, ...] = ()
     instances: tuple[Instance, ...] = ()
     warnings: tuple[str, ...] = ()
+    # settings of the autoscaler that the provider has, by the names of its --set
+    settings: tuple[str, ...] = ()
 
     def pool(self, name: str) -> Pool:
         """Return the pool of that name.

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import secrets
+import shlex
 import subprocess
 import tarfile
 import tempfile
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
-from adaptdl_elastic.rendezvous.schema.submissions import OWNER_HEADER
+from adaptdl_elastic.rendezvous.schema.submissions import OWNER_HEADER, STACK_COMMAND
 from adaptdl_elastic.rendezvous.text import pluralize
 
 MOST_BYTES = 512 << 20
@@ -47,7 +48,12 @@ class Bundle:
 
 
 def pack(
-    directory: Path, target: Path, owner: str, most_bytes: int = MOST_BYTES, private: Sequence[Path] = ()
+    directory: Path,
+    target: Path,
+    owner: str,
+    most_bytes: int = MOST_BYTES,
+    private: Sequence[Path] = (),
+    command: Sequence[str] = (),
 ) -> Bundle:
     """Write the archive of a directory to `target`.
 
@@ -57,6 +63,7 @@ def pack(
         owner: The person who submits; only jobs of this person get the files.
         most_bytes: How many bytes of files may travel.
         private: Directories of which no file may travel, as they hold keys.
+        command: A script and its arguments, which are packed as the file STACK_COMMAND.
 
     Raises:
         ProvisionError: the directory cannot be read, is too large, or has files of `private`.
@@ -68,6 +75,8 @@ def pack(
         with _archive(target, {OWNER_HEADER: owner}) as tar:
             for name in names:
                 _add(tar, directory / name, name)
+            if command:
+                _add_text(tar, STACK_COMMAND, shlex.join(command).encode())
     except OSError as error:
         raise ProvisionError(f"{directory} cannot be packed: {error}") from None
     return _described(target, len(names))
@@ -88,9 +97,7 @@ def pack_private(variables: Mapping[str, str], notify: Sequence[str], owner: str
     files = {"environment.json": json.dumps(content).encode(), "salt": secrets.token_bytes(32)}
     with _archive(target) as tar:
         for name, data in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(data), 0o600
-            tar.addfile(entry, io.BytesIO(data))
+            _add_text(tar, name, data)
     target.chmod(0o600)
     return _described(target, len(files))
 
@@ -117,6 +124,12 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
             tar.addfile(entry, file)
     elif entry.issym():
         tar.addfile(entry)
+
+
+def _add_text(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = len(data), 0o600
+    tar.addfile(entry, io.BytesIO(data))
 
 
 def _described(target: Path, files: int) -> Bundle:

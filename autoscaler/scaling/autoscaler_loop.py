@@ -48,6 +48,7 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Step,
     StopJob,
 )
+from adaptdl_elastic.autoscaler.scaling.setting_texts import parse_change
 from adaptdl_elastic.autoscaler.scaling.step import step
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -152,8 +153,8 @@ class Autoscaler:
     def tick(self) -> bool:
         """Observe, decide, act and report once; return whether all is done."""
         self._mind_the_clock()
-        trouble = self._take_settings()
         view, seen = self._observe()
+        trouble = self._take_settings(seen.capacity.settings)
         decision = step(seen, self.memory, self._settings)
         self.memory = decision.memory
         failed = [] if self._options.dry_run else self._act(decision.actions)
@@ -172,23 +173,32 @@ class Autoscaler:
         over = all_ended(view, self._options.expected) and len(seen.capacity.instances) <= least
         return self._options.dry_run or (self._options.until_done and over)
 
-    def _take_settings(self) -> list[str]:
-        """Take over the settings that hold in this round; return a warning where they cannot be used.
+    def _take_settings(self, tagged: Sequence[str]) -> list[str]:
+        """Take over the settings that hold in this round; return warnings where some cannot be used.
+
+        Args:
+            tagged: settings that the provider has, as KEY=VALUE; those of --set hold before them.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        unfit = "what --set has written cannot be used"
+        unfit, values, refused = "what --set or a tag says cannot be used", dict[str, float](), list[str]()
+        for text in tagged:
+            try:
+                said = parse_change(text, self._clock()).items()
+                values |= {name: value for name, value in said if value is not None}
+            except ValueError as error:
+                refused.append(str(error))
         try:
-            written = read_changes(self._store, self._keys)
+            values |= read_changes(self._store, self._keys)
         except records.MalformedRecordError as error:
             return [f"{unfit}, and the settings stay as they are: {error}"]
-        self._settings, changes, refused = usable(self._given, written)
+        self._settings, changes, unusable = usable(self._given, values)
         if changes != self._changes:
-            said = ", ".join(f"{name} {value:g}" for name, value in sorted(changes.items()))
-            self._event("settings", {"message": f"set by --set: {said or 'nothing any more'}"})
+            told = ", ".join(f"{name} {value:g}" for name, value in sorted(changes.items()))
+            self._event("settings", {"message": f"set by --set or tags: {told or 'nothing any more'}"})
             self._changes = changes
-        return [f"{unfit}: {why}" for why in refused]
+        return [f"{unfit}: {why}" for why in (*refused, *unusable)]
 
     def _too_slow(self, seen: Observation) -> list[str]:
         """Return warnings about pools whose hooks wait for a shorter time than the interval allows."""

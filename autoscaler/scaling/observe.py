@@ -14,6 +14,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_phase import (
     Phase,
     condition_of,
     requested_replicas,
+    resume_requested,
     stop_requested,
 )
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask, described, in_slots, slots_each
@@ -178,11 +179,12 @@ def without_nodes(job: JobView) -> JobInfo | None:
 
 
 def _wants_nothing(job: JobView) -> bool:
-    """Return whether the job has ended, is to stop, or has no specification."""
-    return job.spec is None or job.over or stop_requested(job)
+    """Return whether the job has ended for good, is to stop, or has no specification."""
+    return job.spec is None or (job.over and not resume_requested(job)) or stop_requested(job)
 
 
 def all_ended(view: View, expected: Sequence[str]) -> bool:
     """Return whether every known or expected job has ended, and there is at least one."""
     names = set(view.jobs) | set(expected)
-    return bool(names) and all(name in view.jobs and view.jobs[name].over for name in names)
+    over = {name for name, job in view.jobs.items() if job.over and not resume_requested(job)}
+    return bool(names) and names <= over

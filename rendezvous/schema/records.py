@@ -187,6 +187,7 @@ class JobSpec:
     autoscale: bool = True  # False: only `adaptdl scale` changes the size
     weight: float = 1.0
     profile_key: str = ""  # jobs with the same key share profiles (digest of the script)
+    code: str = ""  # URL of the archive with the script and the command, of which its name has the digest
     # a digest by which agents check that they know the run's secret; it does not reveal the secret
     secret_mark: str = ""
     created: float = 0.0
@@ -200,6 +201,7 @@ class JobRequest:
     stop: bool = False
     checkpoint: int = 0  # a counter: the agent with rank 0 saves a checkpoint when it grows
     run: str = ""  # JobSpec.run that the request is for; other runs ignore it
+    resume: bool = False  # the run that has ended is to be followed by another one
 
 
 def _check_slots(replicas: int, slots: tuple[int, ...], devices: tuple[int, ...]) -> None:

@@ -29,6 +29,12 @@ _Replicas = Annotated[int, Field(ge=1, le=64 * MOST_SLOTS)]
 OWNER_HEADER = "ADAPTDL.owner"
 """Global header of an archive of a working directory. Its value is the name of the person who packed it."""
 
+STACK_OWNER = "stack"
+"""The person in archives of `adaptdl cloud up`."""
+
+STACK_COMMAND = ".adaptdl/command"
+"""The file in such an archive with the script and its arguments."""
+
 MOST_PRIORITY = 1000
 """Largest absolute value of a submission's priority."""
 

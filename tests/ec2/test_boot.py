@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 NAMESPACES = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-TEMPLATE = Path(__file__).resolve().parents[2] / "examples" / "ec2" / "template.yaml"
+TEMPLATE = Path(__file__).resolve().parents[2] / "autoscaler" / "providers" / "ec2" / "stack.yaml"
 VALUES = {
     "AWS::Region": "eu-west-1", "AWS::StackName": "stack", "Address": "127.0.0.2", "Job": "train",
     "InstanceType": "m7i.large", "SecondType": "m6i.large", "OnDemandPrice": "0.1", "MaxNodes": "2",

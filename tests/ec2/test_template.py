@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples" / "ec2"
-TEMPLATE = EXAMPLES / "template.yaml"
 PROVIDERS = ROOT / "autoscaler" / "providers"
+TEMPLATE = PROVIDERS / "ec2" / "stack.yaml"
 ACTION = re.compile(r"\b(?:autoscaling|cloudformation|ec2|sqs|ssm):[A-Z][A-Za-z]+\b")
-OF_PEOPLE = PROVIDERS / "ec2" / "stacks.py"  # runs on a person's machine, never on the head
+# they run on a person's machine, never on the head
+UP, DOWN = PROVIDERS / "ec2" / "stack_up.py", PROVIDERS / "ec2" / "stacks.py"
 
 
 class _Loader(yaml.SafeLoader):
@@ -69,14 +69,6 @@ def test_user_data_passes_shellcheck_and_fits(template: dict[str, Any], name: st
     script.write_text(user_data(template, name))
     assert script.stat().st_size < 16 * 1024  # EC2's limit
     _shellcheck(script)
-
-
-@pytest.mark.processes
-def test_scripts_pass_shellcheck() -> None:
-    scripts = sorted(EXAMPLES.glob("*.sh"))
-    assert scripts
-    for script in scripts:
-        _shellcheck(script)
 
 
 def _shellcheck(script: Path) -> None:
@@ -140,7 +132,7 @@ def policy_actions(template: dict[str, Any]) -> set[str]:
 def actions_in_code() -> set[str]:
     """What the head calls, by the names that its errors say."""
     found: set[str] = set()
-    for source in set(PROVIDERS.rglob("*.py")) - {OF_PEOPLE}:
+    for source in set(PROVIDERS.rglob("*.py")) - {UP, DOWN}:
         found |= set(ACTION.findall(source.read_text()))
     calls = re.findall(
         r"self\._(autoscaling|ec2|_?sqs)\.([a-z_]+)\(", (PROVIDERS / "ec2" / "provider.py").read_text()
@@ -203,6 +195,29 @@ def test_a_node_may_end_nodes_of_its_own_stack_and_nothing_else_of_ec2(template:
     }
 
 
+def test_the_head_is_reached_from_outside_by_nobody_and_has_a_way_out(template: dict[str, Any]) -> None:
+    """An interface that is made before its instance gets no public address from its subnet."""
+    resources = template["Resources"]
+    joined = resources["HeadAddressAssociation"]
+    assert joined["Properties"]["NetworkInterfaceId"] == {"Ref": "HeadInterface"}
+    assert joined["Condition"] == resources["HeadAddress"]["Condition"] == "PublicHead"
+    public = template["Conditions"]["PublicHead"]["Or"]
+    assert public == [{"Condition": "OwnNetwork"}, {"Equals": [{"Ref": "HeadIsPublic"}, "yes"]}]
+    # the head waits for these by naming them
+    named = json.dumps(resources["Head"]["Properties"]["Tags"])
+    assert "HeadAddressAssociation" in named
+    assert "RoutesA" in named
+    assert resources["RoutesA"]["DependsOn"] == "WayOut"
+    assert all(resources[name]["Properties"]["MapPublicIpOnLaunch"] for name in ("SubnetA", "SubnetB"))
+    (way_in,) = (one for one in resources.values() if one["Type"] == "AWS::EC2::SecurityGroupIngress")
+    assert way_in["Properties"]["SourceSecurityGroupId"] == {"Ref": "ClusterGroup"}
+
+
+def test_no_bucket_is_left_behind_by_a_stack_that_fails(template: dict[str, Any]) -> None:
+    types = {one["Type"] for one in template["Resources"].values()}
+    assert "AWS::S3::Bucket" not in types
+
+
 def policies_on_the_page() -> list[set[str]]:
     page = (ROOT / "docs" / "ec2.md").read_text()
     found = []
@@ -220,13 +235,22 @@ def test_the_page_names_the_actions_of_cloud_down() -> None:
     page = (ROOT / "docs" / "ec2.md").read_text()
     (sentence,) = re.findall(r"`adaptdl cloud down` needs\s(.*?)\.\s", page, re.DOTALL)
     known = set(ACTION.findall(sentence))
-    used = set(ACTION.findall(OF_PEOPLE.read_text()))
+    used = set(ACTION.findall(DOWN.read_text()))
     assert used <= known
     # what CloudFormation does in the name of the person who deletes
     assert known - used == {"ec2:TerminateInstances", "autoscaling:DeleteAutoScalingGroup"}
 
 
-@pytest.mark.parametrize("page", ["docs/bare-metal.md", "examples/ec2/template.yaml"])
+def test_the_page_names_the_actions_of_cloud_up() -> None:
+    page = (ROOT / "docs" / "ec2.md").read_text()
+    (sentence,) = re.findall(r"`adaptdl cloud up` needs\s(.*?)\.\s", page, re.DOTALL)
+    known = set(re.findall(r"\b[a-z0-9]+:[A-Z][A-Za-z]+\b", sentence))
+    used = set(re.findall(r"\b[a-z0-9]+:[A-Z][A-Za-z]+\b", UP.read_text()))
+    assert used <= known
+    assert known - used == {"servicequotas:GetServiceQuota", "s3:ListBucket"}
+
+
+@pytest.mark.parametrize("page", ["docs/bare-metal.md", "autoscaler/providers/ec2/stack.yaml"])
 def test_no_etcd_of_one_member_opens_a_port_for_others(page: str) -> None:
     """etcd asks its peers for no password, and port 2380 of loopback is its default."""
     text = (ROOT / page).read_text(encoding="utf-8")

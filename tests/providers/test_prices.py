@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from pathlib import Path
 
 import pytest
 
@@ -9,48 +8,17 @@ from adaptdl_elastic.autoscaler.providers.base import ProviderError
 from adaptdl_elastic.autoscaler.providers.ec2.prices import (
     latest_spot_prices,
     parse_price_option,
-    parse_prices,
-    read_prices,
 )
 from adaptdl_elastic.autoscaler.providers.ec2.responses import Kind, Prices, trouble_of
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"g5.xlarge": 1.006, "p4d.24xlarge": "32.77"}',
-        "g5.xlarge,1.006\np4d.24xlarge, 32.77\n",
-        "type,price\n# a comment\n\ng5.xlarge,1.006\np4d.24xlarge,32.77\n",
-    ],
-)
-def test_tables(text: str, tmp_path: Path) -> None:
-    table = {"g5.xlarge": 1.006, "p4d.24xlarge": 32.77}
-    assert parse_prices(text) == table
-    (tmp_path / "prices").write_text(text)
-    assert read_prices(tmp_path / "prices") == table
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "line 1"),
-        ('{"g5.xlarge": null}', "g5.xlarge"),
-        ("g5.xlarge,-1", "-1"),
-        ("g5.xlarge,nan", "nan"),
-        ("g5.xlarge,inf", "inf"),
-        ("g5.xlarge", "g5.xlarge"),
-        ("g5.xlarge,1,2", "g5.xlarge"),
-    ],
-)
-def test_bad_tables_name_the_entry(text: str, words: str) -> None:
-    with pytest.raises(ProviderError, match=words):
-        parse_prices(text)
 
 
 def test_the_option() -> None:
     assert parse_price_option("g5.xlarge=1") == ("g5.xlarge", 1.0)
     with pytest.raises(ProviderError, match="TYPE=PRICE"):
         parse_price_option("1.0")
+    for wrong in ("-1", "nan", "inf", "much", ""):
+        with pytest.raises(ProviderError, match="is not a price per hour"):
+            parse_price_option(f"g5.xlarge={wrong}")
 
 
 def test_the_newest_price_of_each_type_and_zone() -> None:
@@ -99,12 +67,3 @@ def test_only_the_newest_launch_counts() -> None:
     assert trouble_of([activity("Successful"), activity("Failed")]) == ("", 0.0)
     assert trouble_of([activity("InProgress"), activity("Failed")])[0] == "no capacity"
     assert trouble_of([activity("Failed", "Terminating EC2 instance"), activity("Successful")]) == ("", 0.0)
-
-
-def test_a_file_that_is_no_table_and_one_that_a_spreadsheet_has_written(tmp_path: Path) -> None:
-    path = tmp_path / "prices.csv"
-    path.write_text("1" * 200_000)
-    with pytest.raises(ProviderError, match="is no CSV table"):
-        read_prices(path)
-    path.write_bytes(b"\xef\xbb\xbfg5.xlarge,1.006\n")
-    assert read_prices(path) == {"g5.xlarge": 1.006}

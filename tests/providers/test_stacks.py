@@ -18,7 +18,6 @@ HEAD = {
     "Head": {"Type": "AWS::EC2::Instance", "Properties": {"ImageId": IMAGE, "InstanceType": "t3.small"}},
 }
 NODES = {
-    "Checkpoints": {"Type": "AWS::S3::Bucket", "DeletionPolicy": "Retain"},
     "NodeTemplate": {
         "Type": "AWS::EC2::LaunchTemplate",
         "Properties": {
@@ -44,6 +43,7 @@ NODES = {
 PARAMETERS = {
     "InstanceType": {"Type": "String", "Default": "g5.xlarge"},
     "OnDemandPrice": {"Type": "Number", "Default": 1.006},
+    "Bucket": {"Type": "String", "Default": "lab"},
 }
 
 
@@ -100,8 +100,7 @@ def test_stacks_of_ours_go_after_a_yes_and_no_others(moto: Moto, monkeypatch: py
     assert left(moto) == ({"kept", "theirs", "copied"}, 3)
     parameters = moto.client("ssm").describe_parameters()["Parameters"]
     assert [one["Name"] for one in parameters] == ["/adaptdl/theirs/ca.pem"]
-    (bucket,) = (one["Name"] for one in moto.client("s3").list_buckets()["Buckets"])
-    assert f"train: deleted; checkpoints are in s3://{bucket}" in done.output
+    assert "train: deleted; checkpoints are in s3://lab/train/checkpoints" in done.output
 
 
 def test_a_stack_that_is_not_ours_cannot_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

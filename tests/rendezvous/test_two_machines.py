@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,12 +15,11 @@ from pathlib import Path
 import pytest
 from etcd_server import find_etcd
 from machines import PATIENCE, ROOT, NoRoomError, Room
-from moto_process import CREDENTIALS, REGION
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TRAIN = ROOT / "tests" / "agent" / "scripts" / "train.py"
-TEMPLATE = (ROOT / "examples" / "ec2" / "template.yaml").read_text()
+TEMPLATE = (ROOT / "autoscaler" / "providers" / "ec2" / "stack.yaml").read_text()
 NODES = ("node0", "node1")
 # the commands wait as long as a busy machine needs to start an etcd
 ON_PATH = {"PATH": "/opt/adaptdl/bin:/usr/sbin:/usr/bin:/sbin:/bin", "ADAPTDL_ETCD_TIMEOUT": "60"}
@@ -170,70 +167,3 @@ def test_a_folder_that_other_users_can_write_is_refused_with_the_remedy(opened: 
     assert refused.count("\n") == 1
     assert "other users can write to /shared/open" in refused
     assert "chmod go-w /shared/open, or set the same ADAPTDL_SECRET on all nodes" in refused
-
-
-def part_of_template(first: str, last: str) -> str:
-    """Return the lines of the EC2 template from the one that begins with `first` to `last`."""
-    found = re.search(rf"^ *{re.escape(first)}.*?^ *{re.escape(last)}\n", TEMPLATE, re.M | re.S)
-    assert found is not None
-    return textwrap.dedent(found[0])
-
-
-@pytest.mark.essential
-def test_two_nodes_of_the_ec2_template_train_together(opened: Opened, tmp_path: Path) -> None:
-    """etcd asks for client certificates and has no user; nodes share only the bucket of checkpoints."""
-    room = opened()
-    certificates = part_of_template("install -d -m 0755 /etc/adaptdl\n", "fi")
-    given = f"getent group etcd > /dev/null || groupadd etcd\nstack=s\naddress={room.addresses['etcd0']}\n"
-    room.bash(given + certificates, "etcd0")
-    pki = "/etc/adaptdl/pki"
-    urls = f"https://{room.addresses['etcd0']}:2379"
-    files = f"--cert-file={pki}/etcd.pem --key-file={pki}/etcd-key.pem --trusted-ca-file={pki}/ca.pem"
-    etcd = f"--listen-client-urls={urls} --advertise-client-urls={urls} {files} --client-cert-auth=true"
-    room.popen(["etcd", *etcd.split(), "--data-dir=/var/tmp/etcd"], "etcd0")
-    room.popen(
-        ["/opt/adaptdl/bin/python", "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"],
-        "etcd0",
-        log=tmp_path / "moto.log",
-    )
-    variables = part_of_template("ADAPTDL_ETCD=https://$address", "ENV").removesuffix("ENV\n")
-    variables = variables.replace("$address", room.addresses["etcd0"])
-    for node in NODES:
-        room.bash(f"install -d -m 0755 /etc/adaptdl\ninstall -d -m 0700 {pki}", node)
-        for name in ("ca.pem", "node.pem", "node-key.pem"):
-            shutil.copy(room.outside("etcd0", f"{pki}/{name}"), room.outside(node, f"{pki}/{name}"))
-        room.write("/etc/adaptdl/node.env", variables, node)
-        room.write("/opt/job/train.py", TRAIN.read_text(), node)
-    # an address, for which boto3 does not put the bucket's name in front of the host's
-    amazon = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://{room.addresses['etcd0']}:5000"}
-    environment = {**ON_PATH, **amazon}
-    as_unit = "set -a; source /etc/adaptdl/node.env; set +a; cd /opt/job\n"
-    place = f'{{"LocationConstraint": "{REGION}"}}'
-    make = "import boto3; boto3.client('s3').create_bucket"
-    make += f"(Bucket='checkpoints', CreateBucketConfiguration={place})"
-    # boto3 tries again until the server listens
-    room.bash(
-        f"AWS_MAX_ATTEMPTS=20 AWS_RETRY_MODE=standard python -c {shlex.quote(make)}", "node0", env=environment
-    )
-    (command,) = re.findall(r"ExecStart=/opt/adaptdl/bin/(adaptdl-run .*?\$command)\n", TEMPLATE, re.S)
-    for name, value in {
-        "%i": "train",
-        "$most_nodes": "2",
-        "=gpu": "=1",
-        "$bucket": "checkpoints",
-        "\\\\\n": "",
-    }.items():
-        command = command.replace(name, value)
-    command = f"exec {command.replace('$command', 'train.py 60 0.1')}"
-    logs = [tmp_path / f"{node}.log" for node in NODES]
-    agents = [
-        room.popen(["bash", "-c", as_unit + command], node, env=environment, log=log)
-        for node, log in zip(NODES, logs, strict=True)
-    ]
-    room.bash(
-        f"{as_unit}JOB=train\n{TRAINS}\nadaptdl scale train --replicas 2 --wait\nadaptdl stop train",
-        "node0",
-        env=environment,
-    )
-    assert codes(agents, logs) == [143, 143]
-    assert not any("secret" in log.read_text().lower() for log in logs)

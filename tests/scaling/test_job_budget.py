@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import pytest
 from scaling_cluster import KEYS, Cluster
 
-from adaptdl_elastic.autoscaler.cli import OptionError
-from adaptdl_elastic.autoscaler.commands.autoscale import parse_job_cost
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import LoopOptions
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.setting_texts import parse_job_cost
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -102,7 +101,7 @@ def test_limits_as_they_are_given(text: str, meant: tuple[str, float]) -> None:
 
 @pytest.mark.parametrize("text", ["", "=5", "train=", "much"])
 def test_a_limit_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match=r"AMOUNT, e\.g\. 50 or train=50"):
+    with pytest.raises(ValueError, match=r"AMOUNT, e\.g\. 50 or train=50"):
         parse_job_cost(text)
 
 

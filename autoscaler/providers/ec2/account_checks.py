@@ -12,10 +12,11 @@ does not exist AWS cannot tell whether a policy for some groups covers it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from botocore import xform_name
 from botocore.exceptions import ClientError
 
 from adaptdl_elastic.autoscaler.providers.base import ProviderError
@@ -69,9 +70,10 @@ def check_aws(
     checks = [Check("aws credentials", True, f"{who['Arn']} in {clients['ec2'].meta.region_name}")]
     for name in asgs:
         checks += _group(clients, name)
-    checks.append(_try("spot prices", "ec2:DescribeSpotPriceHistory", lambda: _spot_prices(clients["ec2"])))
+    some = {"InstanceTypes": ["m5.large"], "MaxResults": 5}
+    checks.append(_try(clients, "spot prices", "ec2:DescribeSpotPriceHistory", some))
     if queue_url:
-        checks += _queue(clients["sqs"], queue_url)
+        checks += _queue(clients, queue_url)
     else:
         checks.append(
             Check(
@@ -82,51 +84,27 @@ def check_aws(
 
 
 def _group(clients: dict[str, Any], name: str) -> list[Check]:
-    autoscaling, ec2 = clients["autoscaling"], clients["ec2"]
+    autoscaling = clients["autoscaling"]
     try:
         with explained("autoscaling:DescribeAutoScalingGroups", name):
-            found = autoscaling.describe_auto_scaling_groups(AutoScalingGroupNames=[name])[
-                "AutoScalingGroups"
-            ]
+            answer = autoscaling.describe_auto_scaling_groups(AutoScalingGroupNames=[name])
     except ProviderError as error:
         return [Check(name, False, str(error))]
+    found = answer["AutoScalingGroups"]
     if not found:
         region = autoscaling.meta.region_name
         return [
             Check(name, False, f"no auto-scaling group {name!r} in {region}: check its name and --region")
         ]
     (group,) = found
-    checks = [_set_up(group), _owner(group), *_hooks(autoscaling, name)]
-    tag = {"ResourceId": name, "ResourceType": "auto-scaling-group", "Key": _TAG}
-    attempts: list[tuple[str, Callable[[], Any]]] = [
-        (
-            "autoscaling:CreateOrUpdateTags",
-            lambda: autoscaling.create_or_update_tags(
-                Tags=[{**tag, "Value": "", "PropagateAtLaunch": False}]
-            ),
-        ),
-        ("autoscaling:DeleteTags", lambda: autoscaling.delete_tags(Tags=[tag])),
-        (
-            "autoscaling:UpdateAutoScalingGroup",
-            # without arguments it changes nothing; a value that was just read may have been changed since
-            lambda: autoscaling.update_auto_scaling_group(AutoScalingGroupName=name),
-        ),
-        *_refused(autoscaling, name),
-        (
-            "autoscaling:DescribeScalingActivities",
-            lambda: autoscaling.describe_scaling_activities(AutoScalingGroupName=name, MaxRecords=1),
-        ),
-        (
-            "autoscaling:DescribeLifecycleHooks",
-            lambda: autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=name),
-        ),
-        ("ec2:DescribeLaunchTemplateVersions", lambda: _template(ec2, group)),
-        ("ec2:DescribeInstances", lambda: ec2.describe_instances(MaxResults=5)),
-        ("ec2:DescribeInstanceTypes", lambda: ec2.describe_instance_types(InstanceTypes=["t3.micro"])),
-    ]
+    action = "autoscaling:TerminateInstanceInAutoScalingGroup"
+    ending = _try(clients, name, action, {"InstanceId": _NOBODY, "ShouldDecrementDesiredCapacity": False})
+    if "no permission" in ending.detail:
+        not_tried = f"could not be tried without an instance: see to it that {action} is allowed"
+        ending = Check(ending.name, True, not_tried)
     return [
-        *checks,
-        *(_try(name, action, attempt) for action, attempt in attempts),
+        *(_set_up(group), _owner(group), *_hooks(autoscaling, name)),
+        *(_try(clients, name, action, given) for action, given in _attempts(group).items()),
         _policies(autoscaling, name),
         Check(
             f"{name}: {_NOT_TRIED}",
@@ -134,65 +112,42 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
             "not tried, for it could undo what somebody else has just asked for: "
             f"see to it that {_NOT_TRIED} is allowed",
         ),
-        _termination(clients, name),
+        ending,
     ]
 
 
-def _refused(autoscaling: Any, name: str) -> list[tuple[str, Callable[[], Any]]]:
-    """Return calls that cannot succeed, but fail for another reason than a missing permission."""
-    hook = {"AutoScalingGroupName": name, "LifecycleHookName": _NOTHING, "InstanceId": _NOBODY}
-    process = {"AutoScalingGroupName": name, "ScalingProcesses": [_NOTHING]}
-    return [
-        ("autoscaling:SuspendProcesses", _expect(lambda: autoscaling.suspend_processes(**process))),
-        ("autoscaling:ResumeProcesses", _expect(lambda: autoscaling.resume_processes(**process))),
-        (
-            "autoscaling:SetInstanceProtection",
-            _expect(
-                lambda: autoscaling.set_instance_protection(
-                    AutoScalingGroupName=name, InstanceIds=[_NOBODY], ProtectedFromScaleIn=True
-                )
-            ),
-        ),
-        (
-            "autoscaling:RecordLifecycleActionHeartbeat",
-            _expect(lambda: autoscaling.record_lifecycle_action_heartbeat(**hook)),
-        ),
-        (
-            "autoscaling:CompleteLifecycleAction",
-            _expect(lambda: autoscaling.complete_lifecycle_action(**hook, LifecycleActionResult="CONTINUE")),
-        ),
-    ]
-
-
-def _expect(attempt: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a call that accepts the refusal of its content as success."""
-
-    def call() -> None:
-        try:
-            attempt()
-        except ClientError as error:
-            if str(error.response.get("Error", {}).get("Code", "")) not in _CONTENTS:
-                raise
-
-    return call
-
-
-def _termination(clients: dict[str, Any], name: str) -> Check:
-    action = "autoscaling:TerminateInstanceInAutoScalingGroup"
-    found = _try(
-        name,
-        action,
-        _expect(
-            lambda: clients["autoscaling"].terminate_instance_in_auto_scaling_group(
-                InstanceId=_NOBODY, ShouldDecrementDesiredCapacity=False
-            )
-        ),
-    )
-    if found.ok or "no permission" not in found.detail:
-        return found
-    return Check(
-        found.name, True, f"could not be tried without an instance: see to it that {action} is allowed"
-    )
+def _attempts(group: read.Answer) -> dict[str, dict[str, Any]]:
+    """Return the arguments with which each action is tried; they change nothing, or cannot succeed."""
+    name, template = group["AutoScalingGroupName"], read.template_of(group) or {}
+    this, tag = {"AutoScalingGroupName": name}, {"ResourceId": name, "ResourceType": "auto-scaling-group"}
+    process = {**this, "ScalingProcesses": [_NOTHING]}
+    hook = {**this, "LifecycleHookName": _NOTHING, "InstanceId": _NOBODY}
+    launched = {key: template[key] for key in ("LaunchTemplateId", "LaunchTemplateName") if key in template}
+    return {
+        "autoscaling:CreateOrUpdateTags": {
+            "Tags": [{**tag, "Key": _TAG, "Value": "", "PropagateAtLaunch": False}]
+        },
+        "autoscaling:DeleteTags": {"Tags": [{**tag, "Key": _TAG}]},
+        # without arguments it changes nothing; a value that was just read may have been changed since
+        "autoscaling:UpdateAutoScalingGroup": this,
+        "autoscaling:SuspendProcesses": process,
+        "autoscaling:ResumeProcesses": process,
+        "autoscaling:SetInstanceProtection": {
+            **this,
+            "InstanceIds": [_NOBODY],
+            "ProtectedFromScaleIn": True,
+        },
+        "autoscaling:RecordLifecycleActionHeartbeat": hook,
+        "autoscaling:CompleteLifecycleAction": {**hook, "LifecycleActionResult": "CONTINUE"},
+        "autoscaling:DescribeScalingActivities": {**this, "MaxRecords": 1},
+        "autoscaling:DescribeLifecycleHooks": this,
+        "ec2:DescribeLaunchTemplateVersions": {
+            **dict(list(launched.items())[:1]),
+            "Versions": [str(template.get("Version") or "$Default")],
+        },
+        "ec2:DescribeInstances": {"MaxResults": 5},
+        "ec2:DescribeInstanceTypes": {"InstanceTypes": ["t3.micro"]},
+    }
 
 
 def _set_up(group: read.Answer) -> Check:
@@ -235,18 +190,11 @@ def _hooks(autoscaling: Any, name: str) -> list[Check]:
             "none for instances that leave: they may be gone before their replicas have moved, 2 min at most"
         )
         return [Check(f"{name}: hooks", True, none)]
+    soon = f", which is soon over: give it a HeartbeatTimeout of {LEAST_HEARTBEAT:g} or more"
     return [
-        Check(
-            f"{name}: hook {hook}",
-            timeout >= LEAST_HEARTBEAT,
-            f"waits {timeout:g} s for a heartbeat"
-            + (
-                ""
-                if timeout >= LEAST_HEARTBEAT
-                else f", which is soon over: give it a HeartbeatTimeout of {LEAST_HEARTBEAT:g} or more"
-            ),
-        )
+        Check(f"{name}: hook {hook}", fits, f"waits {timeout:g} s for a heartbeat" + ("" if fits else soon))
         for hook, timeout in hooks.items()
+        for fits in (timeout >= LEAST_HEARTBEAT,)
     ]
 
 
@@ -265,40 +213,33 @@ def _policies(autoscaling: Any, name: str) -> Check:
     return Check(f"{name}: scaling policies", True, "none but the autoscaler decides its size")
 
 
-def _template(ec2: Any, group: read.Answer) -> Any:
-    template = read.template_of(group)
-    if template is None:
-        return None
-    name = template.get("LaunchTemplateName")
-    pointer = {"LaunchTemplateName": name} if name else {"LaunchTemplateId": template["LaunchTemplateId"]}
-    version = str(template.get("Version") or "$Default")
-    return ec2.describe_launch_template_versions(**pointer, Versions=[version])
-
-
-def _spot_prices(ec2: Any) -> Any:
-    return ec2.describe_spot_price_history(InstanceTypes=["m5.large"], MaxResults=5)
-
-
-def _try(name: str, action: str, attempt: Callable[[], Any]) -> Check:
+def _try(clients: Mapping[str, Any], name: str, action: str, given: Mapping[str, Any]) -> Check:
+    """Call an action; a refusal of its content shows that the permission is there."""
+    service, _, call = action.partition(":")
     try:
         with explained(action, name):
-            attempt()
+            try:
+                getattr(clients[service], xform_name(call))(**given)
+            except ClientError as error:
+                if str(error.response.get("Error", {}).get("Code", "")) not in _CONTENTS:
+                    raise
     except ProviderError as error:
         return Check(f"{name}: {action}", False, str(error))
     return Check(f"{name}: {action}", True, "allowed")
 
 
-def _queue(sqs: Any, url: str) -> list[Check]:
+def _queue(clients: Mapping[str, Any], url: str) -> list[Check]:
     try:
         with explained("sqs:GetQueueAttributes", url):
-            answer = sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["ApproximateNumberOfMessages"])
+            answer = clients["sqs"].get_queue_attributes(
+                QueueUrl=url, AttributeNames=["ApproximateNumberOfMessages"]
+            )
     except ProviderError as error:
         return [Check("notice queue", False, str(error))]
     waiting = answer["Attributes"]["ApproximateNumberOfMessages"]
-    nothing = {"QueueUrl": url, "ReceiptHandle": _NOTHING}
     return [
         Check("notice queue", True, f"{waiting} messages wait"),
         # the messages are visible again at once, for the autoscaler
-        _try(url, "sqs:ReceiveMessage", lambda: sqs.receive_message(QueueUrl=url, VisibilityTimeout=0)),
-        _try(url, "sqs:DeleteMessage", _expect(lambda: sqs.delete_message(**nothing))),
+        _try(clients, url, "sqs:ReceiveMessage", {"QueueUrl": url, "VisibilityTimeout": 0}),
+        _try(clients, url, "sqs:DeleteMessage", {"QueueUrl": url, "ReceiptHandle": _NOTHING}),
     ]

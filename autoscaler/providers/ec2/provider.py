@@ -36,12 +36,15 @@ from adaptdl_elastic.autoscaler.providers.ec2 import responses as read
 from adaptdl_elastic.autoscaler.providers.ec2.errors import FAILURES, NotWaitingError, explain, explained
 from adaptdl_elastic.autoscaler.providers.ec2.notice_queue import NoticeQueue
 from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG, another, refuse, tag, tags_of
-from adaptdl_elastic.autoscaler.providers.ec2.prices import latest_spot_prices
+from adaptdl_elastic.autoscaler.providers.ec2.prices import latest_spot_prices, parse_price_option
 from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest
 
 logger = logging.getLogger(__name__)
 
 RULED_TAG = "adaptdl-elastic:before"
+PRICES_TAG, SETTINGS_TAG = "adaptdl-elastic:prices", "adaptdl-elastic:settings"
+"""Tags of a group with on-demand prices, and with settings of the autoscaler, as KEY=VALUE KEY=VALUE."""
+
 _PER_CALL = 50  # most instances per call of SetInstanceProtection
 _AGAIN = 60.0  # seconds before a release is repeated: until then the listing may not show it
 _RETRY = 30.0  # seconds before prices are read again after an error
@@ -123,7 +126,7 @@ class Ec2Provider(Provider):
         self._ec2 = given.get("ec2") or connect("ec2", region, profile)
         sqs = (given.get("sqs") or connect("sqs", region, profile)) if queue_url else None
         self._queue = NoticeQueue(sqs, queue_url) if queue_url else None
-        self._on_demand = dict(on_demand)
+        self._on_demand, self._tagged = dict(on_demand), dict[str, float]()
         self._owner, self._seize, self._rules = owner, seize, False
         self._fixed_slots = slots
         self._slots: dict[str, int] = {}
@@ -149,6 +152,10 @@ class Ec2Provider(Provider):
         self._learn_slots([t for kind in kinds.values() for t in kind.types])
         details = self._details([i["InstanceId"] for g in groups.values() for i in g.get("Instances", [])])
         self._learn_slots([str(detail["InstanceType"]) for detail in details.values()])
+        told = {name: tags_of(group) for name, group in groups.items()}
+        self._tagged = dict(
+            parse_price_option(text) for tags in told.values() for text in tags.get(PRICES_TAG, "").split()
+        )
         prices = self._prices([t for kind in kinds.values() for t in kind.types])
         pools: list[Pool] = []
         instances: list[Instance] = []
@@ -170,7 +177,8 @@ class Ec2Provider(Provider):
                     "on-demand's price is taken for it"
                 )
         self._ours |= {i.id: i.pool for i in instances}
-        self._last = Capacity(tuple(pools), tuple(instances), tuple(warnings))
+        settings = " ".join(tags.get(SETTINGS_TAG, "") for tags in told.values()).split()
+        self._last = Capacity(tuple(pools), tuple(instances), tuple(warnings), tuple(settings))
         return self._last
 
     def signals(self) -> tuple[Signal, ...]:
@@ -284,7 +292,7 @@ class Ec2Provider(Provider):
             else:
                 self._price_trouble = ""
                 self._spot_until = self._clock() + self.price_seconds
-        return read.Prices(self._on_demand, self._spot)
+        return read.Prices({**self._tagged, **self._on_demand}, self._spot)
 
     def _history(self) -> Mapping[tuple[str, str], float]:
         with explained("ec2:DescribeSpotPriceHistory"):

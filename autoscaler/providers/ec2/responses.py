@@ -65,9 +65,7 @@ class Prices:
         elsewhere = [price for (kind, _), price in self.spot.items() if kind == instance_type]
         if preemptible and elsewhere:
             return max(elsewhere)
-        raise ProviderError(
-            f"no price is known for {instance_type}: give --price {instance_type}=PRICE or --prices FILE"
-        )
+        raise ProviderError(f"no price is known for {instance_type}: give --price {instance_type}=PRICE")
 
     def unknown(self, types: Iterable[str], zones: Iterable[str]) -> bool:
         """Return whether no spot price of these types and zones is known."""

@@ -1,6 +1,6 @@
 """Find every stack that this program has made in an account and region, say what it costs, and take it down.
 
-A stack is ours if its tag `adaptdl-elastic:stack` has its own name, as `examples/ec2/deploy.sh` writes it.
+A stack is ours if its tag `adaptdl-elastic:stack` has its own name, as `adaptdl cloud up` writes it.
 Nothing else is touched: what belongs to a stack is read from CloudFormation, never guessed from names.
 
 CloudFormation cannot delete a group whose instances are protected, and an autoscaler would buy again what is
@@ -59,7 +59,7 @@ class Stack:
         status: as CloudFormation says it, e.g. CREATE_COMPLETE.
         machines: its running instances, the head included.
         groups: its auto-scaling groups.
-        buckets: its buckets, which stay.
+        checkpoints: where its checkpoints are, which stay.
         protected: CloudFormation is told not to delete it.
     """
 
@@ -68,7 +68,7 @@ class Stack:
     status: str
     machines: tuple[Machine, ...] = ()
     groups: tuple[str, ...] = ()
-    buckets: tuple[str, ...] = ()
+    checkpoints: str = ""
     protected: bool = False
 
     @property
@@ -128,7 +128,7 @@ class Stacks:
         """
         with explained("cloudformation:DescribeStacks"):
             pages = self._cloudformation.get_paginator("describe_stacks").paginate()
-            ours = [answer for page in pages for answer in page["Stacks"] if _is_ours(answer)]
+            ours = [answer for page in pages for answer in page["Stacks"] if is_ours(answer)]
         return tuple(sorted((self._read(answer) for answer in ours), key=lambda stack: stack.name))
 
     def _read(self, answer: Mapping[str, Any]) -> Stack:
@@ -160,7 +160,7 @@ class Stacks:
             status=str(answer["StackStatus"]),
             machines=machines,
             groups=groups,
-            buckets=of_type("AWS::S3::Bucket"),
+            checkpoints=f"s3://{bucket}/{name}/checkpoints" if (bucket := parameters.get("Bucket")) else "",
             protected=bool(answer.get("EnableTerminationProtection")),
         )
 
@@ -281,7 +281,7 @@ class Stacks:
         return str(found["StackStatus"]), str(found.get("StackStatusReason", ""))
 
 
-def _is_ours(answer: Mapping[str, Any]) -> bool:
+def is_ours(answer: Mapping[str, Any]) -> bool:
     """Return whether a stack in an answer of DescribeStacks has our tag with its own name."""
     tags = {tag["Key"]: tag["Value"] for tag in answer.get("Tags", [])}
     return tags.get(STACK_TAG) == answer["StackName"] and "ParentId" not in answer

@@ -1,0 +1,290 @@
+"""Create a stack or change it: upload what its machines run, have CloudFormation do the rest, and wait.
+
+The account is looked at first: a stack whose nodes could never be bought would cost its head for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from adaptdl_elastic.autoscaler.providers.base import ProviderError
+from adaptdl_elastic.autoscaler.providers.ec2.errors import explained
+from adaptdl_elastic.autoscaler.providers.ec2.provider import connect
+from adaptdl_elastic.autoscaler.providers.ec2.stacks import STACK_TAG, Stack, Stacks, is_ours
+
+IMAGE = "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"
+"""The public parameter with the image of the head: Ubuntu 24.04, x86-64."""
+
+QUOTAS = {
+    **dict.fromkeys("acdhimrtz", ("L-1216C47A", "L-34B43A08")),
+    "g": ("L-DB2E81BA", "L-3819A6DF"),
+    "p": ("L-417A185B", "L-7212CCBC"),
+}
+"""First letter of an instance type: the codes of its quotas of vCPUs, on-demand and spot.
+
+Source: Service Quotas, "Amazon EC2", November 2026.
+"""
+
+_POLICY = (
+    ("Allow", "Update:*", "*"),
+    ("Deny", ["Update:Replace", "Update:Delete"], "LogicalResourceId/Head"),
+)
+HEAD_STAYS = [{"Effect": one, "Action": act, "Principal": "*", "Resource": res} for one, act, res in _POLICY]
+"""The stack's policy: no update replaces the head, whose disk has etcd's data and the CA."""
+
+# CloudFormation can only delete a stack in one of these states
+_REMAINS = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED", "REVIEW_IN_PROGRESS")
+_BEGUN = ("CREATE_IN_PROGRESS", "UPDATE_IN_PROGRESS")
+_ENDED_WELL = ("CREATE_COMPLETE", "UPDATE_COMPLETE")
+_UNFINISHED = {"ID": "unfinished", "Status": "Enabled", "Filter": {}}
+_MOST_REASONS = 5
+
+
+class StackUp(Stacks):
+    """Creates and changes stacks of one account and region.
+
+    Args:
+        region: AWS region; None: as boto3 finds it.
+        profile: AWS profile; None: as boto3 finds it.
+        say: Prints a line for the user.
+        clients: Service → boto3 client, instead of new ones.
+        clock: Monotonic seconds.
+        wait: Called with the seconds between two looks.
+    """
+
+    patience = 3600.0
+    """Seconds to wait for CloudFormation; the template limits what it waits for."""
+
+    def __init__(
+        self,
+        region: str | None,
+        profile: str | None,
+        say: Callable[[str], None],
+        clients: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(region, profile, clients=clients, clock=clock, wait=wait)
+        given = clients or {}
+        self._s3, self._sts, self._quotas = (
+            given.get(service) or connect(service, region, profile)
+            for service in ("s3", "sts", "service-quotas")
+        )
+        self._say = say
+        self._template = resources.files(__package__).joinpath("stack.yaml").read_text()
+
+    def up(
+        self,
+        name: str,
+        values: Mapping[str, str],
+        bucket: str | None,
+        code: Callable[[Path], None] | None,
+        package: Callable[[Path], None],
+    ) -> dict[str, str]:
+        """Create the stack, or change it if it exists, and wait; return its outputs.
+
+        Args:
+            name: The stack's name.
+            values: Parameters of the template; others keep their values, or have their defaults.
+            bucket: That of code and checkpoints; None: the account's own, which is made where it lacks.
+            code: Writes the archive of the job's code; None: the stack keeps the code that it has.
+            package: Writes the archive that machines install.
+
+        Raises:
+            ProviderError: the account cannot have such a stack, a right is missing, or the stack failed.
+        """
+        before = self._before(name)
+        chosen = {**(before or {}), **values}
+        if before is None:
+            if code is None:
+                raise ProviderError(f"there is no stack {name} yet: give the directory and the command, too")
+            self._choose(chosen)
+            chosen["Bucket"] = self._bucket(bucket)
+            chosen["Package"] = self._upload(chosen["Bucket"], f"{name}/package", package)
+        elif bucket not in (None, chosen["Bucket"]):
+            raise ProviderError(f"stack {name} has the bucket {chosen['Bucket']}, and keeps it")
+        if code is not None:
+            chosen["Code"] = self._upload(chosen["Bucket"], f"{name}/code", code)
+        request = {
+            "StackName": name,
+            "TemplateBody": self._template,
+            "Parameters": [{"ParameterKey": key, "ParameterValue": text} for key, text in chosen.items()],
+            "Capabilities": ["CAPABILITY_IAM"],
+            "StackPolicyBody": json.dumps({"Statement": HEAD_STAYS}),
+            "Tags": [{"Key": STACK_TAG, "Value": name}],
+        }
+        if before is None:
+            self._say(f"{name}: CloudFormation creates it, which takes some ten minutes")
+            with explained("cloudformation:CreateStack", name):
+                # what a failed stack leaves behind would cost, and be in the way of the next try
+                return self._done(self._cloudformation.create_stack(**request, OnFailure="DELETE"), name)
+        try:
+            changed = self._cloudformation.update_stack(**request)
+        except ClientError as error:
+            if "No updates are to be performed" not in str(error):
+                with explained("cloudformation:UpdateStack", name):
+                    raise
+            changed = {"StackId": name}
+            self._say(f"{name}: nothing changes")
+        return self._done(changed, name)
+
+    # Looking first
+
+    def _describe_stack(self, name: str) -> dict[str, Any] | None:
+        """Return a stack as CloudFormation describes it; None if there is none."""
+        try:
+            return dict(self._cloudformation.describe_stacks(StackName=name)["Stacks"][0])
+        except ClientError as error:
+            if "does not exist" in str(error):
+                return None
+            with explained("cloudformation:DescribeStacks", name):
+                raise
+
+    def _before(self, name: str) -> dict[str, str] | None:
+        """Return the parameters of a stack; None if it is to be created.
+
+        What a failed try has left is deleted.
+        """
+        found = self._describe_stack(name)
+        if found is None:
+            return None
+        status = str(found["StackStatus"])
+        if not is_ours(found):
+            raise ProviderError(f"stack {name} was not made by this program: choose another name")
+        if status in _REMAINS:
+            self._say(f"{name}: what is left of a try that failed ({status}) is deleted first")
+            self.delete(Stack(name, str(found["StackId"]), status), self.patience)
+            return None
+        if status.endswith("_IN_PROGRESS"):
+            raise ProviderError(f"stack {name} is {status}: wait until that has ended")
+        return {one["ParameterKey"]: one["ParameterValue"] for one in found["Parameters"]}
+
+    def _choose(self, chosen: dict[str, str]) -> None:
+        """Add what a new stack needs and the account tells; ProviderError if no node could be bought."""
+        defaults = dict(
+            re.findall(r"^  (\w+):\n    Type: .*\n    Default: (.*)$", self._template, re.MULTILINE)
+        )
+        types = [chosen.get(key) or defaults[key] for key in ("InstanceType", "SecondType")]
+        self._check_quotas(types[0])
+        zones = self._zones(types)
+        if "Vpc" not in chosen:
+            chosen.setdefault("Zones", ",".join((zones * 2)[:2]))
+        elif "HeadIsPublic" not in chosen and (subnet := chosen.get("HeadSubnet")):
+            with explained("ec2:DescribeSubnets", subnet):
+                (found,) = self._ec2.describe_subnets(SubnetIds=[subnet])["Subnets"]
+            chosen["HeadIsPublic"] = "yes" if found["MapPublicIpOnLaunch"] else "no"
+        if "HeadImage" not in chosen:
+            with explained("ssm:GetParameter", IMAGE):
+                chosen["HeadImage"] = str(self._ssm.get_parameter(Name=IMAGE)["Parameter"]["Value"])
+
+    def _zones(self, types: list[str]) -> list[str]:
+        """Return the zones that have the first type, those with the second one first."""
+        with explained("ec2:DescribeInstanceTypeOfferings", ", ".join(types)):
+            offers = self._ec2.describe_instance_type_offerings(
+                LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": types}]
+            )["InstanceTypeOfferings"]
+        first, second = ({one["Location"] for one in offers if one["InstanceType"] == kind} for kind in types)
+        if not first:
+            raise ProviderError(f"{self.region} has no {types[0]}: give --set InstanceType=TYPE or --region")
+        return sorted(first, key=lambda zone: (zone not in second, zone))
+
+    def _check_quotas(self, kind: str) -> None:
+        """Raise ProviderError if the account may run no instance of a type; say what it may run."""
+        codes = QUOTAS.get(kind[0]) if re.match("[a-z][0-9]", kind) else None
+        if codes is None:
+            return
+        with explained("ec2:DescribeInstanceTypes", kind):
+            (found,) = self._ec2.describe_instance_types(InstanceTypes=[kind])["InstanceTypes"]
+        most = []
+        for what, code in zip(("on-demand", "spot"), codes, strict=True):
+            try:
+                quota = self._quotas.get_service_quota(ServiceCode="ec2", QuotaCode=code)["Quota"]["Value"]
+            except ClientError as error:
+                self._say(f"the quota {code} of {what} instances cannot be read: {error}")
+                return
+            most.append(int(quota // found["VCpuInfo"]["DefaultVCpus"]))
+            self._say(f"{what}: the account may run {most[-1]} × {kind} (quota {code}: {quota:g} vCPUs)")
+        if not any(most):
+            raise ProviderError(
+                f"no {kind} can be bought in {self.region}: ask for more of quota {codes[1]} (spot) or "
+                f"{codes[0]} at https://console.aws.amazon.com/servicequotas/home/services/ec2/quotas, which "
+                f"takes hours to days, or choose another type with --set InstanceType=TYPE"
+            )
+
+    # Uploading
+
+    def _bucket(self, given: str | None) -> str:
+        """Return the bucket to use; the account's own one is made where it lacks."""
+        with explained("sts:GetCallerIdentity"):
+            account = str(self._sts.get_caller_identity()["Account"])
+        bucket = given or f"adaptdl-{account}-{self.region}"
+        # a bucket of this name that another account has would get the code
+        owner = {} if given else {"ExpectedBucketOwner": account}
+        try:
+            self._s3.head_bucket(Bucket=bucket, **owner)
+        except ClientError as error:
+            if given or error.response["Error"]["Code"] not in ("404", "NoSuchBucket"):
+                raise ProviderError(f"the bucket {bucket} cannot be used: {error}") from None
+            place = {} if self.region == "us-east-1" else {"LocationConstraint": self.region}
+            rule = {**_UNFINISHED, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
+            with explained("s3:CreateBucket, s3:PutLifecycleConfiguration", bucket):
+                self._s3.create_bucket(
+                    Bucket=bucket, **({"CreateBucketConfiguration": place} if place else {})
+                )
+                self._s3.put_bucket_lifecycle_configuration(
+                    Bucket=bucket, LifecycleConfiguration={"Rules": [rule]}
+                )
+            self._say(f"made the bucket {bucket}, for code and checkpoints of all stacks in {self.region}")
+        return bucket
+
+    def _upload(self, bucket: str, key: str, write: Callable[[Path], None]) -> str:
+        """Upload what `write` writes, under its SHA-256; return its URL."""
+        with tempfile.TemporaryDirectory(prefix="adaptdl-stack-") as folder:
+            path = Path(folder) / "archive.tar.gz"
+            write(path)
+            name = f"{key}-{hashlib.sha256(path.read_bytes()).hexdigest()}.tar.gz"
+            with explained("s3:PutObject", f"{bucket}/{name}"):
+                self._s3.upload_file(str(path), bucket, name)
+        return f"s3://{bucket}/{name}"
+
+    # Waiting
+
+    def _done(self, begun: Mapping[str, Any], name: str) -> dict[str, str]:
+        """Wait until a stack is not in progress; return its outputs. ProviderError if it failed."""
+        identifier, end, found = str(begun["StackId"]), self._clock() + self.patience, None
+        status = "UPDATE_IN_PROGRESS"
+        while status.endswith("_IN_PROGRESS") and self._clock() < end:
+            found = self._describe_stack(identifier) or {"StackStatus": "deleted"}
+            status = str(found["StackStatus"])
+            if status.endswith("_IN_PROGRESS"):
+                self._wait(self.interval)
+        if status not in _ENDED_WELL or found is None:
+            failed = f"stack {name} failed, and is {status}:"
+            raise ProviderError("\n  ".join([failed, *self._reasons(identifier)]))
+        return {one["OutputKey"]: one["OutputValue"] for one in found.get("Outputs", [])}
+
+    def _reasons(self, identifier: str) -> list[str]:
+        """Return the first failures of a stack's last change; that of the head has the end of its log."""
+        with explained("cloudformation:DescribeStackEvents"):
+            pages = self._cloudformation.get_paginator("describe_stack_events").paginate(StackName=identifier)
+            events = [event for page in pages for event in page["StackEvents"]]
+        told: list[str] = []
+        # the newest comes first
+        for one in events:
+            status = str(one.get("ResourceStatus"))
+            if one.get("PhysicalResourceId") == identifier and status in _BEGUN:
+                break
+            text = f"{one['LogicalResourceId']}: {one.get('ResourceStatusReason', '')}"
+            if status.endswith("_FAILED") and "cancelled" not in text:
+                told.insert(0, text)
+        return told[:_MOST_REASONS]
