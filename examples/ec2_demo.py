@@ -158,7 +158,7 @@ class Demo:
         self.interrupt()
         self.pause(8.0)
         self.ruler.change(self.settings)
-        self.spot.price = DEAR
+        self.spot.move(DEAR)
         self.story.mark(
             f"the spot price jumps from ${CHEAP} to ${DEAR}, the budget is ${BUDGET:.0f} per hour"
         )
@@ -217,14 +217,17 @@ class Demo:
         story, check = self.story, self.story.check
         bill = self.see.bill()
         assert bill is not None
+        self.machines.charge()
         own = sum(line.cost for line in story.bill.values())
         bought = sum(instances for _, instances, _, _ in bill.bought)
         check(
             bought == len(story.bill) == 3,
             f"{bought} instances are billed, {len(story.bill)} were there, not 3",
         )
-        # it looks once in one to three seconds, and bills the time since then at the price of the moment
-        check(abs(bill.cost_so_far - own) <= 0.3 * own, f"billed ${bill.cost_so_far:.4f}, not ${own:.4f}")
+        wrong = abs(bill.cost_so_far - own)
+        story.mark(f"billed ${bill.cost_so_far:.4f}; the demo's own account: ${own:.4f}")
+        # less than a cent, and less than a cent a dollar: the total may be below a dollar
+        check(wrong < min(0.01, 0.01 * own), f"billed ${bill.cost_so_far:.4f}, not ${own:.4f}")
         check(not self.machines.group()["SuspendedProcesses"], "the group was not handed back")
         check(
             any("budget" in i.why or "max-hourly" in i.why for i in story.bill.values()),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import psutil
@@ -20,15 +20,35 @@ from etcd_server import tied
 from fake_imds import FakeImds
 from moto_process import Moto
 
+LEAST_SECONDS = 60.0  # that AWS charges for every instance
 
-@dataclass
+
 class Spot:
     """The market: a price that this program moves."""
 
-    price: float = CHEAP
+    def __init__(self) -> None:
+        self._moves = ((0.0, CHEAP),)  # (since when, price per hour)
 
-    def prices(self) -> Mapping[tuple[str, str], float]:
-        return {(TYPE, ZONE): self.price}
+    @property
+    def price(self) -> float:
+        """The price of the moment."""
+        return self._moves[-1][1]
+
+    def move(self, price: float) -> None:
+        """Change the price now."""
+        self._moves = (*self._moves, (time.time(), price))
+
+    def prices(self) -> Mapping[tuple[str, str], tuple[tuple[float, float], ...]]:
+        """What EC2's price history would be, for the provider."""
+        return {(TYPE, ZONE): self._moves}
+
+    def cost(self, begin: float, end: float) -> float:
+        """Add up what an instance costs, for the demo's own account."""
+        total, until = 0.0, end
+        for since, price in reversed(self._moves):
+            total += max(0.0, until - max(since, begin)) * price / 3600
+            until = min(until, since)
+        return total
 
 
 class Machines:
@@ -37,7 +57,6 @@ class Machines:
     def __init__(self, moto: Moto, command: Callable[[str], list[str]], story: Story, spot: Spot) -> None:
         self._autoscaling = moto.client("autoscaling")
         self._moto, self._command, self._story, self._spot = moto, command, story, spot
-        self._seen = time.monotonic()
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.metadata: dict[str, FakeImds] = {}
         self.ends: dict[str, float] = {}  # when EC2 takes it, seconds since the epoch
@@ -75,13 +94,22 @@ class Machines:
                     InstanceId=instance, ShouldDecrementDesiredCapacity=False
                 )
 
+    def charge(self) -> None:
+        """Charge every instance that EC2 has had, from its launch to its end: the demo's own account."""
+        for reservation in self._moto.client("ec2").describe_instances()["Reservations"]:
+            for instance in reservation["Instances"]:
+                began = instance["LaunchTime"].timestamp()
+                ended = time.time()
+                if instance["State"]["Name"] == "terminated":
+                    said = instance["StateTransitionReason"].partition("(")[2].removesuffix(" UTC)")
+                    ended = datetime.fromisoformat(f"{said}+00:00").timestamp()
+                line = self._story.bill.setdefault(instance["InstanceId"], Line(0.0))
+                line.seconds = max(LEAST_SECONDS, ended - began)
+                line.cost = self._spot.cost(began, began + line.seconds)
+
     def _account(self, running: set[str]) -> None:
-        now = time.monotonic()
-        elapsed, self._seen = now - self._seen, now
         for instance in running:
-            line = self._story.bill.setdefault(instance, Line(self._story.now, -elapsed))
-            line.cost += max(0.0, elapsed if line.seconds >= 0 else 0.0) * self._spot.price / 3600
-            line.seconds = max(0.0, line.seconds + elapsed)
+            self._story.bill.setdefault(instance, Line(self._story.now))
         for instance, line in self._story.bill.items():
             if instance not in running and line.ended is None:
                 line.ended = self._story.now

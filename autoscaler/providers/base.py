@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from types import TracebackType
 
 
@@ -67,6 +68,16 @@ class Instance:
     launched: float = 0.0  # seconds since the epoch, by the provider's clock
     protected: bool = False  # from the provider's own scale-in
     held: bool = False  # leaving, and a lifecycle hook waits for the drain
+    # (since when, price per hour), oldest first; empty: `hourly_price` all the time
+    price_changes: tuple[tuple[float, float], ...] = ()
+    ended: float | None = None  # until when it is paid for; 0: until an unknown time; None: it still runs
+
+    def cost(self, begin: float, end: float) -> float:
+        """Return what the time from `begin` to `end` costs; a negative amount if `end` comes first."""
+        changes = self.price_changes or ((0.0, self.hourly_price),)
+        steps = ((at, new - old) for (_, old), (at, new) in pairwise(changes))
+        more = sum(step * (max(end, at) - max(begin, at)) for at, step in steps)
+        return (changes[0][1] * (end - begin) + more) / 3600
 
 
 @dataclass(frozen=True)
@@ -99,11 +110,13 @@ class Pool:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The instances that exist, and the pools, at one moment."""
+    """The instances that exist or have ended lately, and the pools, at one moment."""
 
     pools: tuple[Pool, ...] = ()
     instances: tuple[Instance, ...] = ()
     warnings: tuple[str, ...] = ()
+    ended: tuple[Instance, ...] = ()
+    priced: float = math.inf  # until when all price changes are known, in seconds since the epoch
     # settings of the autoscaler that the provider has, by the names of its --set
     settings: tuple[str, ...] = ()
 

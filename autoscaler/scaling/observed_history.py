@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, Signal, SignalKind
+from adaptdl_elastic.autoscaler.scaling.bill import bill
 from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, NodeUse, Observation, PoolMemory
 
 _REMOVED = "its group removes it"
 # Weights of past interruptions fall to 1/e within so many hours.
 FORGET_HOURS = 24.0
-# Bills are kept for so many seconds after a job's end.
+# Bills are kept for so many seconds after the end of a job or instance.
 KEEP_BILLS = 86400.0
 # What an instance has cost counts for the budget for so many seconds.
 _FORGET_PRICE = 86400.0
@@ -53,6 +54,7 @@ def shifted(memory: Memory, seconds: float) -> Memory:
         known=known,
         pools={name: _shifted_pool(pool, seconds) for name, pool in memory.pools.items()},
         job_runs={name: (run, last + seconds) for name, (run, last) in memory.job_runs.items()},
+        billed={name: entry.shifted(seconds) for name, entry in memory.billed.items()},
         updated=moved(memory.updated),
         changed=memory.changed + seconds,
         exchanged=memory.exchanged + seconds,
@@ -106,25 +108,20 @@ def account(memory: Memory, seen: Observation) -> Memory:
         for name, pool in memory.pools.items()
     }
     jobs, total = dict(memory.job_costs), memory.cost
-    for instance in seen.capacity.instances:
-        # an instance that is new since then is charged from its launch
-        if memory.updated is not None:
-            elapsed = max(0.0, seen.now - max(memory.updated, instance.launched)) / HOUR
-        cost = instance.hourly_price * elapsed
+    billed = {name: entry for name, entry in memory.billed.items() if entry.until > seen.now - KEEP_BILLS}
+    start = seen.now if memory.updated is None else memory.updated
+    for instance in (*seen.capacity.instances, *seen.capacity.ended):
+        billed[instance.id], elapsed, cost = bill(instance, memory.billed.get(instance.id), start, seen)
         pool = pools.get(instance.pool, PoolMemory())
         if instance.hourly_price >= pool.highest_price or seen.now - pool.highest_seen > _FORGET_PRICE:
             pool = replace(pool, highest_price=instance.hourly_price, highest_seen=seen.now)
-        pools[instance.pool] = replace(
-            pool,
-            hours=pool.hours + elapsed,
-            cost=pool.cost + cost,
-            spot_hours=pool.spot_hours + (elapsed if instance.preemptible else 0.0),
-            recent_hours=pool.recent_hours + (elapsed if instance.preemptible else 0.0),
-        )
+        recent = pool.recent_hours + (elapsed if instance.preemptible else 0.0)
+        hours, spent = pool.hours + elapsed, pool.cost + cost
+        pools[instance.pool] = replace(pool, hours=hours, cost=spent, recent_hours=recent)
         total += cost
         for job, share in shares(seen.nodes.get(instance.id)).items():
             jobs[job] = jobs.get(job, 0.0) + cost * share
-    return replace(memory, pools=pools, job_costs=jobs, cost=total)
+    return replace(memory, pools=pools, job_costs=jobs, cost=total, billed=billed)
 
 
 def _forget(memory: Memory, seen: Observation) -> Memory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
@@ -72,6 +72,19 @@ class Known:
 
 
 @dataclass(frozen=True)
+class Billed:
+    """What of one instance is on the bill. Times in seconds since the epoch."""
+
+    until: float
+    final: float  # until when all price changes were known
+    estimate: float = 0.0  # cost from `final` to `until`
+
+    def shifted(self, seconds: float) -> Billed:
+        """Return the same for a clock that was set forward by `seconds`."""
+        return replace(self, until=self.until + seconds, final=self.final + seconds)
+
+
+@dataclass(frozen=True)
 class PoolMemory:
     """What is remembered about a pool. Hours and costs are sums over all its instances so far."""
 
@@ -86,7 +99,6 @@ class PoolMemory:
     trouble_seen: float = 0.0
     until: float = 0.0  # no request before this time
     interruptions: int = 0
-    spot_hours: float = 0.0
     recent_interruptions: float = 0.0  # decays with time, as the next field does
     recent_hours: float = 0.0
     instances: int = 0
@@ -106,6 +118,7 @@ class Memory:
         default_factory=dict
     )  # (run, when it last wanted nodes)
     cost: float = 0.0
+    billed: Mapping[str, Billed] = field(default_factory=dict)  # by instance; ended ones stay for a day
     updated: float | None = None
     changed: float = 0.0
     exchanged: float = 0.0  # when the last exchange of a node for a cheaper one began

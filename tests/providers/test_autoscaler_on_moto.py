@@ -31,7 +31,7 @@ class World:
             ["spot", "demand"],
             {"g5.xlarge": 1.0},
             clients={"autoscaling": self.thin},
-            spot_prices=lambda: {("g5.xlarge", "eu-central-1a"): 0.3},
+            spot_prices=lambda: {("g5.xlarge", "eu-central-1a"): ((0.0, 0.3),)},
         )
         self.ruler = Autoscaler(
             store, KEYS, self.provider, ScalingSettings(), clock=lambda: self.now, steady=lambda: self.now

@@ -125,7 +125,7 @@ def test_at_its_minimum_a_group_says_so(moto: Moto) -> None:
 
 def test_spot_prices_and_terms_come_from_what_the_group_launches(moto: Moto) -> None:
     zone = f"{REGION}a"
-    prices = {("g5.xlarge", zone): 0.35, ("g5.12xlarge", zone): 1.5}
+    prices = {("g5.xlarge", zone): ((0.0, 0.35),), ("g5.12xlarge", zone): ((0.0, 1.5),)}
     make_group(
         moto,
         "workers",
@@ -398,3 +398,28 @@ def test_pools_are_values(moto: Moto) -> None:
     make_group(moto, "workers")
     pool = provider(moto).capacity().pool("workers")
     assert replace(pool, desired=1) != pool
+
+
+def test_an_instance_that_has_ended_is_reported_with_its_launch_and_its_end(moto: Moto) -> None:
+    """moto takes the tag of the group away at the end, so the instance must have been seen before."""
+    make_group(moto, "workers", desired=1)
+    ours = provider(moto)
+    (running,) = ours.capacity().instances
+    assert (running.ended, ours.capacity().ended) == (None, ())
+    ours.release(running.id)
+    for _ in range(3):
+        now = ours.capacity()
+        assert now.instances == ()
+        (ended,) = now.ended
+        assert (ended.id, ended.pool, ended.launched) == (running.id, "workers", running.launched)
+        assert ended.ended == running.launched + 60.0
+
+
+def test_an_instance_that_came_and_went_between_two_looks_is_reported(moto: Moto) -> None:
+    make_group(moto, "workers", desired=1)
+    (member,) = raw_group(moto)["Instances"]
+    ec2 = moto.client("ec2")
+    ec2.terminate_instances(InstanceIds=[member["InstanceId"]])
+    tag = {"Key": "aws:autoscaling:groupName", "Value": "workers"}
+    ec2.create_tags(Resources=[member["InstanceId"]], Tags=[tag])
+    assert member["InstanceId"] in {i.id for i in provider(moto).capacity().ended}

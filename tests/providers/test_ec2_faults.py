@@ -256,9 +256,9 @@ def test_spot_prices_of_a_moment_ago_serve_while_new_ones_can_not_be_read(moto: 
     make_group(moto, "workers", spot=True)
     clock = Clock()
     answers: list[Any] = [
-        {("g5.xlarge", ZONE): 0.3},
+        {("g5.xlarge", ZONE): ((0.0, 0.3),)},
         ProviderError("ec2:DescribeSpotPriceHistory: RequestLimitExceeded"),
-        {("g5.xlarge", ZONE): 0.4},
+        {("g5.xlarge", ZONE): ((0.0, 0.3), (1.0, 0.4))},
     ]
 
     def prices() -> Any:
@@ -304,10 +304,10 @@ def test_a_type_that_is_not_sold_in_a_zone(moto: Moto) -> None:
         types=("g5.xlarge", "p4d.24xlarge"),
         mixed={"OnDemandBaseCapacity": 0, "OnDemandPercentageAboveBaseCapacity": 0},
     )
-    prices = {("g5.xlarge", ZONE): 0.3, ("p4d.24xlarge", f"{REGION}b"): 9.0}
+    prices = {("g5.xlarge", ZONE): ((0.0, 0.3),), ("p4d.24xlarge", f"{REGION}b"): ((0.0, 9.0),)}
     ours, _ = provider(moto, spot_prices=lambda: prices)
     assert ours.capacity().pool("workers").hourly_price == 0.3
-    ours, _ = provider(moto, spot_prices=lambda: {("g5.xlarge", ZONE): 0.3})
+    ours, _ = provider(moto, spot_prices=lambda: {("g5.xlarge", ZONE): ((0.0, 0.3),)})
     with pytest.raises(ProviderError, match=r"--price p4d.24xlarge=PRICE"):
         ours.capacity()
 

@@ -6,8 +6,8 @@ import pytest
 
 from adaptdl_elastic.autoscaler.providers.base import ProviderError
 from adaptdl_elastic.autoscaler.providers.ec2.prices import (
-    latest_spot_prices,
     parse_price_option,
+    spot_price_changes,
 )
 from adaptdl_elastic.autoscaler.providers.ec2.responses import Kind, Prices, trouble_of
 
@@ -21,7 +21,7 @@ def test_the_option() -> None:
             parse_price_option(f"g5.xlarge={wrong}")
 
 
-def test_the_newest_price_of_each_type_and_zone() -> None:
+def test_the_price_changes_of_each_type_and_zone_in_order() -> None:
     def entry(hour: int, price: str, zone: str = "a") -> dict[str, object]:
         return {
             "InstanceType": "g5.xlarge",
@@ -31,11 +31,15 @@ def test_the_newest_price_of_each_type_and_zone() -> None:
         }
 
     history = [entry(2, "0.4"), entry(1, "0.3"), entry(1, "0.5", "b")]
-    assert latest_spot_prices(history) == {("g5.xlarge", "a"): 0.4, ("g5.xlarge", "b"): 0.5}
+    one, two = (datetime(2026, 11, 21, hour, tzinfo=timezone.utc).timestamp() for hour in (1, 2))
+    assert spot_price_changes(history) == {
+        ("g5.xlarge", "a"): ((one, 0.3), (two, 0.4)),
+        ("g5.xlarge", "b"): ((one, 0.5),),
+    }
 
 
 def test_an_unknown_spot_price_is_taken_for_on_demand() -> None:
-    prices = Prices({"g5.xlarge": 1.0}, {("g5.xlarge", "a"): 0.3})
+    prices = Prices({"g5.xlarge": 1.0}, {("g5.xlarge", "a"): ((0.0, 0.4), (1.0, 0.3))})
     assert prices.of("g5.xlarge", "a", True) == 0.3
     assert prices.of("g5.xlarge", "b", True) == 1.0
     assert prices.cheapest(["g5.xlarge"], ["a", "b"], True) == (0.3, "g5.xlarge")

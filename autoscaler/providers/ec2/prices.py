@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from adaptdl_elastic.autoscaler.providers.base import ProviderError
+
+PriceChanges = tuple[tuple[float, float], ...]
+"""(Since when in seconds since the epoch, price per hour), oldest first."""
 
 
 def parse_price_option(text: str) -> tuple[str, float]:
@@ -22,12 +26,10 @@ def parse_price_option(text: str) -> tuple[str, float]:
     return name, price
 
 
-def latest_spot_prices(history: Iterable[Mapping[str, object]]) -> dict[tuple[str, str], float]:
-    """Return (type, zone) → newest price, from entries of EC2's DescribeSpotPriceHistory in any order."""
-    newest: dict[tuple[str, str], tuple[object, float]] = {}
+def spot_price_changes(history: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], PriceChanges]:
+    """Return (type, zone) → price changes, from entries of EC2's DescribeSpotPriceHistory in any order."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for entry in history:
-        key = (str(entry["InstanceType"]), str(entry["AvailabilityZone"]))
-        stamp = entry["Timestamp"]
-        if key not in newest or stamp > newest[key][0]:  # type: ignore[operator]
-            newest[key] = (stamp, float(str(entry["SpotPrice"])))
-    return {key: price for key, (_, price) in newest.items()}
+        change = (entry["Timestamp"].timestamp(), float(entry["SpotPrice"]))
+        found.setdefault((entry["InstanceType"], entry["AvailabilityZone"]), []).append(change)
+    return {key: tuple(sorted(changes)) for key, changes in found.items()}

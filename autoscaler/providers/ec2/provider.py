@@ -36,7 +36,11 @@ from adaptdl_elastic.autoscaler.providers.ec2 import responses as read
 from adaptdl_elastic.autoscaler.providers.ec2.errors import FAILURES, NotWaitingError, explain, explained
 from adaptdl_elastic.autoscaler.providers.ec2.notice_queue import NoticeQueue
 from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG, another, refuse, tag, tags_of
-from adaptdl_elastic.autoscaler.providers.ec2.prices import latest_spot_prices, parse_price_option
+from adaptdl_elastic.autoscaler.providers.ec2.prices import (
+    PriceChanges,
+    parse_price_option,
+    spot_price_changes,
+)
 from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest
 
 logger = logging.getLogger(__name__)
@@ -93,7 +97,7 @@ class Ec2Provider(Provider):
         region: AWS region; None: as boto3 finds it.
         profile: AWS profile; None: as boto3 finds it.
         queue_url: SQS queue into which EventBridge puts notices.
-        spot_prices: returns (type, zone) → price, instead of EC2's history.
+        spot_prices: returns (type, zone) → price changes, instead of EC2's history.
         owner: cluster that controls the groups; "": ownership is not checked.
         seize: take the groups even if they belong to another cluster, which will notice and end.
         clients: service → boto3 client, instead of new ones.
@@ -112,7 +116,7 @@ class Ec2Provider(Provider):
         region: str | None = None,
         profile: str | None = None,
         queue_url: str | None = None,
-        spot_prices: Callable[[], Mapping[tuple[str, str], float]] | None = None,
+        spot_prices: Callable[[], Mapping[tuple[str, str], PriceChanges]] | None = None,
         owner: str = "",
         seize: bool = False,
         clients: Mapping[str, Any] | None = None,
@@ -131,7 +135,8 @@ class Ec2Provider(Provider):
         self._fixed_slots = slots
         self._slots: dict[str, int] = {}
         self._spot_prices = spot_prices or self._history
-        self._spot: Mapping[tuple[str, str], float] = {}
+        self._spot: Mapping[tuple[str, str], PriceChanges] = {}
+        self._priced = 0.0  # when spot prices were read, in seconds since the epoch
         self._spot_until = float("-inf")
         self._clock = clock
         self._price_trouble = ""
@@ -150,35 +155,42 @@ class Ec2Provider(Provider):
         groups, missing = self._describe()
         kinds = {name: self._kind(group) for name, group in groups.items()}
         self._learn_slots([t for kind in kinds.values() for t in kind.types])
-        details = self._details([i["InstanceId"] for g in groups.values() for i in g.get("Instances", [])])
+        here = {i["InstanceId"] for g in groups.values() for i in g.get("Instances", [])}
+        details = self._details([*here.union(i.id for i in (*self._last.instances, *self._last.ended))])
+        # the tag of an instance may be gone some time after its end
+        left = {i: tags_of(details[i]).get(read.GROUP_TAG, self._ours.get(i)) for i in details.keys() - here}
         self._learn_slots([str(detail["InstanceType"]) for detail in details.values()])
         told = {name: tags_of(group) for name, group in groups.items()}
         self._tagged = dict(
             parse_price_option(text) for tags in told.values() for text in tags.get(PRICES_TAG, "").split()
         )
         prices = self._prices([t for kind in kinds.values() for t in kind.types])
-        pools: list[Pool] = []
-        instances: list[Instance] = []
+        pools, instances, ended = list[Pool](), list[Instance](), list[Instance]()
         warnings = [*missing, *([self._price_trouble] if self._price_trouble else [])]
         warnings += [str(self._queue_trouble)] if self._queue_trouble is not None else []
         for name, group in groups.items():
             if not self._rules and not self._seize and (owner := another(group, self._owner)):
                 warnings.append(f"{name}: belongs to cluster {owner}: it is not ours to rule (--take-over)")
-            members = read.instances_of(group, kinds[name], details, prices, self._slots)
+            gone = [{"InstanceId": i, "LifecycleState": "Terminated"} for i in left if left[i] == name]
+            group = {**group, "Instances": [*group.get("Instances", []), *gone]}
+            members, over = read.instances_of(group, kinds[name], details, prices, self._slots)
             trouble, warning = self._trouble(name)
             warnings += [warning] if warning else []
             pool = read.pool_of(group, kinds[name], members, prices, self._slots, trouble)
             pools.append(replace(pool, hook_timeout=self._hook_timeout(name, warnings)))
             instances += members
+            ended += over
             if pools[-1].preemptible and prices.unknown(kinds[name].types, pools[-1].zones):
                 where = ", ".join(pools[-1].zones)
                 warnings.append(
                     f"{name}: EC2 tells no spot price of {', '.join(kinds[name].types)} in {where}: "
                     "on-demand's price is taken for it"
                 )
-        self._ours |= {i.id: i.pool for i in instances}
+        self._ours |= {i.id: i.pool for i in (*instances, *ended)}
         settings = " ".join(tags.get(SETTINGS_TAG, "") for tags in told.values()).split()
-        self._last = Capacity(tuple(pools), tuple(instances), tuple(warnings), tuple(settings))
+        self._last = Capacity(
+            tuple(pools), tuple(instances), tuple(warnings), tuple(ended), self._priced, tuple(settings)
+        )
         return self._last
 
     def signals(self) -> tuple[Signal, ...]:
@@ -234,14 +246,10 @@ class Ec2Provider(Provider):
         key = (repr(template), repr(group.get("MixedInstancesPolicy")))
         known = self._kinds.get(name)
         if known is None or known[0] != key or self._clock() >= known[1]:
-            which = (
-                {"LaunchTemplateId": template["LaunchTemplateId"]}
-                if "LaunchTemplateId" in template
-                else {"LaunchTemplateName": template["LaunchTemplateName"]}
-            )
+            given = "LaunchTemplateId" if "LaunchTemplateId" in template else "LaunchTemplateName"
             with explained("ec2:DescribeLaunchTemplateVersions", name):
                 answer = self._ec2.describe_launch_template_versions(
-                    **which, Versions=[str(template.get("Version") or "$Default")]
+                    **{given: template[given]}, Versions=[str(template.get("Version") or "$Default")]
                 )
             versions = answer["LaunchTemplateVersions"]
             if not versions:
@@ -262,20 +270,20 @@ class Ec2Provider(Provider):
         self._slots |= read.slots_of(answer["InstanceTypes"])
 
     def _details(self, identifiers: Sequence[str]) -> dict[str, read.Answer]:
-        """Return details by instance id.
+        """Return details of these instances, and of others that EC2 names the groups for, by id.
 
         A filter is used, so that instances that EC2 does not know yet, or any more, cause no error.
         """
         found: dict[str, read.Answer] = {}
-        for first in range(0, len(identifiers), 200):  # EC2's limit of values per filter
-            chunk = list(identifiers[first : first + 200])
+        # EC2 takes at most 200 values per filter
+        parts = [("instance-id", identifiers[i : i + 200]) for i in range(0, len(identifiers), 200)]
+        for name, values in [(f"tag:{read.GROUP_TAG}", self._groups), *parts]:
             with explained("ec2:DescribeInstances"):
                 pages = self._ec2.get_paginator("describe_instances").paginate(
-                    Filters=[{"Name": "instance-id", "Values": chunk}]
+                    Filters=[{"Name": name, "Values": list(values)}]
                 )
-                for page in pages:
-                    for reservation in page["Reservations"]:
-                        found |= {i["InstanceId"]: i for i in reservation["Instances"]}
+                there = (i for page in pages for r in page["Reservations"] for i in r["Instances"])
+                found |= {instance["InstanceId"]: instance for instance in there}
         return found
 
     def _prices(self, types: Sequence[str]) -> read.Prices:
@@ -283,7 +291,7 @@ class Ec2Provider(Provider):
         if self._clock() >= self._spot_until:
             self._wanted_types = sorted(set(types))
             try:
-                self._spot = self._spot_prices()
+                self._priced, self._spot = time.time(), self._spot_prices()
             except ProviderError as error:
                 if self._spot_until == float("-inf"):
                     raise
@@ -294,14 +302,15 @@ class Ec2Provider(Provider):
                 self._spot_until = self._clock() + self.price_seconds
         return read.Prices({**self._tagged, **self._on_demand}, self._spot)
 
-    def _history(self) -> Mapping[tuple[str, str], float]:
+    def _history(self) -> Mapping[tuple[str, str], PriceChanges]:
         with explained("ec2:DescribeSpotPriceHistory"):
             pages = self._ec2.get_paginator("describe_spot_price_history").paginate(
                 InstanceTypes=self._wanted_types,
                 ProductDescriptions=["Linux/UNIX", "Linux/UNIX (Amazon VPC)"],
-                StartTime=time.time(),  # EC2 then returns the prices in force at that moment
+                # a day, since the autoscaler may not have run; the prices in force at its start come too
+                StartTime=time.time() - 86400,
             )
-            return latest_spot_prices(entry for page in pages for entry in page["SpotPriceHistory"])
+            return spot_price_changes(entry for page in pages for entry in page["SpotPriceHistory"])
 
     def _trouble(self, group: str) -> tuple[tuple[str, float], str]:
         """Return why the last launch failed, and a warning if that cannot be read."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, ProviderError
+from adaptdl_elastic.autoscaler.providers.ec2.prices import PriceChanges
 
 Answer = Mapping[str, Any]
 
 _RUNNING = frozenset({"InService"})
 _PENDING = frozenset({"Pending", "Pending:Wait", "Pending:Proceed"})
 _GONE = frozenset({"Terminated", "Detached"})
+_NOT_PAID = frozenset({"shutting-down", "terminated", "stopping", "stopped"})
 _TERMINATING = "autoscaling:EC2_INSTANCE_TERMINATING"
+_LEAST_SECONDS = 60.0  # that AWS charges for an instance with Linux
+GROUP_TAG = "aws:autoscaling:groupName"
+"""The tag by which EC2 names the group of an instance."""
 DEFAULT_HEARTBEAT = 3600.0
 """Seconds that a lifecycle hook waits if its creator gave no time."""
 
@@ -50,7 +56,7 @@ class Prices:
     """Prices per hour; `spot` by (type, zone)."""
 
     on_demand: Mapping[str, float]
-    spot: Mapping[tuple[str, str], float]
+    spot: Mapping[tuple[str, str], PriceChanges]
 
     def of(self, instance_type: str, zone: str, preemptible: bool) -> float:
         """Return the price of one instance.
@@ -59,10 +65,10 @@ class Prices:
         return the highest spot price of the type in the other zones.
         """
         if preemptible and (instance_type, zone) in self.spot:
-            return self.spot[instance_type, zone]
+            return self.spot[instance_type, zone][-1][1]
         if instance_type in self.on_demand:
             return self.on_demand[instance_type]
-        elsewhere = [price for (kind, _), price in self.spot.items() if kind == instance_type]
+        elsewhere = [found[-1][1] for (kind, _), found in self.spot.items() if kind == instance_type]
         if preemptible and elsewhere:
             return max(elsewhere)
         raise ProviderError(f"no price is known for {instance_type}: give --price {instance_type}=PRICE")
@@ -136,31 +142,30 @@ def instance_state(lifecycle: str) -> InstanceState | None:
 
 def instances_of(
     group: Answer, kind: Kind, details: Mapping[str, Answer], prices: Prices, slots: Mapping[str, int]
-) -> tuple[Instance, ...]:
-    """Return a group's instances.
+) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
+    """Return a group's instances, and those that have ended.
 
     `details` are those of DescribeInstances by id; a new instance may be missing there.
     """
-    found = []
+    there, ended = list[Instance](), list[Instance]()
     for entry in group.get("Instances", []):
-        state = instance_state(entry["LifecycleState"])
-        detail = details.get(entry["InstanceId"], {})
-        held = (
-            entry["LifecycleState"] == "Terminating:Wait"
-        )  # even if the instance is gone, its hook must be completed
-        if state is None or (detail.get("State", {}).get("Name") == "terminated" and not held):
+        state, detail = instance_state(entry["LifecycleState"]), details.get(entry["InstanceId"], {})
+        # even if the instance is gone, its hook must be completed
+        held = entry["LifecycleState"] == "Terminating:Wait"
+        now = detail.get("State", {}).get("Name")
+        paid = now not in _NOT_PAID
+        has_ended = state is None or (now == "terminated" and not held)
+        if has_ended and (paid or detail["InstanceType"] not in kind.types):
             continue
-        if detail.get("State", {}).get("Name") in ("shutting-down", "stopping", "stopped"):
-            state = InstanceState.LEAVING
         name = entry.get("InstanceType") or detail.get("InstanceType", "")
-        zone = entry.get("AvailabilityZone", "")
+        zone = entry.get("AvailabilityZone") or detail.get("Placement", {}).get("AvailabilityZone", "")
         preemptible = kind.only_spot or detail.get("InstanceLifecycle") == "spot"
         launch = detail.get("LaunchTime")
-        found.append(
+        (ended if has_ended else there).append(
             Instance(
                 entry["InstanceId"],
                 group["AutoScalingGroupName"],
-                state,
+                state if state and paid else InstanceState.LEAVING,
                 slots=slots.get(name, 1),
                 preemptible=preemptible,
                 instance_type=name,
@@ -169,9 +174,18 @@ def instances_of(
                 launched=launch.timestamp() if isinstance(launch, datetime) else 0.0,
                 protected=bool(entry.get("ProtectedFromScaleIn", False)),
                 held=held,
+                price_changes=prices.spot.get((name, zone), ()) if preemptible else (),
+                ended=None if paid else _ended(detail),
             )
         )
-    return tuple(found)
+    return tuple(there), tuple(ended)
+
+
+def _ended(detail: Answer) -> float:
+    """Return until when an instance is paid for; 0: EC2 does not say, as after a spot interruption."""
+    found = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) ", detail.get("StateTransitionReason", ""))
+    least = detail["LaunchTime"].timestamp() + _LEAST_SECONDS
+    return max(least, datetime.fromisoformat(f"{found[1]}+00:00").timestamp()) if found else 0.0
 
 
 def pool_of(

@@ -19,7 +19,7 @@ from typing import Any
 
 from adaptdl_elastic.autoscaler.providers.base import ProviderError, TryLaterError, UnknownInstanceError
 from adaptdl_elastic.autoscaler.providers.ec2.errors import explained
-from adaptdl_elastic.autoscaler.providers.ec2.prices import latest_spot_prices
+from adaptdl_elastic.autoscaler.providers.ec2.prices import spot_price_changes
 from adaptdl_elastic.autoscaler.providers.ec2.provider import connect
 
 STACK_TAG = "adaptdl-elastic:stack"
@@ -195,7 +195,7 @@ class Stacks:
                     StartTime=datetime.now(timezone.utc),  # the price that holds now, of each zone
                 )
                 history += [entry for page in pages for entry in page["SpotPriceHistory"]]
-        return latest_spot_prices(history)
+        return {key: changes[-1][1] for key, changes in spot_price_changes(history).items()}
 
     def _describe(self, groups: Sequence[str]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
