@@ -1,20 +1,24 @@
 """Head and nodes of the EC2 template run their user data on machines that share nothing, until they train.
 
-The harness is tests/support/ec2_machines.py. Two failures follow, each on the head and on a node: a package
-that does not install, and a boot that hangs.
+The harness is tests/support/ec2_machines.py. Then a head and a node fail: a package does not
+install, or a boot hangs.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ec2_aws import SILENT_PORT
-from ec2_machines import JOB, Stack, pack_package, until
+from ec2_machines import JOB, STACK, Files, Stack, pack_package, until
 from installed_wheels import index_of_installed, spoil
 from machines import PATIENCE, ROOT, NoRoomError, Room
 from package_index import required_names
@@ -26,7 +30,11 @@ TRAIN = ROOT / "tests" / "agent" / "scripts" / "train.py"
 PKI = "/etc/adaptdl/pki"
 # A machine without a GPU has one slot. The last of two options counts.
 PARAMETERS = {"Command": "--nproc-per-node=1 train.py 60 0.1", "MaxNodes": "2", "MaxJobCost": "12.5"}
-LIMIT = 8  # seconds of a boot that hangs
+INSTANCE = "i-0123456789abcdef0"
+# seconds of a boot that hangs; the node's is long enough to come to its index
+HEAD_LIMIT, NODE_LIMIT = 5, 30
+# seconds that a busy machine may need to tell of it
+SLACK = 60.0
 
 Opened = Callable[..., Stack]
 
@@ -49,39 +57,47 @@ def package(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(index: Path, package: Path, tmp_path: Path) -> Iterator[Opened]:
-    """Make a stack whose machines are these, with another index if there is one."""
+    """Make a stack whose machines are these, with another index or package if one is given."""
     code = tmp_path / "code.tar.gz"
     with tarfile.open(code, "w:gz") as archive:
         archive.add(TRAIN, "./train.py")
+    (tmp_path / "stack").mkdir()
+    made: list[Stack] = []
     with ExitStack() as stack:
 
-        def make(*machines: str, index: Path = index) -> Stack:
+        def make(*machines: str, index: Path = index, uploaded: Path = package) -> Stack:
             try:
                 room = stack.enter_context(Room("aws", *machines))
             except NoRoomError as error:
                 pytest.skip(f"no machines of one's own: {error}")
-            (tmp_path / "stack").mkdir()
-            return Stack(room, tmp_path / "stack", index, package, code, PARAMETERS)
+            files = Files(index, package, uploaded, code)
+            made.append(Stack(room, tmp_path / "stack", files, PARAMETERS))
+            return made[0]
 
         yield make
+        # pytest shows them where a test fails
+        for one in made:
+            print(one.logs())
 
 
 def boot_nodes(stack: Stack) -> list[str]:
     """Start a machine for each instance that the autoscaler orders; return what the instances are called."""
-    begun: list[str] = []
-    for node in NODES:
-
-        def ordered() -> list[str]:
-            return [one["id"] for one in stack.aws("instances") if one["id"] not in begun]
-
-        (instance, *_) = until("no instance is ordered", ordered, 60.0)
-        stack.boot(node, instance)
-        begun.append(instance)
-    return begun
+    found = until("two instances are not ordered", lambda: two_of(stack.aws("instances")), 60.0)
+    for node, one in zip(NODES, found, strict=True):
+        assert one["group"] == f"{STACK}-spot"
+        stack.boot(node, one["id"])
+    return [one["id"] for one in found]
 
 
-def status(stack: Stack) -> dict[str, object]:
-    found: dict[str, object] = json.loads(stack.on_head(f"adaptdl status {JOB} --json"))
+def two_of(found: list[dict[str, str]]) -> list[dict[str, str]]:
+    return found if len(found) == 2 else []
+
+
+def job(stack: Stack) -> dict[str, Any]:
+    """Return what the head's command says of the job, or nothing while there is none."""
+    if JOB not in stack.on_head("adaptdl ls --all"):
+        return {}
+    found: dict[str, Any] = json.loads(stack.on_head(f"adaptdl status {JOB} --json"))
     return found
 
 
@@ -89,12 +105,114 @@ def test_two_nodes_of_a_stack_train_one_job_in_one_generation(opened: Opened) ->
     stack = opened("head", *NODES)
     room = stack.room
     head = stack.boot("head", "i-0000000000000head", life_cycle="on-demand")
-    answer = stack.answer(head, 120.0)
+    answer = stack.answer(head, PATIENCE)
     assert (answer["Status"], answer["Reason"]) == ("SUCCESS", "it serves"), answer
+    assert head.wait(PATIENCE) == 0
+    units = Path("/etc/systemd/system")
+    unit = room.read(str(units / "adaptdl-autoscale.service"), "head")
+    assert "--max-hourly-cost 10 " in unit
+    assert f"--job {JOB} --max-job-cost 12.5\n" in unit
+
     stack.on_head("adaptdl autoscale --set min-nodes=2")
-    instances = boot_nodes(stack)
-    print(instances)
-    until("x", lambda: "train" in stack.on_head("adaptdl ls"), 120)
-    print(stack.on_head("adaptdl ls; adaptdl status train; adaptdl status train --json"))
-    print(stack.logs())
-    assert 0
+    boot_nodes(stack)
+    until("no replica trains", lambda: job(stack).get("step"), PATIENCE)
+    until("one node has no agent", lambda: both_registered(stack), PATIENCE)
+    stack.on_head(f"adaptdl scale {JOB} --replicas 2 --wait")
+    now = job(stack)
+    assert (now["replicas"], now["placements"], now["failures"]) == (2, dict.fromkeys(NODES, 1), [])
+    stack.on_head(f"adaptdl checkpoint {JOB} --wait")
+    checkpoints = [key for key in stack.aws("objects") if key.startswith(f"{JOB}/") and "-g" in key]
+    assert checkpoints
+    for node in NODES:
+        room.write("/opt/job/hurry", "", node)
+    until("the job does not end", lambda: job(stack)["state"] == "done", PATIENCE)
+    assert job(stack)["failures"] == []
+    # each of the last generation's two replicas has ended the same training
+    said = [room.read(f"/var/log/adaptdl@{JOB}.log", node) for node in NODES]
+    weights = [re.findall(r"weights (\S+) of rank (\d)", text) for text in said]
+    assert sorted(rank for ((_, rank),) in weights) == ["0", "1"], said
+    assert len({weight for ((weight, _),) in weights}) == 1
+    assert not any("secret" in text.lower() for text in said)
+
+    assert_the_key_of_the_ca_is_on_the_head_alone(stack)
+    for machine in ("head", *NODES):
+        seen = room.bash(f"/opt/adaptdl/bin/python -c {shlex.quote(IMPORTED)}", machine)
+        assert seen.split() == ["/opt/adaptdl", "False"], "the environment is what the lock file has"
+
+
+IMPORTED = (
+    "import importlib.util, sys, boto3, adaptdl_elastic; "
+    "assert all(one.__file__.startswith(sys.prefix) for one in (boto3, adaptdl_elastic)); "
+    "print(sys.prefix, bool(importlib.util.find_spec('moto')))"
+)
+
+
+def both_registered(stack: Stack) -> bool:
+    """Return whether both nodes' agents are in the cluster."""
+    return all(node in stack.on_head("adaptdl status") for node in NODES)
+
+
+def assert_the_key_of_the_ca_is_on_the_head_alone(stack: Stack) -> None:
+    """Look for it in SSM and on the nodes, and that nodes have what SSM has."""
+    given = ("ca.pem", "node-key.pem", "node.pem")
+    key = stack.room.read(f"{PKI}/ca-key.pem", "head")
+    stored = stack.aws("parameters")
+    assert list(stored) == [f"/adaptdl/{STACK}/{name}" for name in given]
+    assert key not in stored.values()
+    for node in NODES:
+        there = stack.room.outside(node, PKI)
+        assert there.stat().st_mode & 0o077 == 0
+        assert {path.name: path.read_text() for path in there.iterdir()} == {
+            name: stored[f"/adaptdl/{STACK}/{name}"] for name in given
+        }
+
+
+def assert_failed(stack: Stack, head: subprocess.Popen[str], seconds: float) -> str:
+    """Return the reason of the head's failure, which it has to give within so many seconds."""
+    answer = stack.answer(head, seconds)
+    assert answer["Status"] == "FAILURE"
+    assert head.wait(PATIENCE) != 0
+    assert stack.aws("parameters") == {}
+    return answer["Reason"]
+
+
+def kept_log(stack: Stack, node: subprocess.Popen[str]) -> str:
+    """Return what the bucket has of the node's boot, which has to fail."""
+    assert node.wait(PATIENCE) != 0
+    assert stack.aws("objects") == [f"boot-failures/{INSTANCE}.log"]
+    found: str = stack.aws("text", f"boot-failures/{INSTANCE}.log")
+    return found
+
+
+def test_a_package_that_does_not_install_fails_head_and_node(
+    opened: Opened, index: Path, tmp_path: Path
+) -> None:
+    """The index has another file of boto3 than the user's machine has packed."""
+    stack = opened("head", "node0", index=spoil(index, tmp_path / "index", "boto3"))
+    node = stack.boot("node0", INSTANCE)
+    reason = assert_failed(stack, stack.boot("head", "i-0000000000000head"), PATIENCE)
+    assert "boto3" in reason
+    assert re.search(r"Expected sha256 \w{64} .* Got +\w{64}", reason), reason
+    assert "DO NOT MATCH THE HASHES" in kept_log(stack, node)
+
+
+def test_a_boot_that_hangs_ends_within_its_limit(opened: Opened) -> None:
+    """On the head apt-get waits for ever, for the node the index does."""
+    stack = opened("head", "node0")
+    stack.room.write("/run/apt-hangs", "", "head")
+    node = stack.boot("node0", INSTANCE, boot_seconds=NODE_LIMIT, index_port=SILENT_PORT)
+    head = stack.boot("head", "i-0000000000000head", boot_seconds=HEAD_LIMIT)
+    reason = assert_failed(stack, head, HEAD_LIMIT + SLACK)
+    assert "apt-get -o DPkg::Lock::Timeout=300 update" in reason
+    assert "timeout: sending signal TERM" in reason
+    assert "timeout: sending signal TERM" in kept_log(stack, node)
+
+
+def test_a_package_that_is_not_what_was_packed_fails_the_stack(
+    opened: Opened, package: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.tar.gz"
+    other.write_bytes(package.read_bytes() + b"more")
+    stack = opened("head", uploaded=other)
+    reason = assert_failed(stack, stack.boot("head", "i-0000000000000head"), PATIENCE)
+    assert "is not what was packed" in reason

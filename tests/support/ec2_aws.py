@@ -81,8 +81,8 @@ def make_stack(stack: str, kinds: str, most_nodes: str, *files: str) -> str:
         key, _, path = file.partition("=")
         s3.upload_file(path, CODE_BUCKET, key)
     types = tuple(kinds.split(","))
-    spot = {"OnDemandBaseCapacity": 0, "OnDemandPercentageAboveBaseCapacity": 0}
-    make_group(MOTO, f"{stack}-spot", high=int(most_nodes), types=types, mixed=spot)
+    # moto forgets the launch template of a mixed group when the group is updated
+    make_group(MOTO, f"{stack}-spot", high=int(most_nodes), types=types[:1], spot=True)
     make_group(MOTO, f"{stack}-on-demand", high=int(most_nodes), types=types[:1])
     url: str = MOTO.client("sqs").create_queue(QueueName="notices")["QueueUrl"]
     return url

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,39 +101,45 @@ def until(what: str, look: Callable[[], T], seconds: float) -> T:
     return found
 
 
+@dataclass(frozen=True)
+class Files:
+    """What machines of a stack install.
+
+    Args:
+        index: A package index, as installed_wheels.py writes it.
+        package: What `adaptdl cloud pack` wrote; the parameter `Package` has its SHA-256.
+        uploaded: What is in the bucket as the package.
+        code: The archive of the training script.
+    """
+
+    index: Path
+    package: Path
+    uploaded: Path
+    code: Path
+
+
 class Stack:
     """A stack whose machines are those of a room: `aws`, `head`, and nodes.
 
     Args:
         room: The machines.
         folder: An empty folder of this machine.
-        index: A package index, as installed_wheels.py writes it.
-        package: What `adaptdl cloud pack` wrote.
-        code: The archive of the training script.
+        files: What they install.
         parameters: Parameters of the template that have no default, or another value.
     """
 
-    def __init__(
-        self,
-        room: Room,
-        folder: Path,
-        index: Path,
-        package: Path,
-        code: Path,
-        parameters: Mapping[str, str],
-    ) -> None:
+    def __init__(self, room: Room, folder: Path, files: Files, parameters: Mapping[str, str]) -> None:
         self.room, self.folder = room, folder
         self._aws = f"http://{room.addresses['aws']}"
         log = folder / "aws.log"
-        serve = [sys.executable, str(SUPPORT / "ec2_aws.py"), "serve", str(folder), str(index)]
+        serve = [sys.executable, str(SUPPORT / "ec2_aws.py"), "serve", str(folder), str(files.index)]
         server = room.popen_beside(serve, "aws", log)
         assert server.stdout is not None
         assert server.stdout.readline().startswith("ready"), log.read_text()
-        digest = hashlib.sha256(package.read_bytes()).hexdigest()
-        keys = {f"package-{digest}.tar.gz": package, "code.tar.gz": code}
-        files = [f"{key}={path}" for key, path in keys.items()]
+        digest = hashlib.sha256(files.package.read_bytes()).hexdigest()
+        uploads = [f"package-{digest}.tar.gz={files.uploaded}", f"code.tar.gz={files.code}"]
         most = parameters.get("MaxNodes", "8")
-        queue = self.aws("make_stack", STACK, ",".join(TYPES), most, *files)
+        queue = self.aws("make_stack", STACK, ",".join(TYPES), most, *uploads)
         self._values = {
             "AWS::Region": REGION,
             "AWS::StackName": STACK,

@@ -88,20 +88,21 @@ def stop(unit: str) -> None:
     select.select([process], [], [])
 
 
-def keep(unit: str, started: int) -> int:
+def keep(unit: str, started: int | None) -> int:
     """Run the command of a unit, and again after its end as `Restart=` demands."""
     found = settings(unit)
     restart = found.get("Restart", ["no"])[0]
     good = {0, *map(int, " ".join(found.get("SuccessExitStatus", [])).split())}
     while True:
         code = _run(found, started)
+        started = None
         print(f"{unit}: its main process ended with {code}", flush=True)
         if restart == "no" or (restart == "on-failure" and code in good):
             return code
         time.sleep(float(found.get("RestartSec", ["0.1"])[0]))
 
 
-def _run(found: dict[str, list[str]], started: int) -> int:
+def _run(found: dict[str, list[str]], started: int | None) -> int:
     environment = dict(CLEAN)
     lines = [word for value in found.get("Environment", []) for word in shlex.split(value)]
     for file in found.get("EnvironmentFile", []):
@@ -124,8 +125,9 @@ def _run(found: dict[str, list[str]], started: int) -> int:
         ready, _, _ = select.select([notified], [], [], 0.2)
         if ready and re.search(rb"^READY=1$", notified.recv(4096), re.M):
             break
-    if main.poll() is None or notified is None:
-        os.write(started, b"s")
+    if started is not None:
+        with os.fdopen(started, "wb") as waiting:
+            waiting.write(b"s" if notified is None or main.poll() is None else b"")
     return main.wait()
 
 
