@@ -11,37 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from cloud_template import TEMPLATE, UnknownNameError, load_template
+from cloud_template import user_data as rendered
+
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "ec2"
-TEMPLATE = EXAMPLES / "template.yaml"
 PROVIDERS = ROOT / "autoscaler" / "providers"
 ACTION = re.compile(r"\b(?:autoscaling|cloudformation|ec2|sqs|ssm):[A-Z][A-Za-z]+\b")
 OF_PEOPLE = PROVIDERS / "ec2" / "stacks.py"  # runs on a person's machine, never on the head
 
 
-class _Loader(yaml.SafeLoader):
-    """CloudFormation's short forms, as {"tag": value}."""
-
-
-def _tag(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> dict[str, Any]:
-    if isinstance(node, yaml.ScalarNode):
-        return {suffix: loader.construct_scalar(node)}
-    if isinstance(node, yaml.SequenceNode):
-        return {suffix: loader.construct_sequence(node, deep=True)}
-    assert isinstance(node, yaml.MappingNode)
-    return {suffix: loader.construct_mapping(node, deep=True)}
-
-
-_Loader.add_multi_constructor("!", _tag)
-
-
 @pytest.fixture(scope="module")
 def template() -> dict[str, Any]:
-    loaded = yaml.load(TEMPLATE.read_text(), _Loader)
-    assert isinstance(loaded, dict)
-    return loaded
+    return load_template()
 
 
 def user_data(template: dict[str, Any], name: str) -> str:
@@ -94,6 +78,25 @@ def test_the_python_and_the_units_inside_are_whole(template: dict[str, Any], nam
         compile(code, name, "exec")
     for unit in re.findall(r"<<UNIT\n(.*?)\nUNIT\n", text, re.DOTALL):
         assert all(section in unit for section in ("[Unit]", "[Service]", "[Install]", "ExecStart="))
+
+
+@pytest.mark.parametrize("name", ["HeadTemplate", "NodeTemplate"])
+def test_a_reference_without_a_value_is_refused(name: str) -> None:
+    """The harness of the three machines would otherwise boot with a gap in the user data."""
+    with pytest.raises(UnknownNameError, match="no value for"):
+        rendered(name, {"AWS::Region": "eu-west-1"})
+    with pytest.raises(UnknownNameError, match="the template has no Jobs"):
+        rendered(name, {"Jobs": "train"})
+
+
+def test_a_boot_ends_before_those_who_wait_for_it(template: dict[str, Any]) -> None:
+    """CloudFormation waits for the head, the autoscaler for a node; a kill may take 30 s more."""
+    limits = {
+        name: int(re.findall(r"^boot_seconds=(\d+)$", user_data(template, name), re.MULTILINE)[0])
+        for name in ("HeadTemplate", "NodeTemplate")
+    }
+    assert limits["HeadTemplate"] + 60 < int(template["Resources"]["HeadServes"]["Properties"]["Timeout"])
+    assert limits["NodeTemplate"] + 60 < ScalingSettings().boot_timeout
 
 
 def test_commands_inside_have_the_options_they_use(template: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ install, or a boot hangs.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -23,7 +24,13 @@ from installed_wheels import index_of_installed, spoil
 from machines import PATIENCE, ROOT, NoRoomError, Room
 from package_index import required_names
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.etcd,
+    pytest.mark.slow,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(os.geteuid() != 0, reason="machines of one's own need root"),
+]
 
 NODES = ("node0", "node1")
 TRAIN = ROOT / "tests" / "agent" / "scripts" / "train.py"
@@ -40,11 +47,13 @@ Opened = Callable[..., Stack]
 
 
 @pytest.fixture(scope="session")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An index of what this program needs, and of what its wheel is built with; all workers share it."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if folder.name.startswith("popen-") else folder
-    return index_of_installed(folder / "wheels", [*required_names("adaptdl-elastic"), "setuptools"])
+    names = [*required_names("adaptdl-elastic"), "setuptools"]
+    with index_of_installed(folder / "wheels", names) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
@@ -149,7 +158,8 @@ IMPORTED = (
 
 def both_registered(stack: Stack) -> bool:
     """Return whether both nodes' agents are in the cluster."""
-    return all(node in stack.on_head("adaptdl status") for node in NODES)
+    listed = stack.on_head("adaptdl nodes")
+    return all(node in listed for node in NODES)
 
 
 def assert_the_key_of_the_ca_is_on_the_head_alone(stack: Stack) -> None:

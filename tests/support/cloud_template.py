@@ -28,6 +28,13 @@ def _tag(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> dict[str, Any
 _Loader.add_multi_constructor("!", _tag)
 
 
+def load_template() -> dict[str, Any]:
+    """Return the template; a short form such as `!Ref X` is {"Ref": "X"}."""
+    loaded = yaml.load(TEMPLATE.read_text(), _Loader)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
 class UnknownNameError(Exception):
     """The template refers to a name that has no value."""
 
@@ -44,7 +51,7 @@ def user_data(resource: str, values: Mapping[str, str], boot_seconds: int | None
     Raises:
         UnknownNameError: a name has no value.
     """
-    template = yaml.load(TEMPLATE.read_text(), _Loader)
+    template = load_template()
     parameters = {
         name: str(described["Default"])
         for name, described in template["Parameters"].items()

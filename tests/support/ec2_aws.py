@@ -1,8 +1,8 @@
-"""The machine `aws` of tests/support/ec2_machines.py: what the machines of a stack reach of AWS, and an index.
+"""What the machines of tests/support/ec2_machines.py reach of AWS, and an index; it runs on their `aws`.
 
-`ec2_aws.py serve FOLDER INDEX` serves moto, an index of packages, an index that never answers, and the URL of
-the wait condition, whose answers are written into FOLDER. `ec2_aws.py call FUNCTION ARGUMENT...` does something
-in AWS, as the user or the test would, and prints the result as JSON.
+`ec2_aws.py serve FOLDER INDEX` serves moto, an index of packages, an index that never answers, and the URL
+of the wait condition, whose answers are written into FOLDER. `ec2_aws.py call FUNCTION ARGUMENT...` does
+something in AWS, as the user or the test would, and prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from moto_process import REGION, Moto, make_group
 
 AWS_PORT, INDEX_PORT, SILENT_PORT, ANSWER_PORT = 5000, 8080, 8081, 8082
 CHECKPOINTS, CODE_BUCKET = "checkpoints", "code"
-SILENT = "silent"  # the machine connects, and hears nothing
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -122,4 +121,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
-        print(json.dumps(FUNCTIONS[sys.argv[2]](*sys.argv[3:])))  # type: ignore[operator]
+        print(json.dumps(FUNCTIONS[sys.argv[2]](*sys.argv[3:])))

@@ -1,7 +1,7 @@
 """A stack of the EC2 template on machines of tests/support/machines.py: each runs its own user data.
 
-`aws` is what they reach of AWS (ec2_aws.py). `head` and the nodes share nothing. They have the interpreter that
-the test's environment is made from, and nothing of that environment: what runs in /opt/adaptdl has been
+`aws` is what they reach of AWS (ec2_aws.py). `head` and the nodes share nothing. They have the interpreter
+that the test's environment is made from, and nothing of that environment: what runs in /opt/adaptdl has been
 installed there by the user data, from the index on `aws`. Stand-ins are apt-get, systemctl, the instance
 metadata service and the wait condition.
 """
@@ -28,7 +28,6 @@ from ec2_aws import (
     CHECKPOINTS,
     CODE_BUCKET,
     INDEX_PORT,
-    SILENT_PORT,
 )
 from etcd_server import find_etcd
 from machines import PATIENCE, ROOT, Room
@@ -87,8 +86,14 @@ ip addr add 169.254.169.254/32 dev lo
 T = TypeVar("T")
 
 
-def until(what: str, look: Callable[[], T], seconds: float) -> T:
+def until(what: str, look: Callable[[], T], seconds: float, pause: float = 1.0) -> T:
     """Look again and again until there is something, and return it.
+
+    Args:
+        what: What is wrong while there is nothing.
+        look: Returns something.
+        seconds: The limit.
+        pause: Seconds between two looks; a look that starts a process takes one.
 
     Raises:
         TimeoutError: there is nothing after so many seconds.
@@ -97,7 +102,7 @@ def until(what: str, look: Callable[[], T], seconds: float) -> T:
     while not (found := look()):
         if time.monotonic() > end:
             raise TimeoutError(f"after {seconds:.0f} s: {what}")
-        time.sleep(0.2)
+        time.sleep(pause)
     return found
 
 
@@ -227,7 +232,7 @@ class Stack:
             TimeoutError: it has answered nothing within so many seconds.
         """
         file = self.folder / "answer.json"
-        until(f"no answer\n{self.log('head')}", file.exists, seconds)
+        until(f"no answer\n{self.log('head')}", file.exists, seconds, 0.1)
         found: dict[str, str] = json.loads(file.read_text())
         return found
 

@@ -21,7 +21,7 @@ PREFIX = "/latest/meta-data/"
 
 
 class FakeImds:
-    """One instance's metadata service, on loopback and a port of its own, or at an address of this machine."""
+    """One instance's metadata service, on loopback and a port of its own if no address is given."""
 
     def __init__(
         self,

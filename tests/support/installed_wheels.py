@@ -1,8 +1,8 @@
 """A package index of real wheels: the files of installed packages, packed again.
 
 Unlike the stubs of `package_index`, these install without anything of the test's environment. torch's headers
-and test programs are left out, which is a quarter of its size. An index lists the SHA-256 and the metadata of
-each wheel, as PyPI does.
+and test programs, and the tests of three other packages, are left out: a third of the size, and of the files
+half. An index lists the SHA-256 and the metadata of each wheel, as PyPI does.
 """
 
 from __future__ import annotations
@@ -15,34 +15,52 @@ import importlib.metadata as metadata
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from package_index import required_names
 
-_LEFT_OUT = ("torch/include/", "torch/test/", "torch/share/", "torch/bin/")
-_NEEDED = "torch/bin/torch_shm_manager"
+_LEFT_OUT = re.compile(
+    r"torch/(include/|test/|share/|bin/(?!torch_shm_manager$))|(networkx|scipy|sympy)/(.*/)?tests/"
+)
 _NOT_OF_A_WHEEL = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD.jws", "RECORD.p7s")
 # An index takes no wheel of plain Linux.
 _PLAIN, _MANY = "linux_x86_64", "manylinux_2_28_x86_64"
 _FIXED_TIME = (2020, 1, 1, 0, 0, 0)
 
 
-def index_of_installed(folder: Path, names: Iterable[str]) -> Path:
-    """Return a folder whose `simple/` is an index of these installed packages and all that they need.
+@contextmanager
+def index_of_installed(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """Yield a folder whose `simple/` is an index of these installed packages and all that they need.
 
-    Processes that call this with the same folder make the index once.
+    Processes that give the same folder share one index. The last of them removes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "index").is_dir():
-            begun = folder / "begun"
-            shutil.rmtree(begun, ignore_errors=True)
+    index = folder / "index"
+    with _users(folder, +1) as users:
+        if users == 1:
+            shutil.rmtree(index, ignore_errors=True)
             for distribution in _closure(names):
-                _add(begun / "simple", distribution)
-            begun.rename(folder / "index")
-    return folder / "index"
+                _add(index / "simple", distribution)
+    try:
+        yield index
+    finally:
+        with _users(folder, -1) as users:
+            if users == 0:
+                shutil.rmtree(index)
+
+
+@contextmanager
+def _users(folder: Path, more: int) -> Iterator[int]:
+    """Count the users of a folder; yield their number while no other process counts."""
+    with (folder / "users").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        users = int(file.read() or 0) + more
+        file.truncate(0)
+        file.write(str(users))
+        yield users
 
 
 def spoil(index: Path, target: Path, name: str) -> Path:
@@ -95,7 +113,7 @@ def _pack(path: Path, distribution: metadata.Distribution, described: str) -> No
             name = file.as_posix()
             if name.startswith("..") or file.suffix == ".pyc" or file.name in _NOT_OF_A_WHEEL:
                 continue
-            if name.startswith(_LEFT_OUT) and name != _NEEDED:
+            if _LEFT_OUT.match(name):
                 continue
             # setuptools has the metadata of others further below
             own = name.partition("/")[2] if ".dist-info/" in name.partition("/")[0] + "/" else ""
@@ -129,5 +147,8 @@ def _write_page(project: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -107,7 +107,9 @@ def _run(found: dict[str, list[str]], started: int | None) -> int:
     lines = [word for value in found.get("Environment", []) for word in shlex.split(value)]
     for file in found.get("EnvironmentFile", []):
         lines += [line for line in Path(file).read_text().splitlines() if line and line[0] not in "#;"]
-    environment.update(line.split("=", 1) for line in lines)
+    for line in lines:
+        name, _, value = line.partition("=")
+        environment[name] = value
     notified = None
     if found.get("Type", ["simple"])[0] == "notify":
         notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
