@@ -116,7 +116,8 @@ def _pack(path: Path, distribution: metadata.Distribution, described: str) -> No
             if _LEFT_OUT.match(name):
                 continue
             # setuptools has the metadata of others further below
-            own = name.partition("/")[2] if ".dist-info/" in name.partition("/")[0] + "/" else ""
+            top, _, described_by = name.partition("/")
+            own = described_by if top.endswith(".dist-info") else ""
             if own == "RECORD":
                 record = name
                 continue
