@@ -101,33 +101,24 @@ def up(
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--region", help="AWS region. [default: as boto3 finds it]")
 @click.option("--profile", help="AWS profile. [default: as boto3 finds it]")
-@click.option(
-    "--price", "prices", multiple=True, metavar="TYPE=PRICE", help="On-demand price per hour; repeatable."
-)
 def down(
     names: tuple[str, ...],
     every: bool,
     yes: bool,
     region: str | None,
     profile: str | None,
-    prices: tuple[str, ...],
 ) -> None:
     """Delete stacks on EC2 with their machines, after a list of what they cost. Checkpoints stay.
 
     Jobs that run are saved first, within the two minutes of their nodes' hooks.
     """
     from adaptdl_elastic.autoscaler.providers.base import ProviderError
-    from adaptdl_elastic.autoscaler.providers.ec2.prices import parse_price_option
     from adaptdl_elastic.autoscaler.providers.ec2.stacks import Stacks
 
     if bool(names) == every:
         raise OptionError("give names of stacks, or --all")
     try:
-        table = dict(parse_price_option(text) for text in prices)
-    except ProviderError as error:
-        raise OptionError(str(error)) from error
-    try:
-        stacks = Stacks(region, profile, table)
+        stacks = Stacks(region, profile)
         chosen = _choose(stacks.find(), names, stacks.region)
     except ProviderError as error:
         raise CommandError(str(error)) from error
@@ -158,17 +149,10 @@ def _show(stacks: Sequence[Stack], region: str) -> None:
     for stack in stacks:
         kinds = Counter(f"{one.type}{' spot' if one.spot else ''}" for one in stack.machines)
         machines = ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items())) or "none"
-        cost = f"{'≥' if stack.unpriced else ''}{stack.hourly_cost:.2f}"
-        rows.append((stack.name, stack.status, cost, machines))
+        rows.append((stack.name, stack.status, f"{stack.hourly_cost:.2f}", machines))
     show_table(("STACK", "STATUS", "PER HOUR", "MACHINES"), rows)
-    unpriced = sorted({kind for stack in stacks for kind in stack.unpriced})
     total = sum(stack.hourly_cost for stack in stacks)
-    without = (
-        f", and what {', '.join(unpriced)} cost, which is not known: --price {unpriced[0]}=PRICE"
-        if unpriced
-        else ""
-    )
-    echo(f"in {region}, together {total:.2f} per hour for instances{without}")
+    echo(f"in {region}, together {total:.2f} per hour; the heads come to that (t3.small, some 0.02 each)")
 
 
 def _take_down(stacks: Stacks, stack: Stack) -> str:

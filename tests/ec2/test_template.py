@@ -11,37 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from cloud_template import TEMPLATE, UnknownNameError, group_tags, load_template
+from cloud_template import user_data as rendered
+
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PROVIDERS = ROOT / "autoscaler" / "providers"
-TEMPLATE = PROVIDERS / "ec2" / "stack.yaml"
 ACTION = re.compile(r"\b(?:autoscaling|cloudformation|ec2|sqs|ssm):[A-Z][A-Za-z]+\b")
 # they run on a person's machine, never on the head
 UP, DOWN = PROVIDERS / "ec2" / "stack_up.py", PROVIDERS / "ec2" / "stacks.py"
 
 
-class _Loader(yaml.SafeLoader):
-    """CloudFormation's short forms, as {"tag": value}."""
-
-
-def _tag(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> dict[str, Any]:
-    if isinstance(node, yaml.ScalarNode):
-        return {suffix: loader.construct_scalar(node)}
-    if isinstance(node, yaml.SequenceNode):
-        return {suffix: loader.construct_sequence(node, deep=True)}
-    assert isinstance(node, yaml.MappingNode)
-    return {suffix: loader.construct_mapping(node, deep=True)}
-
-
-_Loader.add_multi_constructor("!", _tag)
-
-
 @pytest.fixture(scope="module")
 def template() -> dict[str, Any]:
-    loaded = yaml.load(TEMPLATE.read_text(), _Loader)
-    assert isinstance(loaded, dict)
-    return loaded
+    return load_template()
 
 
 def user_data(template: dict[str, Any], name: str) -> str:
@@ -86,6 +70,25 @@ def test_the_python_and_the_units_inside_are_whole(template: dict[str, Any], nam
         compile(code, name, "exec")
     for unit in re.findall(r"<<UNIT\n(.*?)\nUNIT\n", text, re.DOTALL):
         assert all(section in unit for section in ("[Unit]", "[Service]", "[Install]", "ExecStart="))
+
+
+@pytest.mark.parametrize("name", ["HeadTemplate", "NodeTemplate"])
+def test_a_reference_without_a_value_is_refused(name: str) -> None:
+    """The harness of the three machines would otherwise boot with a gap in the user data."""
+    with pytest.raises(UnknownNameError, match="no value for"):
+        rendered(name, {"AWS::Region": "eu-west-1"})
+    with pytest.raises(UnknownNameError, match="the template has no Jobs"):
+        rendered(name, {"Jobs": "train"})
+
+
+def test_a_boot_ends_before_those_who_wait_for_it(template: dict[str, Any]) -> None:
+    """CloudFormation waits for the head, the autoscaler for a node; a kill may take 30 s more."""
+    limits = {
+        name: int(re.findall(r"^boot_seconds=(\d+)$", user_data(template, name), re.MULTILINE)[0])
+        for name in ("HeadTemplate", "NodeTemplate")
+    }
+    assert limits["HeadTemplate"] + 60 < int(template["Resources"]["HeadServes"]["Properties"]["Timeout"])
+    assert limits["NodeTemplate"] + 60 < ScalingSettings().boot_timeout
 
 
 def test_commands_inside_have_the_options_they_use(template: dict[str, Any]) -> None:
@@ -213,6 +216,18 @@ def test_the_head_is_reached_from_outside_by_nobody_and_has_a_way_out(template: 
     assert way_in["Properties"]["SourceSecurityGroupId"] == {"Ref": "ClusterGroup"}
 
 
+@pytest.mark.parametrize("group", ["SpotGroup", "OnDemandGroup"])
+def test_prices_and_limits_are_tags_of_the_groups_and_no_part_of_the_head(
+    template: dict[str, Any], group: str
+) -> None:
+    values = {"AWS::StackName": "s", "MaxNodes": "12", "OnDemandPrice": "0.5", "MaxJobCost": "7.5"}
+    tags = group_tags(group, values)
+    assert tags["adaptdl-elastic:settings"] == "max-nodes=12 max-hourly-cost=10 max-job-cost=7.5"
+    assert tags["adaptdl-elastic:prices"] == "g5.xlarge=0.5 g6.xlarge=0.5"
+    for name in ("MaxNodes", "OnDemandPrice", "InstanceType", "MaxHourlyCost", "MaxJobCost", "Code"):
+        assert f"${{{name}}}" not in json.dumps(template["Resources"]["HeadTemplate"])
+
+
 def test_no_bucket_is_left_behind_by_a_stack_that_fails(template: dict[str, Any]) -> None:
     types = {one["Type"] for one in template["Resources"].values()}
     assert "AWS::S3::Bucket" not in types
@@ -235,7 +250,7 @@ def test_the_page_names_the_actions_of_cloud_down() -> None:
     page = (ROOT / "docs" / "ec2.md").read_text()
     (sentence,) = re.findall(r"`adaptdl cloud down` needs\s(.*?)\.\s", page, re.DOTALL)
     known = set(ACTION.findall(sentence))
-    used = set(ACTION.findall(DOWN.read_text()))
+    used = set(ACTION.findall(DOWN.read_text() + DOWN.with_name("prices.py").read_text()))
     assert used <= known
     # what CloudFormation does in the name of the person who deletes
     assert known - used == {"ec2:TerminateInstances", "autoscaling:DeleteAutoScalingGroup"}
@@ -247,7 +262,7 @@ def test_the_page_names_the_actions_of_cloud_up() -> None:
     known = set(re.findall(r"\b[a-z0-9]+:[A-Z][A-Za-z]+\b", sentence))
     used = set(re.findall(r"\b[a-z0-9]+:[A-Z][A-Za-z]+\b", UP.read_text()))
     assert used <= known
-    assert known - used == {"servicequotas:GetServiceQuota", "s3:ListBucket"}
+    assert known - used == {"servicequotas:GetServiceQuota"}
 
 
 @pytest.mark.parametrize("page", ["docs/bare-metal.md", "autoscaler/providers/ec2/stack.yaml"])

@@ -20,7 +20,12 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownInstanceError,
     UnknownPoolError,
 )
-from adaptdl_elastic.autoscaler.providers.ec2.provider import RULED_TAG, Ec2Provider
+from adaptdl_elastic.autoscaler.providers.ec2.provider import (
+    PRICES_TAG,
+    RULED_TAG,
+    SETTINGS_TAG,
+    Ec2Provider,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -58,6 +63,22 @@ def test_grows_from_zero_and_sees_its_instances(moto: Moto) -> None:
     assert now.pool("workers").desired == 2
     assert [i.state for i in now.instances] == [InstanceState.RUNNING] * 2
     assert all(i.id.startswith("i-") and i.zone == f"{REGION}a" and i.launched > 0 for i in now.instances)
+
+
+def test_prices_and_settings_are_tags_that_may_change_at_any_time(moto: Moto) -> None:
+    make_group(moto, "workers", types=("g6.xlarge",))
+    ours = provider(moto)
+    with pytest.raises(ProviderError, match=r"no price is known for g6\.xlarge"):
+        ours.capacity()
+    for price, most in (("0.5", "3"), ("0.7", "4")):
+        ours.tag("workers", PRICES_TAG, f"g6.xlarge={price} g5.xlarge=9")
+        ours.tag("workers", SETTINGS_TAG, f"max-nodes={most} max-job-cost=")
+        now = ours.capacity()
+        assert now.pool("workers").hourly_price == float(price)
+        assert now.settings == (f"max-nodes={most}", "max-job-cost=")
+    ours.tag("workers", PRICES_TAG, "g6.xlarge=much")
+    with pytest.raises(ProviderError, match="is not a price per hour"):
+        ours.capacity()
 
 
 def test_slots_are_the_gpus_of_the_type(moto: Moto) -> None:

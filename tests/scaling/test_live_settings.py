@@ -163,6 +163,30 @@ def test_a_running_autoscaler_takes_it_over_and_says_so(store: MemoryStore) -> N
     assert cluster.events("settings")[-1] == {"message": "set by --set or tags: nothing any more"}
 
 
+def test_settings_of_the_provider_hold_before_the_command_line_and_after_those_of_set(
+    store: MemoryStore,
+) -> None:
+    cluster = Cluster(store)
+    cluster.ruler.change(ScalingSettings(max_nodes=1))
+    cluster.provider.settings = ("max-nodes=2", "max-job-cost=", "max-hourly-cost=much")
+    cluster.submit(nodes=3)
+    for _ in range(5):
+        cluster.tick()
+    assert len(cluster.instances) == 2
+    assert cluster.events("settings") == [{"message": "set by --set or tags: max_nodes 2"}]
+    (warning,) = (one for one in cluster.events("warning") if "tag" in one["message"])
+    assert "what --set or a tag says cannot be used: --set 'max-hourly-cost=much'" in warning["message"]
+    set_("max-nodes=3")
+    for _ in range(5):
+        cluster.tick()
+    assert len(cluster.instances) == 3
+    # the provider's change holds from the next look on
+    set_("max-nodes=")
+    cluster.provider.settings = ("max-nodes=4",)
+    cluster.tick()
+    assert cluster.events("settings")[-1] == {"message": "set by --set or tags: max_nodes 4"}
+
+
 def test_a_value_that_does_not_fit_cancels_no_limit_of_what_may_be_spent() -> None:
     base = ScalingSettings(min_nodes=0, max_nodes=4)
     values = {"min_nodes": 5.0, "max_hourly_cost": 12.0, "max_job_costs/a": 7.0, "nonsense": 1.0}

@@ -13,6 +13,7 @@ from adaptdl_elastic import sched_hints
 from adaptdl_elastic.agent.own_records import job_spec
 from adaptdl_elastic.agent.terminal import run_options
 from adaptdl_elastic.autoscaler.cluster_view import view_of
+from adaptdl_elastic.autoscaler.commands.job_requests import RequestError, resume_started
 from adaptdl_elastic.autoscaler.providers.base import (
     Capacity,
     ProviderError,
@@ -132,6 +133,31 @@ def test_a_job_that_is_resumed_gets_nodes_whatever_its_earlier_run_was_asked(sto
     for _ in range(5):
         cluster.tick()
     assert len(cluster.instances) == 2
+
+
+@pytest.mark.parametrize("state", [records.JobState.STOPPED, records.JobState.FAILED])
+def test_a_job_that_was_started_by_hand_gets_nodes_once_it_is_resumed(
+    store: MemoryStore, state: records.JobState
+) -> None:
+    cluster = Cluster(store, options=LoopOptions(until_done=True))
+    cluster.submit()
+    with pytest.raises(RequestError, match="train runs: only a job that was stopped or has failed"):
+        resume_started(store, KEYS, "train")
+    with pytest.raises(RequestError, match="there is no job 'other'"):
+        resume_started(store, KEYS, "other")
+    store.put(KEYS.job("train", "request"), records.encode(records.JobRequest(stop=True, run="run")))
+    cluster.finish(state=state)
+    assert cluster.tick()
+    assert not cluster.instances
+    assert "train goes on when a node starts" in resume_started(store, KEYS, "train")
+    assert not cluster.tick()
+    cluster.tick()
+    assert len(cluster.instances) == 1
+    # the request was for the run that has ended
+    assert store.get(KEYS.job("train", "request")) is not None
+    cluster.finish()
+    with pytest.raises(RequestError, match="train is done"):
+        resume_started(store, KEYS, "train")
 
 
 def test_nodes_of_nobody_count(store: MemoryStore) -> None:

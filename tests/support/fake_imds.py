@@ -21,7 +21,7 @@ PREFIX = "/latest/meta-data/"
 
 
 class FakeImds:
-    """One instance's metadata service, on loopback and a port of its own."""
+    """One instance's metadata service, on loopback and a port of its own if no address is given."""
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class FakeImds:
         instance_type: str = "g5.xlarge",
         zone: str = "eu-central-1a",
         life_cycle: str = "spot",
+        address: tuple[str, int] = ("127.0.0.1", 0),
     ) -> None:
         self.values: dict[str, str] = {
             "instance-id": instance,
@@ -46,14 +47,24 @@ class FakeImds:
         self.broken = False  # answer 500 to everything
         self.failing: dict[str, int] = {}  # path → status that it is answered with
         self.looked = threading.Condition()
-        self._server = _counting(self)(("127.0.0.1", 0), _handler(self))
+        self._server = _counting(self)(address, _handler(self))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+    def role(self, name: str) -> None:
+        """Give the instance a role, with credentials that are good for six hours."""
+        until = datetime.fromtimestamp(time.time() + 21600, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        keys = {"AccessKeyId": "ASIATESTING", "SecretAccessKey": "testing", "Token": "testing"}
+        self.values["iam/security-credentials/"] = name
+        self.values[f"iam/security-credentials/{name}"] = json.dumps(
+            {"Code": "Success", "Type": "AWS-HMAC", "Expiration": until, **keys}
+        )
 
     def spot(self, seconds: float = 120.0, action: str = "terminate") -> float:
         """Announce the end; its time, truncated to whole seconds as AWS writes it."""
@@ -150,8 +161,13 @@ def main() -> None:
     parser.add_argument("--type", default="g5.xlarge")
     parser.add_argument("--zone", default="eu-central-1a")
     parser.add_argument("--life-cycle", default="spot")
+    parser.add_argument("--address", default="127.0.0.1:0")
+    parser.add_argument("--role")
     options = parser.parse_args()
-    imds = FakeImds(options.instance, options.type, options.zone, options.life_cycle)
+    host, _, port = options.address.rpartition(":")
+    imds = FakeImds(options.instance, options.type, options.zone, options.life_cycle, (host, int(port)))
+    if options.role:
+        imds.role(options.role)
     print(imds.endpoint, flush=True)
     for line in sys.stdin:  # ends with whoever started it
         word, *rest = line.split()

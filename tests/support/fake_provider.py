@@ -41,6 +41,7 @@ class FakeProvider(Provider):
     true_price: dict[str, float] = field(default_factory=dict)
     errors: dict[str, list[ProviderError]] = field(default_factory=dict)
     name: str = "fake"
+    settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._pools: dict[str, Pool] = dict(self.pools)
@@ -57,7 +58,7 @@ class FakeProvider(Provider):
         self._raise("capacity")
         self.advance()
         pools = tuple(self._described(pool) for pool in self._pools.values())
-        return Capacity(pools, tuple(self.instances.values()))
+        return Capacity(pools, tuple(self.instances.values()), settings=self.settings)
 
     def request(self, pool: str, desired: int) -> None:
         """Set the desired number, within the bounds."""

@@ -247,6 +247,26 @@ class Room:
         self._started.append(process)
         return process
 
+    def popen_beside(
+        self, command: Sequence[str], machine: str, log: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command in a machine's network with the files and environment of the test.
+
+        It ends with the room. Its errors go to the log, or else to a pipe.
+        """
+        errors = log.open("a") if log else subprocess.PIPE
+        process = subprocess.Popen(
+            ["nsenter", "-t", str(self._first[machine]), "-n", "-p", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        if log:
+            errors.close()  # type: ignore[union-attr]
+        self._started.append(process)
+        return process
+
     def bash(
         self,
         text: str,

@@ -50,8 +50,8 @@ class Cluster:
         )
         self.store.put(KEYS.job(job, "spec"), records.encode(spec))
 
-    def finish(self, job: str = "train") -> None:
-        status = records.JobStatus(job, "run", records.JobState.DONE)
+    def finish(self, job: str = "train", state: records.JobState = records.JobState.DONE) -> None:
+        status = records.JobStatus(job, "run", state)
         self.store.put(KEYS.job(job, "status"), records.encode(status))
 
     def register(self, instance: str, job: str = "train", **more: Any) -> str:

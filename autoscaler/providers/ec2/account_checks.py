@@ -30,15 +30,11 @@ LEAST_HEARTBEAT = 30.0
 _TAG = "adaptdl-elastic:doctor"
 _NOBODY = "i-00000000000000000"
 _NOT_TRIED = "autoscaling:SetDesiredCapacity"
+_UNDOES = "not tried, for it could undo what somebody else has just asked for"
 _NOTHING = "adaptdl-doctor"  # name of a process, a hook and a receipt that do not exist
-_CONTENTS = frozenset(
-    {
-        "ValidationError",
-        "InvalidParameterValue",
-        "InvalidInstanceID",
-        "ReceiptHandleIsInvalid",
-        "ResourceContention",
-    }
+_CONTENTS = (
+    *("ValidationError", "InvalidParameterValue", "InvalidInstanceID", "ReceiptHandleIsInvalid"),
+    "ResourceContention",
 )
 
 
@@ -75,11 +71,8 @@ def check_aws(
     if queue_url:
         checks += _queue(clients, queue_url)
     else:
-        checks.append(
-            Check(
-                "notice queue", True, "none given: notices come from the nodes themselves only (--queue-url)"
-            )
-        )
+        none = "none given: notices come from the nodes themselves only (--queue-url)"
+        checks.append(Check("notice queue", True, none))
     return checks
 
 
@@ -93,9 +86,8 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
     found = answer["AutoScalingGroups"]
     if not found:
         region = autoscaling.meta.region_name
-        return [
-            Check(name, False, f"no auto-scaling group {name!r} in {region}: check its name and --region")
-        ]
+        missing = f"no auto-scaling group {name!r} in {region}: check its name and --region"
+        return [Check(name, False, missing)]
     (group,) = found
     action = "autoscaling:TerminateInstanceInAutoScalingGroup"
     ending = _try(clients, name, action, {"InstanceId": _NOBODY, "ShouldDecrementDesiredCapacity": False})
@@ -106,12 +98,7 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
         *(_set_up(group), _owner(group), *_hooks(autoscaling, name)),
         *(_try(clients, name, action, given) for action, given in _attempts(group).items()),
         _policies(autoscaling, name),
-        Check(
-            f"{name}: {_NOT_TRIED}",
-            True,
-            "not tried, for it could undo what somebody else has just asked for: "
-            f"see to it that {_NOT_TRIED} is allowed",
-        ),
+        Check(f"{name}: {_NOT_TRIED}", True, f"{_UNDOES}: see to it that {_NOT_TRIED} is allowed"),
         ending,
     ]
 
@@ -119,24 +106,20 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
 def _attempts(group: read.Answer) -> dict[str, dict[str, Any]]:
     """Return the arguments with which each action is tried; they change nothing, or cannot succeed."""
     name, template = group["AutoScalingGroupName"], read.template_of(group) or {}
-    this, tag = {"AutoScalingGroupName": name}, {"ResourceId": name, "ResourceType": "auto-scaling-group"}
+    this = {"AutoScalingGroupName": name}
+    tag = {"ResourceId": name, "ResourceType": "auto-scaling-group", "Key": _TAG}
+    those = {**this, "InstanceIds": [_NOBODY]}
     process = {**this, "ScalingProcesses": [_NOTHING]}
     hook = {**this, "LifecycleHookName": _NOTHING, "InstanceId": _NOBODY}
     launched = {key: template[key] for key in ("LaunchTemplateId", "LaunchTemplateName") if key in template}
     return {
-        "autoscaling:CreateOrUpdateTags": {
-            "Tags": [{**tag, "Key": _TAG, "Value": "", "PropagateAtLaunch": False}]
-        },
-        "autoscaling:DeleteTags": {"Tags": [{**tag, "Key": _TAG}]},
+        "autoscaling:CreateOrUpdateTags": {"Tags": [{**tag, "Value": "", "PropagateAtLaunch": False}]},
+        "autoscaling:DeleteTags": {"Tags": [tag]},
         # without arguments it changes nothing; a value that was just read may have been changed since
         "autoscaling:UpdateAutoScalingGroup": this,
         "autoscaling:SuspendProcesses": process,
         "autoscaling:ResumeProcesses": process,
-        "autoscaling:SetInstanceProtection": {
-            **this,
-            "InstanceIds": [_NOBODY],
-            "ProtectedFromScaleIn": True,
-        },
+        "autoscaling:SetInstanceProtection": {**those, "ProtectedFromScaleIn": True},
         "autoscaling:RecordLifecycleActionHeartbeat": hook,
         "autoscaling:CompleteLifecycleAction": {**hook, "LifecycleActionResult": "CONTINUE"},
         "autoscaling:DescribeScalingActivities": {**this, "MaxRecords": 1},
@@ -186,9 +169,7 @@ def _hooks(autoscaling: Any, name: str) -> list[Check]:
         return []  # reported where the permission is tried
     hooks = read.termination_hooks(answer.get("LifecycleHooks", []))
     if not hooks:
-        none = (
-            "none for instances that leave: they may be gone before their replicas have moved, 2 min at most"
-        )
+        none = "none for instances that leave: they may be gone before their replicas have moved"
         return [Check(f"{name}: hooks", True, none)]
     soon = f", which is soon over: give it a HeartbeatTimeout of {LEAST_HEARTBEAT:g} or more"
     return [

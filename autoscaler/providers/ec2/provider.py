@@ -39,7 +39,7 @@ from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG, anothe
 from adaptdl_elastic.autoscaler.providers.ec2.prices import (
     PriceChanges,
     parse_price_option,
-    spot_price_changes,
+    read_spot_prices,
 )
 from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest
 
@@ -303,14 +303,8 @@ class Ec2Provider(Provider):
         return read.Prices({**self._tagged, **self._on_demand}, self._spot)
 
     def _history(self) -> Mapping[tuple[str, str], PriceChanges]:
-        with explained("ec2:DescribeSpotPriceHistory"):
-            pages = self._ec2.get_paginator("describe_spot_price_history").paginate(
-                InstanceTypes=self._wanted_types,
-                ProductDescriptions=["Linux/UNIX", "Linux/UNIX (Amazon VPC)"],
-                # a day, since the autoscaler may not have run; the prices in force at its start come too
-                StartTime=time.time() - 86400,
-            )
-            return spot_price_changes(entry for page in pages for entry in page["SpotPriceHistory"])
+        # a day, since the autoscaler may not have run; the prices in force at its start come too
+        return read_spot_prices(self._ec2, self._wanted_types, 86400.0)
 
     def _trouble(self, group: str) -> tuple[tuple[str, float], str]:
         """Return why the last launch failed, and a warning if that cannot be read."""

@@ -109,7 +109,7 @@ class StackUp(Stacks):
             if code is None:
                 raise ProviderError(f"there is no stack {name} yet: give the directory and the command, too")
             self._choose(chosen)
-            chosen["Bucket"] = self._bucket(bucket)
+            chosen["Bucket"] = bucket or self._own_bucket()
             chosen["Package"] = self._upload(chosen["Bucket"], f"{name}/package", package)
         elif bucket not in (None, chosen["Bucket"]):
             raise ProviderError(f"stack {name} has the bucket {chosen['Bucket']}, and keeps it")
@@ -223,28 +223,25 @@ class StackUp(Stacks):
 
     # Uploading
 
-    def _bucket(self, given: str | None) -> str:
-        """Return the bucket to use; the account's own one is made where it lacks."""
+    def _own_bucket(self) -> str:
+        """Return the bucket of the account for all stacks of the region; make it where it lacks."""
         with explained("sts:GetCallerIdentity"):
             account = str(self._sts.get_caller_identity()["Account"])
-        bucket = given or f"adaptdl-{account}-{self.region}"
-        # a bucket of this name that another account has would get the code
-        owner = {} if given else {"ExpectedBucketOwner": account}
-        try:
-            self._s3.head_bucket(Bucket=bucket, **owner)
-        except ClientError as error:
-            if given or error.response["Error"]["Code"] not in ("404", "NoSuchBucket"):
-                raise ProviderError(f"the bucket {bucket} cannot be used: {error}") from None
-            place = {} if self.region == "us-east-1" else {"LocationConstraint": self.region}
-            rule = {**_UNFINISHED, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
-            with explained("s3:CreateBucket, s3:PutLifecycleConfiguration", bucket):
-                self._s3.create_bucket(
-                    Bucket=bucket, **({"CreateBucketConfiguration": place} if place else {})
-                )
-                self._s3.put_bucket_lifecycle_configuration(
-                    Bucket=bucket, LifecycleConfiguration={"Rules": [rule]}
-                )
-            self._say(f"made the bucket {bucket}, for code and checkpoints of all stacks in {self.region}")
+        bucket, place = f"adaptdl-{account}-{self.region}", {"LocationConstraint": self.region}
+        rule = {**_UNFINISHED, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
+        # us-east-1 is no value of LocationConstraint
+        given = {} if self.region == "us-east-1" else {"CreateBucketConfiguration": place}
+        with explained("s3:CreateBucket, s3:PutLifecycleConfiguration", bucket):
+            try:
+                self._s3.create_bucket(Bucket=bucket, **given)
+                self._say(f"made the bucket {bucket}, for code and checkpoints of all stacks there")
+            except ClientError as error:
+                # one of another account, of the same name, would get the code
+                if error.response["Error"]["Code"] != "BucketAlreadyOwnedByYou":
+                    raise
+            self._s3.put_bucket_lifecycle_configuration(
+                Bucket=bucket, LifecycleConfiguration={"Rules": [rule]}
+            )
         return bucket
 
     def _upload(self, bucket: str, key: str, write: Callable[[Path], None]) -> str:

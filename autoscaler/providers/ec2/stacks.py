@@ -12,14 +12,13 @@ time of the termination hook.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any
 
 from adaptdl_elastic.autoscaler.providers.base import ProviderError, TryLaterError, UnknownInstanceError
 from adaptdl_elastic.autoscaler.providers.ec2.errors import explained
-from adaptdl_elastic.autoscaler.providers.ec2.prices import spot_price_changes
+from adaptdl_elastic.autoscaler.providers.ec2.prices import read_spot_prices
 from adaptdl_elastic.autoscaler.providers.ec2.provider import connect
 
 STACK_TAG = "adaptdl-elastic:stack"
@@ -76,11 +75,6 @@ class Stack:
         """The sum of the known prices of an hour."""
         return sum(machine.price or 0.0 for machine in self.machines)
 
-    @property
-    def unpriced(self) -> tuple[str, ...]:
-        """The types whose price is not known."""
-        return tuple(sorted({machine.type for machine in self.machines if machine.price is None}))
-
 
 class Stacks:
     """The stacks of one account and region.
@@ -88,7 +82,6 @@ class Stacks:
     Args:
         region: AWS region; None: as boto3 finds it.
         profile: AWS profile; None: as boto3 finds it.
-        on_demand: instance type → price per hour, before what a stack's own parameter says.
         clients: service → boto3 client, instead of new ones.
         clock: monotonic seconds.
         wait: called with the seconds between two looks.
@@ -100,7 +93,6 @@ class Stacks:
         self,
         region: str | None = None,
         profile: str | None = None,
-        on_demand: Mapping[str, float] | None = None,
         clients: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
@@ -110,7 +102,6 @@ class Stacks:
             given.get(service) or connect(service, region, profile)
             for service in ("cloudformation", "autoscaling", "ec2", "ssm")
         )
-        self._on_demand = dict(on_demand or {})
         self._clock, self._wait = clock, wait
 
     @property
@@ -165,13 +156,13 @@ class Stacks:
         )
 
     def _table(self, parameters: Mapping[str, str]) -> dict[str, float]:
-        """Return the prices of on-demand types: what the stack's parameters say, then what was given."""
+        """Return the prices of on-demand types, as the stack's parameters say."""
         types = [parameters[key] for key in ("InstanceType", "SecondType") if parameters.get(key)]
         try:
             said = float(parameters.get("OnDemandPrice", ""))
         except ValueError:
-            return self._on_demand
-        return dict.fromkeys(types, said) | self._on_demand
+            return {}
+        return dict.fromkeys(types, said)
 
     def _machines(self, instances: Sequence[str], table: Mapping[str, float]) -> tuple[Machine, ...]:
         found = []
@@ -182,20 +173,10 @@ class Stacks:
                 )
                 found += [one for page in pages for kept in page["Reservations"] for one in kept["Instances"]]
         running = [one for one in found if one["State"]["Name"] not in _GONE]
-        spot = self._spot({one["InstanceType"] for one in running if one.get("InstanceLifecycle") == "spot"})
+        kinds = sorted({one["InstanceType"] for one in running if one.get("InstanceLifecycle") == "spot"})
+        history = read_spot_prices(self._ec2, kinds, 0.0) if kinds else {}
+        spot = {place: changes[-1][1] for place, changes in history.items()}
         return tuple(_machine(one, table, spot) for one in running)
-
-    def _spot(self, types: Iterable[str]) -> dict[tuple[str, str], float]:
-        history = []
-        for some in _chunks(sorted(types)):
-            with explained("ec2:DescribeSpotPriceHistory"):
-                pages = self._ec2.get_paginator("describe_spot_price_history").paginate(
-                    InstanceTypes=some,
-                    ProductDescriptions=["Linux/UNIX"],
-                    StartTime=datetime.now(timezone.utc),  # the price that holds now, of each zone
-                )
-                history += [entry for page in pages for entry in page["SpotPriceHistory"]]
-        return {key: changes[-1][1] for key, changes in spot_price_changes(history).items()}
 
     def _describe(self, groups: Sequence[str]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
