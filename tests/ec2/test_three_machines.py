@@ -156,7 +156,7 @@ def test_two_nodes_of_a_stack_train_one_job_in_one_generation(opened: Opened) ->
     stack.on_head(f"adaptdl scale {JOB} --replicas 2 --wait")
     for node in NODES:
         assert versions(stack, node) == 2
-        room.bash("touch /opt/job/*/hurry", node)
+        room.bash("for folder in /opt/job/*/; do touch $folder/hurry; done", node)
     until("the job does not end", lambda: job(stack)["state"] == "done", PATIENCE)
     assert job(stack)["failures"] == []
     # each of the last generation's two replicas has ended the same training

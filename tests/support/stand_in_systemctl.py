@@ -135,8 +135,9 @@ def _run(found: dict[str, list[str]], started: int | None) -> int:
 
 def _end(main: subprocess.Popen[bytes]) -> None:
     """End the main process and then the unit, without a restart."""
-    main.terminate()
-    main.wait()
+    os.kill(main.pid, signal.SIGTERM)
+    # this interrupts `main.wait`, which holds a lock
+    os.waitpid(main.pid, 0)
     os._exit(0)
 
 
