@@ -187,6 +187,10 @@ def test_a_role_reaches_nothing_of_another_stack(template: dict[str, Any], role:
             assert [one.rpartition("/")[2] for one in resources] == names, "NAME-* would match NAME-2-spot"
         elif services == {"ssm"}:
             assert [one.partition(":parameter/")[2] for one in resources] == ["adaptdl/${AWS::StackName}/*"]
+        elif services == {"s3"} and actions != {"s3:ListBucket"}:
+            # checkpoints are beside the secret of their job
+            own = ("/${AWS::StackName}/", "/data/")
+            assert all(one.partition("${Bucket}")[2].startswith(own) for one in resources)
         else:
             assert services <= {"s3", "sqs"}
 
