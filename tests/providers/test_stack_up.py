@@ -206,7 +206,19 @@ def test_an_account_that_may_buy_no_node_is_told_before_anything_is_made() -> No
     account = Account(None, "CREATE_COMPLETE")
     account.quotas.clear()
     account.up()
-    assert "cannot be read" in account.said[0]
+    assert "how many on-demand instances the account may run is not known" in account.said[0]
+
+
+def test_what_is_no_answer_of_aws_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "train.py").touch()
+    done = up("--region", REGION, "train", str(tmp_path), "train.py")
+    assert done.exit_code == 1
+    assert done.output.count("\n") == 1
+    assert "no AWS credentials" in done.output
 
 
 def test_an_update_keeps_what_it_does_not_name() -> None:

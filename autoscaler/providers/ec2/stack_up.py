@@ -128,27 +128,27 @@ class StackUp(Stacks):
             with explained("cloudformation:CreateStack", name):
                 # what a failed stack leaves behind would cost, and be in the way of the next try
                 return self._done(self._cloudformation.create_stack(**request, OnFailure="DELETE"), name)
-        try:
-            changed = self._cloudformation.update_stack(**request)
-        except ClientError as error:
-            if "No updates are to be performed" not in str(error):
-                with explained("cloudformation:UpdateStack", name):
+        changed = {"StackId": name}
+        with explained("cloudformation:UpdateStack", name):
+            try:
+                changed = self._cloudformation.update_stack(**request)
+            except ClientError as error:
+                if "No updates are to be performed" not in str(error):
                     raise
-            changed = {"StackId": name}
-            self._say(f"{name}: nothing changes")
+                self._say(f"{name}: nothing changes")
         return self._done(changed, name)
 
     # Looking first
 
     def _describe_stack(self, name: str) -> dict[str, Any] | None:
         """Return a stack as CloudFormation describes it; None if there is none."""
-        try:
-            return dict(self._cloudformation.describe_stacks(StackName=name)["Stacks"][0])
-        except ClientError as error:
-            if "does not exist" in str(error):
-                return None
-            with explained("cloudformation:DescribeStacks", name):
-                raise
+        with explained("cloudformation:DescribeStacks", name):
+            try:
+                return dict(self._cloudformation.describe_stacks(StackName=name)["Stacks"][0])
+            except ClientError as error:
+                if "does not exist" not in str(error):
+                    raise
+        return None
 
     def _before(self, name: str) -> dict[str, str] | None:
         """Return the parameters of a stack; None if it is to be created.
@@ -208,9 +208,12 @@ class StackUp(Stacks):
         most = []
         for what, code in zip(("on-demand", "spot"), codes, strict=True):
             try:
-                quota = self._quotas.get_service_quota(ServiceCode="ec2", QuotaCode=code)["Quota"]["Value"]
-            except ClientError as error:
-                self._say(f"the quota {code} of {what} instances cannot be read: {error}")
+                with explained("servicequotas:GetServiceQuota", code):
+                    quota = self._quotas.get_service_quota(ServiceCode="ec2", QuotaCode=code)["Quota"][
+                        "Value"
+                    ]
+            except ProviderError as error:
+                self._say(f"how many {what} instances the account may run is not known: {error}")
                 return
             most.append(int(quota // found["VCpuInfo"]["DefaultVCpus"]))
             self._say(f"{what}: the account may run {most[-1]} × {kind} (quota {code}: {quota:g} vCPUs)")
