@@ -24,7 +24,6 @@ hours of the calendar month, which are 672 to 744.
 
 # after which an entry is asked for again; the second: after an error
 _KEPT_SECONDS, _RETRY_SECONDS = 86400.0, 300.0
-_NO_LIST = ("cn-", "us-gov-", "us-iso", "eusc-")  # regions whose accounts cannot ask the list
 # fields of an entry; without the last two, reservations and capacity blocks would be found, too
 _LINUX = "operatingSystem=Linux tenancy=Shared preInstalledSw=NA capacitystatus=Used marketoption=OnDemand"
 
@@ -122,7 +121,8 @@ class PriceList:
         fields = f"{_LINUX} instanceType" if "." in kind else "productFamily=Storage volumeApiName"
         pairs = [pair.split("=") for pair in f"regionCode={self._region} {fields}={kind}".split()]
         filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in pairs]
-        if self._region.startswith(_NO_LIST):
+        # accounts of these regions are valid nowhere else
+        if self._region.startswith(("cn-", "us-gov-", "us-iso", "eusc-")):
             raise ProviderError(f"there is none for {self._region}")
         with explained("pricing:GetProducts", kind):
             answer = self._client.get_products(ServiceCode="AmazonEC2", Filters=filters)

@@ -313,9 +313,8 @@ class Ec2Provider(Provider):
                 self._price_trouble = ""
                 self._spot_until = self._clock() + self.price_seconds
         listed = self._price_list.of({*types} - self._tagged.keys() - self._on_demand.keys())
-        return read.Prices(
-            {**listed, **self._tagged, **self._on_demand}, self._spot, self._price_list.lacking
-        )
+        table = {**listed, **self._tagged, **self._on_demand}
+        return read.Prices(table, self._spot, self._price_list.lacking)
 
     def _history(self) -> Mapping[tuple[str, str], PriceChanges]:
         # a day, since the autoscaler may not have run; the prices in force at its start come too
