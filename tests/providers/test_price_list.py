@@ -186,6 +186,17 @@ def test_options_come_before_tags_and_tags_before_the_list(moto: Moto) -> None:
 
 
 @pytest.mark.processes
+def test_an_instance_of_a_type_that_its_group_launches_no_more_has_a_price(moto: Moto) -> None:
+    make_group(moto, "workers", desired=1)
+    data = {"ImageId": IMAGE, "InstanceType": "g6.xlarge"}
+    moto.client("ec2").create_launch_template_version(LaunchTemplateName="workers", LaunchTemplateData=data)
+    ours = Ec2Provider(["workers"], {"g6.xlarge": 0.8}, clients={"pricing": Pricing(g5_xlarge="1.1")})
+    now = ours.capacity()
+    assert [(one.instance_type, one.hourly_price) for one in now.instances] == [("g5.xlarge", 1.1)]
+    assert now.pool("workers").hourly_price == 0.8
+
+
+@pytest.mark.processes
 def test_without_any_price_the_error_says_why_the_list_has_none(moto: Moto) -> None:
     make_group(moto, "workers")
     pricing = Pricing()

@@ -49,7 +49,7 @@ PARAMETERS = {
 }
 
 
-def make_stack(moto: Moto, name: str, tag: Mapping[str, str], nodes: bool = False, **more: bool) -> None:
+def make_stack(moto: Moto, name: str, tag: Mapping[str, str], nodes: bool = False, **more: Any) -> None:
     """A stack with a head, with two protected nodes if `nodes`."""
     resources = HEAD | NODES if nodes else HEAD
     moto.client("cloudformation").create_stack(
@@ -119,6 +119,13 @@ def test_prices_are_those_of_the_list_and_the_head_is_among_them(moto: Moto) -> 
     (stack,) = Stacks(clients=clients).find()
     prices = {one.type: one.price for one in stack.machines}
     assert prices == {"g5.xlarge": 1.006, "t3.small": None}, "what the parameter says"
+    moto.client("cloudformation").update_stack(
+        StackName="train",
+        UsePreviousTemplate=True,
+        Parameters=[{"ParameterKey": "OnDemandPrice", "ParameterValue": "0"}],
+    )
+    (stack,) = Stacks(clients=clients).find()
+    assert {one.price for one in stack.machines} == {None}, "0 is no price"
 
 
 @pytest.mark.parametrize(
