@@ -132,7 +132,7 @@ class Ec2Provider(Provider):
         sqs = (given.get("sqs") or connect("sqs", region, profile)) if queue_url else None
         self._queue = NoticeQueue(sqs, queue_url) if queue_url else None
         self._on_demand, self._tagged = dict(on_demand), dict[str, float]()
-        # decisions wait for it
+        # few retries, since decisions wait for the answer
         pricing = given.get("pricing") or connect("pricing", PriceList.home, profile, retries=1)
         self._price_list = PriceList(pricing, self._autoscaling.meta.region_name, clock)
         self._owner, self._seize, self._rules = owner, seize, False
