@@ -152,7 +152,9 @@ def _show(stacks: Sequence[Stack], region: str) -> None:
         rows.append((stack.name, stack.status, f"{stack.hourly_cost:.2f}", machines))
     show_table(("STACK", "STATUS", "PER HOUR", "MACHINES"), rows)
     total = sum(stack.hourly_cost for stack in stacks)
-    echo(f"in {region}, together {total:.2f} per hour; the heads come to that (t3.small, some 0.02 each)")
+    unknown = ", ".join(sorted({one.type for stack in stacks for one in stack.machines if one.price is None}))
+    more = f"; {unknown} come to that: AWS's price list cannot be read" if unknown else ""
+    echo(f"in {region}, together {total:.2f} per hour{more}")
 
 
 def _take_down(stacks: Stacks, stack: Stack) -> str:

@@ -40,7 +40,7 @@ TRAIN = ROOT / "tests" / "agent" / "scripts" / "train.py"
 PKI = "/etc/adaptdl/pki"
 # A machine without a GPU has one slot. The last of two options counts.
 COMMAND = ("--nproc-per-node=1", "train.py", "60", "0.1")
-PARAMETERS = {"MaxNodes": "2", "MaxJobCost": "12.5"}
+PARAMETERS = {"MaxNodes": "2", "MaxJobCost": "12.5", "OnDemandPrice": "1.006"}
 INSTANCE = "i-0123456789abcdef0"
 # seconds of a boot that hangs; the node's is long enough to come to its index
 HEAD_LIMIT, NODE_LIMIT = 5, 30

@@ -81,7 +81,7 @@ def test_a_stack_is_made_in_an_empty_account(
         assert shlex.split(command.read().decode()) == ["train.py", "--epochs", "9", "--name", "a b"]
     for tags in group_tags(moto):
         assert tags["adaptdl-elastic:settings"] == "max-nodes=8 max-hourly-cost=10 max-job-cost="
-        assert tags["adaptdl-elastic:prices"] == "g5.xlarge=1.006 g6.xlarge=1.006"
+        assert tags["adaptdl-elastic:prices"] == ""
     # nodes are in two zones of the stack's own network
     ec2 = moto.client("ec2")
     groups = moto.client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from moto_process import IMAGE, REGION, Moto
+from thin_aws import Pricing, client_error
 
 from adaptdl_elastic.autoscaler.commands.cloud import cloud
 from adaptdl_elastic.autoscaler.providers.base import ProviderError
-from adaptdl_elastic.autoscaler.providers.ec2.stacks import STACK_TAG, Stack, Stacks
+from adaptdl_elastic.autoscaler.providers.ec2.stacks import STACK_TAG, Machine, Stack, Stacks
 
 HEAD = {
     "Head": {"Type": "AWS::EC2::Instance", "Properties": {"ImageId": IMAGE, "InstanceType": "t3.small"}},
@@ -47,7 +49,7 @@ PARAMETERS = {
 }
 
 
-def make_stack(moto: Moto, name: str, tag: Mapping[str, str], nodes: bool = False, **more: bool) -> None:
+def make_stack(moto: Moto, name: str, tag: Mapping[str, str], nodes: bool = False, **more: Any) -> None:
     """A stack with a head, with two protected nodes if `nodes`."""
     resources = HEAD | NODES if nodes else HEAD
     moto.client("cloudformation").create_stack(
@@ -94,12 +96,56 @@ def test_stacks_of_ours_go_after_a_yes_and_no_others(moto: Moto, monkeypatch: py
     done = down("--all", answer="y\n")
     assert done.exit_code == 1, "one stays"
     assert "stack kept has termination protection, and is left as it is" in done.output
-    assert f"in {REGION}, together 2.01 per hour; the heads come to that" in done.output
+    assert f"in {REGION}, together 2.01 per hour; t3.small come to that" in done.output
     assert "2 × g5.xlarge, 1 × t3.small" in done.output
     assert left(moto) == ({"kept", "theirs", "copied"}, 3)
     parameters = moto.client("ssm").describe_parameters()["Parameters"]
     assert [one["Name"] for one in parameters] == ["/adaptdl/theirs/ca.pem"]
     assert "train: deleted; checkpoints are in s3://lab/train/checkpoints" in done.output
+
+
+@pytest.mark.processes
+def test_prices_are_those_of_the_list_and_the_head_is_among_them(moto: Moto) -> None:
+    make_stack(moto, "train", {STACK_TAG: "train"}, nodes=True)
+    services = ("cloudformation", "autoscaling", "ec2", "ssm")
+    pricing = Pricing(g5_xlarge="1.2580000000", t3_small="0.0240000000")
+    clients = {**{service: moto.client(service) for service in services}, "pricing": pricing}
+    (stack,) = Stacks(clients=clients).find()
+    assert stack.hourly_cost == pytest.approx(2 * 1.258 + 0.024)
+    assert pricing.filters["regionCode"] == REGION
+    assert sorted(pricing.asked) == ["g5.xlarge", "t3.small"]
+
+    pricing.fault = client_error("AccessDeniedException", "no", "GetProducts")
+    (stack,) = Stacks(clients=clients).find()
+    prices = {one.type: one.price for one in stack.machines}
+    assert prices == {"g5.xlarge": 1.006, "t3.small": None}, "what the parameter says"
+    moto.client("cloudformation").update_stack(
+        StackName="train",
+        UsePreviousTemplate=True,
+        Parameters=[{"ParameterKey": "OnDemandPrice", "ParameterValue": "0"}],
+    )
+    (stack,) = Stacks(clients=clients).find()
+    assert {one.price for one in stack.machines} == {None}, "0 is no price"
+
+
+@pytest.mark.parametrize(
+    ("prices", "end"),
+    [
+        ((0.024, 1.25), "together 1.27 per hour\n"),
+        ((None, 1.25), "together 1.25 per hour; t3.small come to that: AWS's price list cannot be read\n"),
+        ((None, None), "0.00 per hour; g5.xlarge, t3.small come to that: AWS's price list cannot be read\n"),
+    ],
+)
+def test_what_has_no_price_is_named(
+    prices: tuple[float | None, ...], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = zip(("t3.small", "g5.xlarge"), prices, strict=True)
+    machines = tuple(Machine("i-1", kind, False, price) for kind, price in kinds)
+    monkeypatch.setattr(Stacks, "__init__", lambda *_: None)
+    monkeypatch.setattr(Stacks, "region", REGION)
+    monkeypatch.setattr(Stacks, "find", lambda _: (Stack("train", "arn", "CREATE_COMPLETE", machines),))
+    said = down("train", answer="n\n").output
+    assert end in said
 
 
 def test_a_stack_that_is_not_ours_cannot_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +170,8 @@ def test_names_or_all(arguments: tuple[str, ...]) -> None:
 
 class Group:
     """A group in which terminated instances wait in their hook, and in which one was still being launched."""
+
+    meta = types.SimpleNamespace(region_name=REGION)
 
     def __init__(self, members: dict[str, str]) -> None:
         self.members = members
@@ -178,6 +226,8 @@ def test_nodes_that_do_not_leave_are_waited_for_only_so_long() -> None:
 
 class CloudFormation:
     """A service that says one status after another."""
+
+    meta = types.SimpleNamespace(region_name=REGION)
 
     def __init__(self, *statuses: str) -> None:
         self.statuses = list(statuses)

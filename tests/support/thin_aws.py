@@ -4,10 +4,13 @@
 terminated instances in Terminating:Wait while their group has a termination hook, takes heartbeats and
 completions, enforces Min and Max, refuses what the credentials do not allow, and tells of launches that
 failed for want of capacity.
+
+`Pricing` is a price list with the entries that a test gives it; moto's fails.
 """
 
 from __future__ import annotations
 
+import json
 from datetime import datetime, timezone
 from typing import Any
 
@@ -156,3 +159,38 @@ class _Paginator:
 
     def paginate(self, **arguments: Any) -> Any:
         yield getattr(self._owner, self._name)(**arguments)
+
+
+class Pricing:
+    """A price list.
+
+    Attributes:
+        prices: Instance type or type of a volume → US dollars, as AWS writes them.
+        fault: What every call raises; None: it answers.
+        asked: The types that were asked for.
+        filters: Those of the last call.
+    """
+
+    def __init__(self, **prices: str) -> None:
+        self.prices = {name.replace("_", "."): price for name, price in prices.items()}
+        self.fault: Exception | None = None
+        self.asked: list[str] = []
+        self.filters: dict[str, str] = {}
+
+    def get_products(self, ServiceCode: str, Filters: list[dict[str, str]]) -> dict[str, Any]:
+        assert ServiceCode == "AmazonEC2"
+        assert {one["Type"] for one in Filters} == {"TERM_MATCH"}
+        self.filters = {one["Field"]: one["Value"] for one in Filters}
+        kind = self.filters.get("instanceType") or self.filters["volumeApiName"]
+        self.asked.append(kind)
+        if self.fault is not None:
+            raise self.fault
+        found = [json.dumps(product(self.prices[kind]))] if kind in self.prices else []
+        return {"FormatVersion": "aws_v1", "PriceList": found}
+
+
+def product(usd: str, unit: str = "Hrs") -> dict[str, Any]:
+    """An entry of the price list with one on-demand price, and nothing that is not needed."""
+    dimension = {"unit": unit, "beginRange": "0", "endRange": "Inf", "pricePerUnit": {"USD": usd}}
+    term = {"priceDimensions": {"SKU.JRTCKXETXF.6YS6EN2CT7": dimension}, "offerTermCode": "JRTCKXETXF"}
+    return {"serviceCode": "AmazonEC2", "terms": {"OnDemand": {"SKU.JRTCKXETXF": term}}}

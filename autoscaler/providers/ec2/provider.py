@@ -38,6 +38,7 @@ from adaptdl_elastic.autoscaler.providers.ec2.notice_queue import NoticeQueue
 from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG, another, refuse, tag, tags_of
 from adaptdl_elastic.autoscaler.providers.ec2.prices import (
     PriceChanges,
+    PriceList,
     parse_price_option,
     read_spot_prices,
 )
@@ -54,10 +55,10 @@ _AGAIN = 60.0  # seconds before a release is repeated: until then the listing ma
 _RETRY = 30.0  # seconds before prices are read again after an error
 
 
-def connect(service: str, region: str | None = None, profile: str | None = None) -> Any:
+def connect(service: str, region: str | None = None, profile: str | None = None, retries: int = 8) -> Any:
     """Return a client with adaptive retries; ProviderError says what is missing."""
     config = Config(
-        retries={"mode": "adaptive", "max_attempts": 8},
+        retries={"mode": "adaptive", "max_attempts": retries},
         connect_timeout=5,
         read_timeout=30,
         tcp_keepalive=True,
@@ -92,7 +93,7 @@ class Ec2Provider(Provider):
 
     Args:
         groups: names of the groups.
-        on_demand: instance type → price per hour.
+        on_demand: instance type → price per hour, before the prices of tags and of AWS's list.
         slots: replicas per node; None: the GPUs of its type.
         region: AWS region; None: as boto3 finds it.
         profile: AWS profile; None: as boto3 finds it.
@@ -131,6 +132,9 @@ class Ec2Provider(Provider):
         sqs = (given.get("sqs") or connect("sqs", region, profile)) if queue_url else None
         self._queue = NoticeQueue(sqs, queue_url) if queue_url else None
         self._on_demand, self._tagged = dict(on_demand), dict[str, float]()
+        # few retries, since decisions wait for the answer
+        pricing = given.get("pricing") or connect("pricing", PriceList.home, profile, retries=1)
+        self._price_list = PriceList(pricing, self._autoscaling.meta.region_name, clock)
         self._owner, self._seize, self._rules = owner, seize, False
         self._fixed_slots = slots
         self._slots: dict[str, int] = {}
@@ -154,25 +158,29 @@ class Ec2Provider(Provider):
         """Return the groups and their instances."""
         groups, missing = self._describe()
         kinds = {name: self._kind(group) for name, group in groups.items()}
-        self._learn_slots([t for kind in kinds.values() for t in kind.types])
         here = {i["InstanceId"] for g in groups.values() for i in g.get("Instances", [])}
         details = self._details([*here.union(i.id for i in (*self._last.instances, *self._last.ended))])
         # the tag of an instance may be gone some time after its end
         left = {i: tags_of(details[i]).get(read.GROUP_TAG, self._ours.get(i)) for i in details.keys() - here}
-        self._learn_slots([str(detail["InstanceType"]) for detail in details.values()])
+        types = [t for kind in kinds.values() for t in kind.types]
+        types += [str(detail["InstanceType"]) for detail in details.values()]
+        self._learn_slots(types)
         told = {name: tags_of(group) for name, group in groups.items()}
         self._tagged = dict(
             parse_price_option(text) for tags in told.values() for text in tags.get(PRICES_TAG, "").split()
         )
-        prices = self._prices([t for kind in kinds.values() for t in kind.types])
+        volumes = sorted({t for kind in kinds.values() for t, _ in kind.volumes})
+        storage, bare = self._price_list.of(volumes), self._prices(types)
         pools, instances, ended = list[Pool](), list[Instance](), list[Instance]()
         warnings = [*missing, *([self._price_trouble] if self._price_trouble else [])]
         warnings += [str(self._queue_trouble)] if self._queue_trouble is not None else []
+        warnings += [f"no {t} volume is on the bill: {bare.lacking[t]}" for t in volumes if t not in storage]
         for name, group in groups.items():
             if not self._rules and not self._seize and (owner := another(group, self._owner)):
                 warnings.append(f"{name}: belongs to cluster {owner}: it is not ours to rule (--take-over)")
             gone = [{"InstanceId": i, "LifecycleState": "Terminated"} for i in left if left[i] == name]
             group = {**group, "Instances": [*group.get("Instances", []), *gone]}
+            prices = bare.plus(sum(storage.get(t, 0.0) * size for t, size in kinds[name].volumes))
             members, over = read.instances_of(group, kinds[name], details, prices, self._slots)
             trouble, warning = self._trouble(name)
             warnings += [warning] if warning else []
@@ -287,7 +295,11 @@ class Ec2Provider(Provider):
         return found
 
     def _prices(self, types: Sequence[str]) -> read.Prices:
-        """Return the prices; if they cannot be read now, the last ones. An error if there are none."""
+        """Return the prices without disks; if they cannot be read now, the last ones.
+
+        Raises:
+            ProviderError: spot prices cannot be read, and never could.
+        """
         if self._clock() >= self._spot_until:
             self._wanted_types = sorted(set(types))
             try:
@@ -300,7 +312,9 @@ class Ec2Provider(Provider):
             else:
                 self._price_trouble = ""
                 self._spot_until = self._clock() + self.price_seconds
-        return read.Prices({**self._tagged, **self._on_demand}, self._spot)
+        listed = self._price_list.of({*types} - self._tagged.keys() - self._on_demand.keys())
+        table = {**listed, **self._tagged, **self._on_demand}
+        return read.Prices(table, self._spot, self._price_list.lacking)
 
     def _history(self) -> Mapping[tuple[str, str], PriceChanges]:
         # a day, since the autoscaler may not have run; the prices in force at its start come too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -34,6 +34,7 @@ class Kind:
     on_demand_base: int = 0
     on_demand_above_base: float = 1.0  # fraction
     mixed: bool = False
+    volumes: tuple[tuple[str, float], ...] = ()  # (type, GB) of each EBS volume; 0 GB: not said
 
     @property
     def only_spot(self) -> bool:
@@ -57,6 +58,7 @@ class Prices:
 
     on_demand: Mapping[str, float]
     spot: Mapping[tuple[str, str], PriceChanges]
+    lacking: Mapping[str, str] = field(default_factory=dict)  # type → why it has no price on demand
 
     def of(self, instance_type: str, zone: str, preemptible: bool) -> float:
         """Return the price of one instance.
@@ -71,7 +73,13 @@ class Prices:
         elsewhere = [found[-1][1] for (kind, _), found in self.spot.items() if kind == instance_type]
         if preemptible and elsewhere:
             return max(elsewhere)
-        raise ProviderError(f"no price is known for {instance_type}: give --price {instance_type}=PRICE")
+        why = f" ({told})" if (told := self.lacking.get(instance_type)) else ""
+        raise ProviderError(f"no price is known for {instance_type}: give --price {instance_type}=PRICE{why}")
+
+    def plus(self, more: float) -> Prices:
+        """Return prices that are higher by so much an hour."""
+        spot = {at: tuple((since, one + more) for since, one in told) for at, told in self.spot.items()}
+        return replace(self, on_demand={kind: one + more for kind, one in self.on_demand.items()}, spot=spot)
 
     def unknown(self, types: Iterable[str], zones: Iterable[str]) -> bool:
         """Return whether no spot price of these types and zones is known."""
@@ -113,9 +121,11 @@ def template_of(group: Answer) -> Answer | None:
 def kind_of(group: Answer, template: Answer) -> Kind:
     """Return what a group launches. `template` is the data of its launch template."""
     own = template.get("InstanceType")
+    disks = [one.get("Ebs", {}) for one in template.get("BlockDeviceMappings", [])]
+    volumes = tuple((str(d["VolumeType"]), float(d.get("VolumeSize", 0))) for d in disks if "VolumeType" in d)
     if "MixedInstancesPolicy" not in group:
         spot = template.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
-        return Kind((own,) if own else (), on_demand_above_base=0.0 if spot else 1.0)
+        return Kind((own,) if own else (), on_demand_above_base=0.0 if spot else 1.0, volumes=volumes)
     types = tuple(o["InstanceType"] for o in _overrides(group) if "InstanceType" in o)
     distribution = group["MixedInstancesPolicy"].get("InstancesDistribution", {})
     return Kind(
@@ -123,6 +133,7 @@ def kind_of(group: Answer, template: Answer) -> Kind:
         int(distribution.get("OnDemandBaseCapacity", 0) or 0),
         float(distribution.get("OnDemandPercentageAboveBaseCapacity", 100)) / 100,
         mixed=True,
+        volumes=volumes,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from adaptdl_elastic.autoscaler.providers.base import ProviderError, TryLaterError, UnknownInstanceError
 from adaptdl_elastic.autoscaler.providers.ec2.errors import explained
-from adaptdl_elastic.autoscaler.providers.ec2.prices import read_spot_prices
+from adaptdl_elastic.autoscaler.providers.ec2.prices import PriceList, read_spot_prices
 from adaptdl_elastic.autoscaler.providers.ec2.provider import connect
 
 STACK_TAG = "adaptdl-elastic:stack"
@@ -39,7 +39,7 @@ class Machine:
         id: the instance.
         type: its type.
         spot: it is a spot instance.
-        price: of an hour, in the currency of the price table; None: not known.
+        price: of an hour, without its disk; None: not known.
     """
 
     id: str
@@ -102,6 +102,8 @@ class Stacks:
             given.get(service) or connect(service, region, profile)
             for service in ("cloudformation", "autoscaling", "ec2", "ssm")
         )
+        pricing = given.get("pricing") or connect("pricing", PriceList.home, profile, retries=1)
+        self._price_list = PriceList(pricing, self.region, clock)
         self._clock, self._wait = clock, wait
 
     @property
@@ -129,15 +131,11 @@ class Stacks:
                 StackName=answer["StackId"]
             )
             resources = [one for page in pages for one in page["StackResourceSummaries"]]
+        there = [one for one in resources if one["ResourceStatus"] != "DELETE_COMPLETE"]
 
         def of_type(kind: str) -> tuple[str, ...]:
-            return tuple(
-                str(one["PhysicalResourceId"])
-                for one in resources
-                if one["ResourceType"] == kind
-                and one.get("PhysicalResourceId")
-                and one["ResourceStatus"] != "DELETE_COMPLETE"
-            )
+            these = (one for one in there if one["ResourceType"] == kind)
+            return tuple(str(one["PhysicalResourceId"]) for one in these if one.get("PhysicalResourceId"))
 
         groups = of_type("AWS::AutoScaling::AutoScalingGroup")
         members = [one["InstanceId"] for group in self._describe(groups) for one in group["Instances"]]
@@ -156,13 +154,10 @@ class Stacks:
         )
 
     def _table(self, parameters: Mapping[str, str]) -> dict[str, float]:
-        """Return the prices of on-demand types, as the stack's parameters say."""
+        """Return the prices of on-demand types, as the stack's parameters say; 0 says nothing."""
         types = [parameters[key] for key in ("InstanceType", "SecondType") if parameters.get(key)]
-        try:
-            said = float(parameters.get("OnDemandPrice", ""))
-        except ValueError:
-            return {}
-        return dict.fromkeys(types, said)
+        said = float(parameters.get("OnDemandPrice") or 0)
+        return dict.fromkeys(types, said) if said else {}
 
     def _machines(self, instances: Sequence[str], table: Mapping[str, float]) -> tuple[Machine, ...]:
         found = []
@@ -176,7 +171,8 @@ class Stacks:
         kinds = sorted({one["InstanceType"] for one in running if one.get("InstanceLifecycle") == "spot"})
         history = read_spot_prices(self._ec2, kinds, 0.0) if kinds else {}
         spot = {place: changes[-1][1] for place, changes in history.items()}
-        return tuple(_machine(one, table, spot) for one in running)
+        prices = {**table, **self._price_list.of({str(one["InstanceType"]) for one in running})}
+        return tuple(_machine(one, prices, spot) for one in running)
 
     def _describe(self, groups: Sequence[str]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
