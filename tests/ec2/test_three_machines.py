@@ -141,8 +141,8 @@ def test_two_nodes_of_a_stack_train_one_job_in_one_generation(opened: Opened) ->
     limits = room.read("/var/log/adaptdl-autoscale.log", "head")
     assert "max_hourly_cost 10, max_job_costs/* 12.5, max_nodes 2, min_nodes 2" in limits
 
-    # the stack gets other code; a node that comes later joins the run with the run's own. The autoscaler would
-    # give back an instance whose agent is stopped, and this test has no other machines.
+    # the stack gets other code; a node that comes later joins the run with the run's own
+    # (the autoscaler would give back an instance whose agent is stopped, and there are no other machines)
     room.bash("systemctl stop adaptdl-autoscale", "head")
     comes_anew(stack, "node1")
     until("one node has no agent", lambda: both_registered(stack), PATIENCE)
