@@ -96,6 +96,8 @@ def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:
 
 def _check_command(spec: JobSpec, fresh: JobSpec) -> None:
     """Raise if this node has another script or arguments: replicas of both would wait for each other."""
+    if spec.code and fresh.code and spec.code != fresh.code:
+        raise JoinError(f"job {spec.job!r} runs {spec.code}, and this node has {fresh.code}: start it again")
     if spec.gpus_per_replica != fresh.gpus_per_replica:
         each = f"--gpus-per-replica={spec.gpus_per_replica}"
         raise JoinError(f"job {spec.job!r} runs with {each}: give it here, too")

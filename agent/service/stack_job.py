@@ -1,8 +1,8 @@
 """`python -m adaptdl_elastic.agent.service.stack_job JOB CODE FOLDER OPTION...`: run the job of an EC2 stack.
 
 The code of a stack may be replaced while its job runs. Replicas with different code do not fit together. So a
-node that joins a run takes the code that the run was begun with; CODE is for a new run. Both are archives
-that `adaptdl cloud up` has written, with the script, its requirements and its command.
+node of a run that has not ended takes the code that the run was begun with; CODE is for a new run. Both are
+archives that `adaptdl cloud up` has written, with the script, its requirements and its command.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import hashlib
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from boto3.exceptions import Boto3Error
 from botocore.exceptions import BotoCoreError, ClientError
 
 from adaptdl_elastic.agent.cluster.ended_run import of_status
-from adaptdl_elastic.agent.cluster.job_joining import live_agents
 from adaptdl_elastic.agent.service.archives import unpack
 from adaptdl_elastic.agent.service.blobs import BlobError
 from adaptdl_elastic.protocol.environment import CODE
@@ -35,7 +36,7 @@ _NAME = re.compile(r"(?P<place>s3://[^/]+/.+)-(?P<digest>[0-9a-f]{64})\.tar\.gz"
 
 
 def choose(store: Store, keys: Keys, job: str, own: str) -> str:
-    """Return the archive to run: that of the run that is under way, else the stack's own.
+    """Return the archive to run: that of the run that has not ended, else the stack's own.
 
     Args:
         store: The stack's store.
@@ -50,9 +51,8 @@ def choose(store: Store, keys: Keys, job: str, own: str) -> str:
     status = read_record(JobStatus, store.get(keys.job(job, "status")))
     if spec is None or of_status(spec, status) is not None:
         return own
-    under_way = any(agent.run == spec.run for agent in live_agents(store, keys, job))
     ours, theirs = _NAME.fullmatch(own), _NAME.fullmatch(spec.code)
-    return spec.code if under_way and ours and theirs and ours["place"] == theirs["place"] else own
+    return spec.code if ours and theirs and ours["place"] == theirs["place"] else own
 
 
 def fetch(code: str, folder: Path, s3: Any) -> Path:
@@ -64,8 +64,8 @@ def fetch(code: str, folder: Path, s3: Any) -> Path:
         s3: A boto3 client.
 
     Raises:
-        BlobError: the archive is not what its name says, or cannot be unpacked.
-        CalledProcessError: the requirements cannot be installed.
+        BlobError: the archive is not what its name says, or cannot be unpacked, or its requirements cannot
+            be installed.
     """
     name = _NAME.fullmatch(code)
     if name is None:
@@ -81,13 +81,15 @@ def fetch(code: str, folder: Path, s3: Any) -> Path:
     unpack(archive, directory, STACK_OWNER)
     if (directory / "requirements.txt").exists():
         pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-        subprocess.run([*pip, "-r", "requirements.txt"], cwd=directory, check=True)
+        done = subprocess.run([*pip, "-r", "requirements.txt"], cwd=directory, capture_output=True, text=True)
+        if done.returncode:
+            raise BlobError(f"requirements.txt cannot be installed:\n{done.stdout}{done.stderr}")
     installed.touch()
     return directory
 
 
 def main(arguments: list[str]) -> str:
-    """Become the job's agent; return why that is not possible."""
+    """Become the job's agent; return why that is not possible, and leave it in the bucket."""
     job, own, folder, *options = arguments
     try:
         endpoint, environ = os.environ["ADAPTDL_ETCD"], os.environ
@@ -97,7 +99,11 @@ def main(arguments: list[str]) -> str:
         command = shlex.split((directory / STACK_COMMAND).read_text())
     except (Boto3Error, BotoCoreError, ClientError) as error:
         return f"adaptdl: {own} cannot be read: {error}"
-    except (BlobError, StoreError, OSError, subprocess.CalledProcessError) as error:
+    except (BlobError, StoreError, OSError) as error:
+        bucket, stack = own.split("/")[2:4]
+        with suppress(BotoCoreError, ClientError):
+            key = f"{stack}/boot-failures/{socket.gethostname()}-{job}.log"
+            boto3.client("s3").put_object(Bucket=bucket, Key=key, Body=str(error).encode())
         return f"adaptdl: {error}"
     os.chdir(directory)
     agent = [sys.executable, "-m", "adaptdl_elastic.agent", f"--rdzv-id={job}", *options, *command]

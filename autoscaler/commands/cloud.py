@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,16 +79,13 @@ def up(
     if directory is not None and not (command and (directory / command[0]).is_file()):
         raise OptionError(f"give a script of {directory} and its arguments, for example train.py --epochs 90")
     given = dict(text.partition("=")[::2] for text in values)
-    if "" in given or not all("=" in text for text in values):
-        raise OptionError("--set: give KEY=VALUE, for example MaxNodes=8")
-
-    def write_code(target: Path) -> None:
-        assert directory is not None
-        bundle.pack(directory, target, STACK_OWNER, command=command)
+    if {"", "Bucket", "Code", "Package"} & given.keys() or not all("=" in text for text in values):
+        raise OptionError("--set: give KEY=VALUE, for example MaxNodes=8 (Bucket, Code and Package are set)")
 
     try:
         stack = StackUp(region, profile, echo)
-        outputs = stack.up(name, given, bucket, None if directory is None else write_code, lock.pack)
+        code = None if not directory else partial(bundle.pack, directory, owner=STACK_OWNER, command=command)
+        outputs = stack.up(name, given, bucket, code, lock.pack)
     except (ProviderError, ProvisionError) as error:
         raise CommandError(str(error)) from error
     echo(f"{name} is up; its checkpoints: {outputs['Checkpoints']}")

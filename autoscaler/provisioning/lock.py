@@ -103,6 +103,11 @@ def _resolve(compiler: list[str], wanted: Iterable[str], folder: Path) -> str:
     done = subprocess.run(compiler, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ProvisionError(f"no lock file can be made: {in_one_line(done.stderr) or 'uv says nothing'}")
+    if own := re.search(r"^\S+==\S+\+\S+", done.stdout, re.MULTILINE):
+        where = (
+            "is on no index but one of your own, and machines ask PyPI: take that index out of uv's settings"
+        )
+        raise ProvisionError(f"{own[0]} {where}")
     return done.stdout
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,17 +24,21 @@ KEYS = Keys("default")
 OLD, NEW = (f"s3://lab/stack/code-{digit * 64}.tar.gz" for digit in "01")
 
 
-def store_of(code: str, state: JobState = JobState.RUNNING, agent_run: str = "run") -> MemoryStore:
+def store_of(code: str, state: JobState = JobState.RUNNING) -> MemoryStore:
     store = MemoryStore()
     store.put(KEYS.job("train", "spec"), encode(JobSpec("train", "run", code=code)))
     store.put(KEYS.job("train", "status"), encode(JobStatus("train", "run", state)))
-    record = NodeRecord(node="n1", job="train", host="h", slots=1, agent="a", run=agent_run)
+    record = NodeRecord(node="n1", job="train", host="h", slots=1, agent="a", run="run")
     store.put(KEYS.node("n1", "train"), encode(record))
     return store
 
 
 def test_a_node_that_joins_a_run_takes_its_code() -> None:
     assert choose(store_of(OLD), KEYS, "train", NEW) == OLD
+    # its only node may just have been taken away
+    store = store_of(OLD)
+    store.delete(KEYS.node("n1", "train"))
+    assert choose(store, KEYS, "train", NEW) == OLD
 
 
 @pytest.mark.parametrize(
@@ -41,10 +47,9 @@ def test_a_node_that_joins_a_run_takes_its_code() -> None:
         MemoryStore(),
         store_of(OLD, JobState.STOPPED),
         store_of(OLD, JobState.DONE),
-        store_of(OLD, agent_run="earlier"),
         store_of(""),
     ],
-    ids=["no job", "stopped", "done", "no agent", "started elsewhere"],
+    ids=["no job", "stopped", "done", "started elsewhere"],
 )
 def test_a_new_run_takes_the_stacks_own(store: MemoryStore) -> None:
     assert choose(store, KEYS, "train", NEW) == NEW
@@ -70,6 +75,10 @@ class Bucket:
 
     def __init__(self, archive: Path) -> None:
         self.archive, self.asked = archive, 0
+        self.written: dict[str, bytes] = {}
+
+    def put_object(self, Bucket: str, Key: str, Body: bytes) -> None:
+        self.written[f"{Bucket}/{Key}"] = Body
 
     def download_file(self, bucket: str, key: str, target: str) -> None:
         assert (bucket, key.partition("-")[0]) == ("lab", "stack/code")
@@ -114,14 +123,12 @@ def test_requirements_that_cannot_be_installed_are_tried_again(
     folder, tried = tmp_path / "node", list[Path]()
     folder.mkdir()
 
-    def run(_: list[str], cwd: Path, check: bool) -> None:
+    def run(command: list[str], cwd: Path, **_: object) -> subprocess.CompletedProcess[str]:
         tried.append(cwd)
-        assert check
-        if len(tried) == 1:
-            raise stack_job.subprocess.CalledProcessError(1, "pip")
+        return subprocess.CompletedProcess(command, int(len(tried) == 1), "no matching distribution\n", "")
 
     monkeypatch.setattr(stack_job.subprocess, "run", run)
-    with pytest.raises(stack_job.subprocess.CalledProcessError):
+    with pytest.raises(BlobError, match="cannot be installed"):
         fetch(url_of(archive), folder, Bucket(archive))
     found = fetch(url_of(archive), folder, Bucket(archive))
     assert tried == [found, found]
@@ -145,3 +152,19 @@ def test_the_agent_gets_the_options_and_the_command(
     assert agent == ["--rdzv-id=train", "--once", "--nnodes=1:512", "train.py", "a b"]
     assert code == url_of(archive)
     assert (folder / "train.py").exists()
+
+
+def test_why_the_code_does_not_run_is_left_in_the_bucket(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instance is given back soon, and its journal with it."""
+    bucket = Bucket(archive)
+    monkeypatch.setenv("ADAPTDL_ETCD", "https://10.0.0.1:2379")
+    monkeypatch.setattr(stack_job, "connect", lambda *_, **__: MemoryStore())
+    monkeypatch.setattr(stack_job.boto3, "client", lambda _: bucket)
+    (tmp_path / "node").mkdir()
+    said = stack_job.main(["train", OLD, str(tmp_path / "node")])
+    assert "is not what was uploaded" in said
+    ((key, text),) = bucket.written.items()
+    assert re.fullmatch(r"lab/stack/boot-failures/[^/]+-train\.log", key)
+    assert b"is not what was uploaded" in text

@@ -215,7 +215,10 @@ def test_the_head_is_reached_from_outside_by_nobody_and_has_a_way_out(template: 
     named = json.dumps(resources["Head"]["Properties"]["Tags"])
     assert "HeadAddressAssociation" in named
     assert "RoutesA" in named
-    assert resources["RoutesA"]["DependsOn"] == "WayOut"
+    assert resources["RoutesA"]["DependsOn"] == resources["RoutesB"]["DependsOn"] == "WayOut"
+    # what has a public address is deleted before the way out
+    for name in ("HeadAddress", "SpotGroup", "OnDemandGroup"):
+        assert "RoutesA" in json.dumps(resources[name]["Properties"]["Tags"])
     assert all(resources[name]["Properties"]["MapPublicIpOnLaunch"] for name in ("SubnetA", "SubnetB"))
     (way_in,) = (one for one in resources.values() if one["Type"] == "AWS::EC2::SecurityGroupIngress")
     assert way_in["Properties"]["SourceSecurityGroupId"] == {"Ref": "ClusterGroup"}
@@ -227,7 +230,10 @@ def test_prices_and_limits_are_tags_of_the_groups_and_no_part_of_the_head(
 ) -> None:
     values = {"AWS::StackName": "s", "MaxNodes": "12", "OnDemandPrice": "0.5", "MaxJobCost": "7.5"}
     tags = group_tags(group, values)
-    assert tags["adaptdl-elastic:settings"] == "max-nodes=12 max-hourly-cost=10 max-job-cost=7.5"
+    assert (
+        tags["adaptdl-elastic:settings"]
+        == "max-nodes=12 max-hourly-cost=10 max-job-cost=7.5 boot-timeout=1200"
+    )
     assert tags["adaptdl-elastic:prices"] == "g5.xlarge=0.5 g6.xlarge=0.5"
     # without a price AWS's price list is asked
     assert group_tags(group, {"AWS::StackName": "s"})["adaptdl-elastic:prices"] == ""

@@ -11,7 +11,7 @@ from moto_process import Moto, make_group
 from thin_aws import AutoScaling, client_error
 
 from adaptdl_elastic.autoscaler.providers.ec2.account_checks import Check, check_aws
-from adaptdl_elastic.autoscaler.providers.ec2.provider import Ec2Provider, connect
+from adaptdl_elastic.autoscaler.providers.ec2.provider import connect
 
 pytestmark = pytest.mark.processes
 
@@ -57,15 +57,6 @@ def test_each_missing_right_is_named(moto: Moto) -> None:
         assert any(f"no permission for autoscaling:{action} on workers" in text for text in found)
 
 
-def test_the_right_that_can_not_be_tried_is_said(moto: Moto) -> None:
-    make_group(moto, "workers")
-    thin, to = thin_clients(moto)
-    thin.denied = {"terminate_instance_in_auto_scaling_group"}
-    checks = check_aws(["workers"], connect_to=to)
-    assert failing(checks) == []
-    assert any("see to it that autoscaling:TerminateInstanceInAutoScalingGroup" in c.detail for c in checks)
-
-
 @pytest.mark.parametrize("action", ["ReceiveMessage", "DeleteMessage"])
 def test_rights_on_the_queue(moto: Moto, action: str) -> None:
     sqs = moto.client("sqs")
@@ -95,10 +86,8 @@ def test_the_policy_in_the_docs_is_all_that_is_tried() -> None:
 
 def test_what_is_wrong_with_the_groups_is_named(moto: Moto) -> None:
     make_group(moto, "closed", high=0)
-    make_group(moto, "upside-down", low=3, high=1, desired=1)
-    found = " / ".join(failing(check_aws(["closed", "upside-down", "absent"])))
+    found = " / ".join(failing(check_aws(["closed", "absent"])))
     assert "its Max is 0" in found
-    assert "its Min 3 is above its Max 1" in found
     assert "no auto-scaling group 'absent' in eu-central-1" in found
 
 
@@ -121,8 +110,7 @@ def test_what_is_changed_meanwhile_is_not_undone(moto: Moto) -> None:
     assert failing(checks) == []
     (group,) = client.describe_auto_scaling_groups()["AutoScalingGroups"]
     assert (group["DesiredCapacity"], group["NewInstancesProtectedFromScaleIn"]) == (3, True)
-    (said,) = [check for check in checks if check.name == "workers: autoscaling:SetDesiredCapacity"]
-    assert "not tried" in said.detail
+    assert not [check for check in checks if "SetDesiredCapacity" in check.name]
 
 
 def test_others_that_decide_a_groups_size_are_named(moto: Moto) -> None:
@@ -137,32 +125,6 @@ def test_others_that_decide_a_groups_size_are_named(moto: Moto) -> None:
     _, to = thin_clients(moto)
     (found,) = failing(check_aws(["workers"], connect_to=to))
     assert "scaling policies of its own (on-cpu)" in found
-
-
-def test_who_rules_a_group_is_said(moto: Moto) -> None:
-    make_group(moto, "workers")
-    ours = Ec2Provider(["workers"], {}, owner="one/1")
-    with ours:
-        (found,) = [check for check in check_aws(["workers"]) if check.name == "workers: owner"]
-        assert found.ok
-        assert "cluster one/1 rules it" in found.detail
-    assert any(check.detail == "no cluster rules it" for check in check_aws(["workers"]))
-
-
-@pytest.mark.parametrize(("timeout", "ok"), [(10, False), (30, True), (120, True)])
-def test_a_hook_that_waits_too_short_is_named(moto: Moto, timeout: int, ok: bool) -> None:
-    make_group(moto, "workers")
-    for name, transition in (("drain", "TERMINATING"), ("boot", "LAUNCHING")):
-        moto.client("autoscaling").put_lifecycle_hook(
-            AutoScalingGroupName="workers",
-            LifecycleHookName=name,
-            LifecycleTransition=f"autoscaling:EC2_INSTANCE_{transition}",
-            HeartbeatTimeout=timeout,
-        )
-    (found,) = [check for check in check_aws(["workers"]) if ": hook " in check.name]
-    assert (found.name, found.ok) == ("workers: hook drain", ok)
-    assert f"waits {timeout} s" in found.detail
-    assert ("HeartbeatTimeout of 30 or more" in found.detail) == (not ok)
 
 
 def test_no_credentials_is_one_finding(moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -66,7 +66,8 @@ def group_tags(resource: str, values: Mapping[str, str]) -> dict[str, str]:
     template = load_template()
     known = _with_defaults(template, values)
     tags = template["Resources"][resource]["Properties"]["Tags"]
-    return {one["Key"]: _resolved(one["Value"], known) for one in tags}
+    named = {one["Key"]: one["Value"] for one in tags if one["Key"] != "adaptdl-elastic:routes"}
+    return {key: _resolved(value, known) for key, value in named.items()}
 
 
 def _with_defaults(template: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, str]:
@@ -87,8 +88,7 @@ def _resolved(value: Any, known: Mapping[str, str]) -> str:
     if function in ("Ref", "GetAtt"):
         return _value(given if isinstance(given, str) else ".".join(given), known)
     if function == "If":
-        left, right = load_template()["Conditions"][given[0]]["Equals"]
-        return _resolved(given[1 if _resolved(left, known) == str(right) else 2], known)
+        return _resolved(given[1 if _holds(load_template()["Conditions"][given[0]], known) else 2], known)
     if function != "Sub":
         raise UnknownNameError(f"tests/support/cloud_template.py does not know !{function}")
     text, own = (given, {}) if isinstance(given, str) else given
@@ -99,6 +99,15 @@ def _resolved(value: Any, known: Mapping[str, str]) -> str:
         return "${" + name[1:] + "}" if name.startswith("!") else _value(name, names)
 
     return re.sub(r"\$\{([^}]*)\}", put, text)
+
+
+def _holds(condition: Mapping[str, Any], known: Mapping[str, str]) -> bool:
+    """Return whether a condition holds, which is an equality, or several of which one has to hold."""
+    ((function, given),) = condition.items()
+    if function == "Or":
+        return any(_holds(one, known) for one in given)
+    left, right = given
+    return _resolved(left, known) == str(right)
 
 
 def _value(name: str, known: Mapping[str, str]) -> str:

@@ -6,8 +6,9 @@ a group has, a tag that is removed again. Where that is impossible, the call nam
 exist (a process, an instance, a hook, a receipt): AWS checks the permission first, and then refuses the
 content.
 
-One permission cannot be tried: TerminateInstanceInAutoScalingGroup names no group, so for an instance that
-does not exist AWS cannot tell whether a policy for some groups covers it.
+Two permissions are not tried: SetDesiredCapacity could undo what somebody else has just asked for, and
+TerminateInstanceInAutoScalingGroup names no group, so for an instance that does not exist AWS cannot tell
+whether a policy for some groups covers it.
 """
 
 from __future__ import annotations
@@ -22,15 +23,10 @@ from botocore.exceptions import ClientError
 from adaptdl_elastic.autoscaler.providers.base import ProviderError
 from adaptdl_elastic.autoscaler.providers.ec2 import responses as read
 from adaptdl_elastic.autoscaler.providers.ec2.errors import explained
-from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG, tags_of
 from adaptdl_elastic.autoscaler.providers.ec2.provider import connect
 
-LEAST_HEARTBEAT = 30.0
-"""Fewest seconds that a hook should wait for a heartbeat: EC2's minimum, and enough for checks every 10 s."""
 _TAG = "adaptdl-elastic:doctor"
 _NOBODY = "i-00000000000000000"
-_NOT_TRIED = "autoscaling:SetDesiredCapacity"
-_UNDOES = "not tried, for it could undo what somebody else has just asked for"
 _NOTHING = "adaptdl-doctor"  # name of a process, a hook and a receipt that do not exist
 _CONTENTS = (
     *("ValidationError", "InvalidParameterValue", "InvalidInstanceID", "ReceiptHandleIsInvalid"),
@@ -89,17 +85,10 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
         missing = f"no auto-scaling group {name!r} in {region}: check its name and --region"
         return [Check(name, False, missing)]
     (group,) = found
-    action = "autoscaling:TerminateInstanceInAutoScalingGroup"
-    ending = _try(clients, name, action, {"InstanceId": _NOBODY, "ShouldDecrementDesiredCapacity": False})
-    if "no permission" in ending.detail:
-        not_tried = f"could not be tried without an instance: see to it that {action} is allowed"
-        ending = Check(ending.name, True, not_tried)
     return [
-        *(_set_up(group), _owner(group), *_hooks(autoscaling, name)),
+        _set_up(group),
         *(_try(clients, name, action, given) for action, given in _attempts(group).items()),
         _policies(autoscaling, name),
-        Check(f"{name}: {_NOT_TRIED}", True, f"{_UNDOES}: see to it that {_NOT_TRIED} is allowed"),
-        ending,
     ]
 
 
@@ -140,43 +129,12 @@ def _set_up(group: read.Answer) -> Check:
         read.check_group(group)
     except ProviderError as error:
         problems.append(str(error))
-    if low > high:
-        problems.append(f"its Min {low} is above its Max {high}")
     if high == 0:
         problems.append("its Max is 0: nothing can be had of it")
     if read.template_of(group) is None:
         problems.append("it has no launch template")
     notes = f"{low} to {high} nodes, {group['DesiredCapacity']} wanted"
-    if low > 0:
-        notes += "; with a Min above 0 it never shrinks to nothing"
     return Check(name, not problems, "; ".join(problems) or notes)
-
-
-def _owner(group: read.Answer) -> Check:
-    name, owner = group["AutoScalingGroupName"], tags_of(group).get(OWNER_TAG)
-    if owner is None:
-        return Check(f"{name}: owner", True, "no cluster rules it")
-    detail = f"cluster {owner} rules it; `adaptdl autoscale` of another one needs --take-over"
-    return Check(f"{name}: owner", True, detail)
-
-
-def _hooks(autoscaling: Any, name: str) -> list[Check]:
-    """Check whether hooks of leaving instances wait long enough between two heartbeats."""
-    try:
-        with explained("autoscaling:DescribeLifecycleHooks", name):
-            answer = autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=name)
-    except ProviderError:
-        return []  # reported where the permission is tried
-    hooks = read.termination_hooks(answer.get("LifecycleHooks", []))
-    if not hooks:
-        none = "none for instances that leave: they may be gone before their replicas have moved"
-        return [Check(f"{name}: hooks", True, none)]
-    soon = f", which is soon over: give it a HeartbeatTimeout of {LEAST_HEARTBEAT:g} or more"
-    return [
-        Check(f"{name}: hook {hook}", fits, f"waits {timeout:g} s for a heartbeat" + ("" if fits else soon))
-        for hook, timeout in hooks.items()
-        for fits in (timeout >= LEAST_HEARTBEAT,)
-    ]
 
 
 def _policies(autoscaling: Any, name: str) -> Check:

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -166,13 +166,11 @@ class Ec2Provider(Provider):
         types += [str(detail["InstanceType"]) for detail in details.values()]
         self._learn_slots(types)
         told = {name: tags_of(group) for name, group in groups.items()}
-        self._tagged = dict(
-            parse_price_option(text) for tags in told.values() for text in tags.get(PRICES_TAG, "").split()
-        )
+        odd = self._read_price_tags(told.values())
         volumes = sorted({t for kind in kinds.values() for t, _ in kind.volumes})
         storage, bare = self._price_list.of(volumes), self._prices(types)
         pools, instances, ended = list[Pool](), list[Instance](), list[Instance]()
-        warnings = [*missing, *([self._price_trouble] if self._price_trouble else [])]
+        warnings = [*odd, *missing, *([self._price_trouble] if self._price_trouble else [])]
         warnings += [str(self._queue_trouble)] if self._queue_trouble is not None else []
         warnings += [f"no {t} volume is on the bill: {bare.lacking[t]}" for t in volumes if t not in storage]
         for name, group in groups.items():
@@ -200,6 +198,16 @@ class Ec2Provider(Provider):
             tuple(pools), tuple(instances), tuple(warnings), tuple(ended), self._priced, tuple(settings)
         )
         return self._last
+
+    def _read_price_tags(self, groups: Iterable[Mapping[str, str]]) -> list[str]:
+        """Take over the prices in tags of groups; return warnings about those that are none."""
+        self._tagged, odd = {}, []
+        for text in " ".join(tags.get(PRICES_TAG, "") for tags in groups).split():
+            try:
+                self._tagged |= [parse_price_option(text)]
+            except ProviderError as error:
+                odd.append(f"tag {PRICES_TAG}: {error}")
+        return odd
 
     def signals(self) -> tuple[Signal, ...]:
         """Return notices about this provider's instances from the queue, if there is one."""

@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from botocore.exceptions import ClientError
 from adaptdl_elastic.autoscaler.providers.base import ProviderError
 from adaptdl_elastic.autoscaler.providers.ec2.errors import explained
 from adaptdl_elastic.autoscaler.providers.ec2.provider import connect
-from adaptdl_elastic.autoscaler.providers.ec2.stacks import STACK_TAG, Stack, Stacks, is_ours
+from adaptdl_elastic.autoscaler.providers.ec2.responses import slots_of
+from adaptdl_elastic.autoscaler.providers.ec2.stacks import STACK_TAG, Stacks, is_ours
 
 IMAGE = "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"
 """The public parameter with the image of the head: Ubuntu 24.04, x86-64."""
@@ -29,8 +31,9 @@ QUOTAS = {
     **dict.fromkeys("acdhimrtz", ("L-1216C47A", "L-34B43A08")),
     "g": ("L-DB2E81BA", "L-3819A6DF"),
     "p": ("L-417A185B", "L-7212CCBC"),
+    "p5": ("L-417A185B", "L-C4BD4855"),
 }
-"""First letter of an instance type: the codes of its quotas of vCPUs, on-demand and spot.
+"""First letters of an instance type: the codes of its quotas of vCPUs, on-demand and spot.
 
 Source: Service Quotas, "Amazon EC2", November 2026.
 """
@@ -47,7 +50,6 @@ _REMAINS = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAI
 _BEGUN = ("CREATE_IN_PROGRESS", "UPDATE_IN_PROGRESS")
 _ENDED_WELL = ("CREATE_COMPLETE", "UPDATE_COMPLETE")
 _UNFINISHED = {"ID": "unfinished", "Status": "Enabled", "Filter": {}}
-_MOST_REASONS = 5
 
 
 class StackUp(Stacks):
@@ -88,7 +90,7 @@ class StackUp(Stacks):
         name: str,
         values: Mapping[str, str],
         bucket: str | None,
-        code: Callable[[Path], None] | None,
+        code: Callable[[Path], object] | None,
         package: Callable[[Path], None],
     ) -> dict[str, str]:
         """Create the stack, or change it if it exists, and wait; return its outputs.
@@ -110,14 +112,16 @@ class StackUp(Stacks):
                 raise ProviderError(f"there is no stack {name} yet: give the directory and the command, too")
             self._choose(chosen)
             chosen["Bucket"] = bucket or self._own_bucket()
+            self._check_unfinished(chosen["Bucket"], f"{name}/checkpoints/{chosen.get('Job', 'train')}")
             chosen["Package"] = self._upload(chosen["Bucket"], f"{name}/package", package)
-        elif bucket not in (None, chosen["Bucket"]):
-            raise ProviderError(f"stack {name} has the bucket {chosen['Bucket']}, and keeps it")
+        elif chosen.get("Bucket") is None or bucket not in (None, chosen["Bucket"]):
+            raise ProviderError(f"stack {name} has the bucket {chosen.get('Bucket')}, and keeps it")
         if code is not None:
             chosen["Code"] = self._upload(chosen["Bucket"], f"{name}/code", code)
         request = {
             "StackName": name,
-            "TemplateBody": self._template,
+            # what another version of the template says of the head would replace it
+            **({"TemplateBody": self._template} if before is None else {"UsePreviousTemplate": True}),
             "Parameters": [{"ParameterKey": key, "ParameterValue": text} for key, text in chosen.items()],
             "Capabilities": ["CAPABILITY_IAM"],
             "StackPolicyBody": json.dumps({"Statement": HEAD_STAYS}),
@@ -128,7 +132,6 @@ class StackUp(Stacks):
             with explained("cloudformation:CreateStack", name):
                 # what a failed stack leaves behind would cost, and be in the way of the next try
                 return self._done(self._cloudformation.create_stack(**request, OnFailure="DELETE"), name)
-        changed = {"StackId": name}
         with explained("cloudformation:UpdateStack", name):
             try:
                 changed = self._cloudformation.update_stack(**request)
@@ -136,6 +139,7 @@ class StackUp(Stacks):
                 if "No updates are to be performed" not in str(error):
                     raise
                 self._say(f"{name}: nothing changes")
+                return _outputs(self._describe_stack(name) or {})
         return self._done(changed, name)
 
     # Looking first
@@ -163,7 +167,9 @@ class StackUp(Stacks):
             raise ProviderError(f"stack {name} was not made by this program: choose another name")
         if status in _REMAINS:
             self._say(f"{name}: what is left of a try that failed ({status}) is deleted first")
-            self.delete(Stack(name, str(found["StackId"]), status), self.patience)
+            left = self._read(found)
+            self.empty(left, self.patience)
+            self.delete(left, self.patience)
             return None
         if status.endswith("_IN_PROGRESS"):
             raise ProviderError(f"stack {name} is {status}: wait until that has ended")
@@ -175,14 +181,21 @@ class StackUp(Stacks):
             re.findall(r"^  (\w+):\n    Type: .*\n    Default: (.*)$", self._template, re.MULTILINE)
         )
         types = [chosen.get(key) or defaults[key] for key in ("InstanceType", "SecondType")]
-        self._check_quotas(types[0])
+        with explained("ec2:DescribeInstanceTypes", ", ".join(types)):
+            found = self._ec2.describe_instance_types(InstanceTypes=sorted(set(types)))["InstanceTypes"]
+        if len(set((slots := slots_of(found)).values())) > 1:
+            given = ", ".join(f"{kind} {count}" for kind, count in slots.items())
+            raise ProviderError(f"nodes need equally many GPUs ({given}): give --set SecondType=TYPE")
+        cores = {one["InstanceType"]: int(one["VCpuInfo"]["DefaultVCpus"]) for one in found}
+        self._check_quotas(types[0], cores[types[0]])
         zones = self._zones(types)
         if "Vpc" not in chosen:
-            chosen.setdefault("Zones", ",".join((zones * 2)[:2]))
+            # traffic between zones costs $0.01 a GB each way
+            chosen.setdefault("Zones", f"{zones[0]},{zones[0]}")
         elif "HeadIsPublic" not in chosen and (subnet := chosen.get("HeadSubnet")):
             with explained("ec2:DescribeSubnets", subnet):
-                (found,) = self._ec2.describe_subnets(SubnetIds=[subnet])["Subnets"]
-            chosen["HeadIsPublic"] = "yes" if found["MapPublicIpOnLaunch"] else "no"
+                (there,) = self._ec2.describe_subnets(SubnetIds=[subnet])["Subnets"]
+            chosen["HeadIsPublic"] = "yes" if there["MapPublicIpOnLaunch"] else "no"
         if "HeadImage" not in chosen:
             with explained("ssm:GetParameter", IMAGE):
                 chosen["HeadImage"] = str(self._ssm.get_parameter(Name=IMAGE)["Parameter"]["Value"])
@@ -196,15 +209,15 @@ class StackUp(Stacks):
         first, second = ({one["Location"] for one in offers if one["InstanceType"] == kind} for kind in types)
         if not first:
             raise ProviderError(f"{self.region} has no {types[0]}: give --set InstanceType=TYPE or --region")
-        return sorted(first, key=lambda zone: (zone not in second, zone))
+        # not what belongs to a region and is elsewhere, such as Local Zones
+        usual = [zone for zone in first if re.fullmatch(f"{self.region}[a-z]", zone)]
+        return sorted(usual or first, key=lambda zone: (zone not in second, zone))
 
-    def _check_quotas(self, kind: str) -> None:
+    def _check_quotas(self, kind: str, cores: int) -> None:
         """Raise ProviderError if the account may run no instance of a type; say what it may run."""
-        codes = QUOTAS.get(kind[0]) if re.match("[a-z][0-9]", kind) else None
+        codes = QUOTAS.get(kind[:2], QUOTAS.get(kind[0])) if re.match("[a-z][0-9]", kind) else None
         if codes is None:
             return
-        with explained("ec2:DescribeInstanceTypes", kind):
-            (found,) = self._ec2.describe_instance_types(InstanceTypes=[kind])["InstanceTypes"]
         most = []
         for what, code in zip(("on-demand", "spot"), codes, strict=True):
             try:
@@ -215,7 +228,7 @@ class StackUp(Stacks):
             except ProviderError as error:
                 self._say(f"how many {what} instances the account may run is not known: {error}")
                 return
-            most.append(int(quota // found["VCpuInfo"]["DefaultVCpus"]))
+            most.append(int(quota // cores))
             self._say(f"{what}: the account may run {most[-1]} × {kind} (quota {code}: {quota:g} vCPUs)")
         if not any(most):
             raise ProviderError(
@@ -234,27 +247,36 @@ class StackUp(Stacks):
         rule = {**_UNFINISHED, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
         # us-east-1 is no value of LocationConstraint
         given = {} if self.region == "us-east-1" else {"CreateBucketConfiguration": place}
-        with explained("s3:CreateBucket, s3:PutLifecycleConfiguration", bucket):
+        with explained("s3:ListBucket, s3:CreateBucket, s3:PutLifecycleConfiguration", bucket):
             try:
-                self._s3.create_bucket(Bucket=bucket, **given)
-                self._say(f"made the bucket {bucket}, for code and checkpoints of all stacks there")
-            except ClientError as error:
                 # one of another account, of the same name, would get the code
-                if error.response["Error"]["Code"] != "BucketAlreadyOwnedByYou":
+                self._s3.head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
+            except ClientError as error:
+                if error.response["Error"]["Code"] not in ("404", "NoSuchBucket"):
                     raise
-            self._s3.put_bucket_lifecycle_configuration(
-                Bucket=bucket, LifecycleConfiguration={"Rules": [rule]}
-            )
+                self._s3.create_bucket(Bucket=bucket, **given)
+                self._s3.put_bucket_lifecycle_configuration(
+                    Bucket=bucket, LifecycleConfiguration={"Rules": [rule]}
+                )
+                self._say(f"made the bucket {bucket}, for code and checkpoints of all stacks there")
         return bucket
 
-    def _upload(self, bucket: str, key: str, write: Callable[[Path], None]) -> str:
+    def _check_unfinished(self, bucket: str, place: str) -> None:
+        """Raise ProviderError if a place has the checkpoints of a job that is done: its nodes would exit."""
+        with suppress(ClientError, ValueError):
+            note = self._s3.get_object(Bucket=bucket, Key=f"{place}/finished.json")["Body"].read()
+            if json.loads(note).get("state") == "done":
+                done = f"the job of s3://{bucket}/{place} is done"
+                raise ProviderError(f"{done}: give --set Job=ANOTHER, or delete its finished.json")
+
+    def _upload(self, bucket: str, key: str, write: Callable[[Path], object]) -> str:
         """Upload what `write` writes, under its SHA-256; return its URL."""
         with tempfile.TemporaryDirectory(prefix="adaptdl-stack-") as folder:
             path = Path(folder) / "archive.tar.gz"
             write(path)
             name = f"{key}-{hashlib.sha256(path.read_bytes()).hexdigest()}.tar.gz"
             with explained("s3:PutObject", f"{bucket}/{name}"):
-                self._s3.upload_file(str(path), bucket, name)
+                self._s3.put_object(Bucket=bucket, Key=name, Body=path.read_bytes())
         return f"s3://{bucket}/{name}"
 
     # Waiting
@@ -269,9 +291,11 @@ class StackUp(Stacks):
             if status.endswith("_IN_PROGRESS"):
                 self._wait(self.interval)
         if status not in _ENDED_WELL or found is None:
+            if status in ("deleted", "DELETE_COMPLETE"):
+                self.forget_certificates(name)
             failed = f"stack {name} failed, and is {status}:"
             raise ProviderError("\n  ".join([failed, *self._reasons(identifier)]))
-        return {one["OutputKey"]: one["OutputValue"] for one in found.get("Outputs", [])}
+        return _outputs(found)
 
     def _reasons(self, identifier: str) -> list[str]:
         """Return the first failures of a stack's last change; that of the head has the end of its log."""
@@ -287,4 +311,8 @@ class StackUp(Stacks):
             text = f"{one['LogicalResourceId']}: {one.get('ResourceStatusReason', '')}"
             if status.endswith("_FAILED") and "cancelled" not in text:
                 told.insert(0, text)
-        return told[:_MOST_REASONS]
+        return told[:5]
+
+
+def _outputs(stack: Mapping[str, Any]) -> dict[str, str]:
+    return {one["OutputKey"]: one["OutputValue"] for one in stack.get("Outputs", [])}

@@ -248,9 +248,12 @@ class Stacks:
                 raise ProviderError(f"{late}: look at its events in the console")
             before = ""
             self._wait(self.interval)
-        names = [f"/adaptdl/{stack.name}/{name}" for name in CERTIFICATES]
-        with explained("ssm:DeleteParameters", f"/adaptdl/{stack.name}/"):
-            self._ssm.delete_parameters(Names=names)  # those that do not exist are no error
+        self.forget_certificates(stack.name)
+
+    def forget_certificates(self, stack: str) -> None:
+        """Delete what the head of a stack has written to SSM; what does not exist is no error."""
+        with explained("ssm:DeleteParameters", f"/adaptdl/{stack}/"):
+            self._ssm.delete_parameters(Names=[f"/adaptdl/{stack}/{name}" for name in CERTIFICATES])
 
     def _status(self, stack: Stack) -> tuple[str, str]:
         with explained("cloudformation:DescribeStacks", stack.name):
