@@ -98,11 +98,21 @@ def _add(simple: Path, distribution: metadata.Distribution) -> None:
     described = (distribution.read_text("WHEEL") or "").replace(_PLAIN, _MANY)
     tags = [line.partition(":")[2].strip().split("-") for line in described.splitlines() if "Tag:" in line]
     parts = (".".join(sorted(set(part))) for part in zip(*tags, strict=True))
-    stem = f"{re.sub(r'[-_.]+', '_', name)}-{distribution.version}"
+    stem = f"{re.sub(r'[-_.]+', '_', name)}-{_public(distribution)}"
     path = project / f"{stem}-{'-'.join(parts)}.whl"
     _pack(path, distribution, described)
-    path.with_name(path.name + ".metadata").write_text(distribution.read_text("METADATA") or "")
+    path.with_name(path.name + ".metadata").write_text(_metadata(distribution))
     _write_page(project)
+
+
+def _public(distribution: metadata.Distribution) -> str:
+    """Return the version without what is behind a plus sign, which no public index has."""
+    return distribution.version.partition("+")[0]
+
+
+def _metadata(distribution: metadata.Distribution) -> str:
+    text = distribution.read_text("METADATA") or ""
+    return text.replace(f"\nVersion: {distribution.version}\n", f"\nVersion: {_public(distribution)}\n", 1)
 
 
 def _pack(path: Path, distribution: metadata.Distribution, described: str) -> None:
@@ -118,11 +128,14 @@ def _pack(path: Path, distribution: metadata.Distribution, described: str) -> No
             # setuptools has the metadata of others further below
             top, _, described_by = name.partition("/")
             own = described_by if top.endswith(".dist-info") else ""
+            if own:
+                name = f"{top.replace(distribution.version, _public(distribution))}/{own}"
             if own == "RECORD":
                 record = name
                 continue
             place = Path(str(distribution.locate_file(file)))
-            data = described.encode() if own == "WHEEL" else place.read_bytes()
+            texts = {"WHEEL": described, "METADATA": _metadata(distribution)}
+            data = texts[own].encode() if own in texts else place.read_bytes()
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             rows.append(f"{name},sha256={digest},{len(data)}")
             member = zipfile.ZipInfo(name, _FIXED_TIME)
