@@ -91,11 +91,12 @@ def fetch(code: str, folder: Path, s3: Any) -> Path:
 def main(arguments: list[str]) -> str:
     """Become the job's agent; return why that is not possible, and leave it in the bucket."""
     job, own, folder, *options = arguments
+    environ, s3 = os.environ, boto3.client("s3")
+    keys = Keys(environ.get("ADAPTDL_CLUSTER") or Keys().cluster)
     try:
-        endpoint, environ = os.environ["ADAPTDL_ETCD"], os.environ
-        with connect(endpoint, options=StoreOptions.from_environment(environ)) as store:
-            code = choose(store, Keys(environ.get("ADAPTDL_CLUSTER", "default")), job, own)
-        directory = fetch(code, Path(folder), boto3.client("s3"))
+        with connect(environ["ADAPTDL_ETCD"], options=StoreOptions.from_environment(environ)) as store:
+            code = choose(store, keys, job, own)
+        directory = fetch(code, Path(folder), s3)
         command = shlex.split((directory / STACK_COMMAND).read_text())
     except (Boto3Error, BotoCoreError, ClientError) as error:
         return f"adaptdl: {own} cannot be read: {error}"
@@ -103,7 +104,7 @@ def main(arguments: list[str]) -> str:
         bucket, stack = own.split("/")[2:4]
         with suppress(BotoCoreError, ClientError):
             key = f"{stack}/boot-failures/{socket.gethostname()}-{job}.log"
-            boto3.client("s3").put_object(Bucket=bucket, Key=key, Body=str(error).encode())
+            s3.put_object(Bucket=bucket, Key=key, Body=str(error).encode())
         return f"adaptdl: {error}"
     os.chdir(directory)
     agent = [sys.executable, "-m", "adaptdl_elastic.agent", f"--rdzv-id={job}", *options, *command]

@@ -46,6 +46,10 @@ def pack(file: Path, python: str) -> None:
         raise CommandError(str(error)) from error
 
 
+_region = click.option("--region", help="AWS region. [default: as boto3 finds it]")
+_profile = click.option("--profile", help="AWS profile. [default: as boto3 finds it]")
+
+
 @cloud.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("name", metavar="STACK")
 @click.argument("directory", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -58,8 +62,8 @@ def pack(file: Path, python: str) -> None:
     metavar="NAME",
     help="For code and checkpoints. [default: the account's own, made if absent]",
 )
-@click.option("--region", help="AWS region. [default: as boto3 finds it]")
-@click.option("--profile", help="AWS profile. [default: as boto3 finds it]")
+@_region
+@_profile
 def up(
     name: str,
     directory: Path | None,
@@ -81,7 +85,6 @@ def up(
     given = dict(text.partition("=")[::2] for text in values)
     if {"", "Bucket", "Code", "Package"} & given.keys() or not all("=" in text for text in values):
         raise OptionError("--set: give KEY=VALUE, for example MaxNodes=8 (Bucket, Code and Package are set)")
-
     try:
         stack = StackUp(region, profile, echo)
         code = None if not directory else partial(bundle.pack, directory, owner=STACK_OWNER, command=command)
@@ -97,8 +100,8 @@ def up(
 @click.argument("names", nargs=-1, metavar="[STACK]...")
 @click.option("--all", "every", is_flag=True, help="All stacks of this program in the account.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@click.option("--region", help="AWS region. [default: as boto3 finds it]")
-@click.option("--profile", help="AWS profile. [default: as boto3 finds it]")
+@_region
+@_profile
 def down(
     names: tuple[str, ...],
     every: bool,

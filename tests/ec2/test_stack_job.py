@@ -154,6 +154,7 @@ def test_the_agent_gets_the_options_and_the_command(
     assert (folder / "train.py").exists()
 
 
+@pytest.mark.processes
 def test_why_the_code_does_not_run_is_left_in_the_bucket(
     archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,6 +274,8 @@ def test_the_page_names_the_actions_of_cloud_up() -> None:
     (sentence,) = re.findall(r"`adaptdl cloud up` needs\s(.*?)\.\s", page, re.DOTALL)
     known = set(re.findall(r"\b[a-z0-9]+:[A-Z][A-Za-z]+\b", sentence))
     used = set(re.findall(r"\b[a-z0-9]+:[A-Z][A-Za-z]+\b", UP.read_text()))
+    # it looks at a stack as `cloud down` does
+    used |= {"cloudformation:DescribeStacks"} & set(ACTION.findall(DOWN.read_text()))
     assert known == used
 
 

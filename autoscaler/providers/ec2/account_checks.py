@@ -1,10 +1,9 @@
 """The checks of `adaptdl doctor --aws`: credentials, permissions, and the setup of the groups.
 
 Every permission is tried, because policies cannot be read reliably. Calls that read are made. Calls that
-write are made so that they change nothing (EC2 Auto Scaling has no dry run): a request for the capacity that
-a group has, a tag that is removed again. Where that is impossible, the call names something that does not
-exist (a process, an instance, a hook, a receipt): AWS checks the permission first, and then refuses the
-content.
+write are made so that they change nothing (EC2 Auto Scaling has no dry run), as a tag that is removed again.
+Where that is impossible, the call names something that does not exist (a process, an instance, a hook, a
+receipt): AWS checks the permission first, and then refuses the content.
 
 Two permissions are not tried: SetDesiredCapacity could undo what somebody else has just asked for, and
 TerminateInstanceInAutoScalingGroup names no group, so for an instance that does not exist AWS cannot tell
@@ -94,13 +93,13 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
 
 def _attempts(group: read.Answer) -> dict[str, dict[str, Any]]:
     """Return the arguments with which each action is tried; they change nothing, or cannot succeed."""
-    name, template = group["AutoScalingGroupName"], read.template_of(group) or {}
+    name, template = group["AutoScalingGroupName"], read.template_of(group)
     this = {"AutoScalingGroupName": name}
     tag = {"ResourceId": name, "ResourceType": "auto-scaling-group", "Key": _TAG}
     those = {**this, "InstanceIds": [_NOBODY]}
     process = {**this, "ScalingProcesses": [_NOTHING]}
     hook = {**this, "LifecycleHookName": _NOTHING, "InstanceId": _NOBODY}
-    launched = {key: template[key] for key in ("LaunchTemplateId", "LaunchTemplateName") if key in template}
+    launched = {} if template is None else {"ec2:DescribeLaunchTemplateVersions": read.version_of(template)}
     return {
         "autoscaling:CreateOrUpdateTags": {"Tags": [{**tag, "Value": "", "PropagateAtLaunch": False}]},
         "autoscaling:DeleteTags": {"Tags": [tag]},
@@ -113,10 +112,7 @@ def _attempts(group: read.Answer) -> dict[str, dict[str, Any]]:
         "autoscaling:CompleteLifecycleAction": {**hook, "LifecycleActionResult": "CONTINUE"},
         "autoscaling:DescribeScalingActivities": {**this, "MaxRecords": 1},
         "autoscaling:DescribeLifecycleHooks": this,
-        "ec2:DescribeLaunchTemplateVersions": {
-            **dict(list(launched.items())[:1]),
-            "Versions": [str(template.get("Version") or "$Default")],
-        },
+        **launched,
         "ec2:DescribeInstances": {"MaxResults": 5},
         "ec2:DescribeInstanceTypes": {"InstanceTypes": ["t3.micro"]},
     }

@@ -262,11 +262,8 @@ class Ec2Provider(Provider):
         key = (repr(template), repr(group.get("MixedInstancesPolicy")))
         known = self._kinds.get(name)
         if known is None or known[0] != key or self._clock() >= known[1]:
-            given = "LaunchTemplateId" if "LaunchTemplateId" in template else "LaunchTemplateName"
             with explained("ec2:DescribeLaunchTemplateVersions", name):
-                answer = self._ec2.describe_launch_template_versions(
-                    **{given: template[given]}, Versions=[str(template.get("Version") or "$Default")]
-                )
+                answer = self._ec2.describe_launch_template_versions(**read.version_of(template))
             versions = answer["LaunchTemplateVersions"]
             if not versions:
                 raise ProviderError(f"{name}: its launch template has no version {template.get('Version')}")

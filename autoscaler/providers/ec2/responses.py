@@ -118,6 +118,12 @@ def template_of(group: Answer) -> Answer | None:
     return mixed or group.get("LaunchTemplate")
 
 
+def version_of(template: Answer) -> dict[str, Any]:
+    """Return the arguments of DescribeLaunchTemplateVersions for a specification of a launch template."""
+    name = "LaunchTemplateId" if "LaunchTemplateId" in template else "LaunchTemplateName"
+    return {name: template[name], "Versions": [str(template.get("Version") or "$Default")]}
+
+
 def kind_of(group: Answer, template: Answer) -> Kind:
     """Return what a group launches. `template` is the data of its launch template."""
     own = template.get("InstanceType")

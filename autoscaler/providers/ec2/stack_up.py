@@ -49,7 +49,8 @@ HEAD_STAYS = [{"Effect": one, "Action": act, "Principal": "*", "Resource": res} 
 _REMAINS = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED", "REVIEW_IN_PROGRESS")
 _BEGUN = ("CREATE_IN_PROGRESS", "UPDATE_IN_PROGRESS")
 _ENDED_WELL = ("CREATE_COMPLETE", "UPDATE_COMPLETE")
-_UNFINISHED = {"ID": "unfinished", "Status": "Enabled", "Filter": {}}
+_A_DAY = {"DaysAfterInitiation": 1}
+_RULE = {"ID": "unfinished", "Status": "Enabled", "Filter": {}, "AbortIncompleteMultipartUpload": _A_DAY}
 
 
 class StackUp(Stacks):
@@ -84,6 +85,8 @@ class StackUp(Stacks):
         )
         self._say = say
         self._template = resources.files(__package__).joinpath("stack.yaml").read_text()
+        default = re.compile(r"^  (\w+):\n    Type: .*\n    Default: (.*)$", re.MULTILINE)
+        self._own_values = dict(default.findall(self._template))
 
     def up(
         self,
@@ -112,7 +115,8 @@ class StackUp(Stacks):
                 raise ProviderError(f"there is no stack {name} yet: give the directory and the command, too")
             self._choose(chosen)
             chosen["Bucket"] = bucket or self._own_bucket()
-            self._check_unfinished(chosen["Bucket"], f"{name}/checkpoints/{chosen.get('Job', 'train')}")
+            job = chosen.get("Job") or self._own_values["Job"]
+            self._check_unfinished(chosen["Bucket"], f"{name}/checkpoints/{job}")
             chosen["Package"] = self._upload(chosen["Bucket"], f"{name}/package", package)
         elif chosen.get("Bucket") is None or bucket not in (None, chosen["Bucket"]):
             raise ProviderError(f"stack {name} has the bucket {chosen.get('Bucket')}, and keeps it")
@@ -146,12 +150,11 @@ class StackUp(Stacks):
 
     def _describe_stack(self, name: str) -> dict[str, Any] | None:
         """Return a stack as CloudFormation describes it; None if there is none."""
-        with explained("cloudformation:DescribeStacks", name):
-            try:
-                return dict(self._cloudformation.describe_stacks(StackName=name)["Stacks"][0])
-            except ClientError as error:
-                if "does not exist" not in str(error):
-                    raise
+        try:
+            return self._look(name)
+        except ProviderError as error:
+            if "does not exist" not in str(error):
+                raise
         return None
 
     def _before(self, name: str) -> dict[str, str] | None:
@@ -177,10 +180,7 @@ class StackUp(Stacks):
 
     def _choose(self, chosen: dict[str, str]) -> None:
         """Add what a new stack needs and the account tells; ProviderError if no node could be bought."""
-        defaults = dict(
-            re.findall(r"^  (\w+):\n    Type: .*\n    Default: (.*)$", self._template, re.MULTILINE)
-        )
-        types = [chosen.get(key) or defaults[key] for key in ("InstanceType", "SecondType")]
+        types = [chosen.get(key) or self._own_values[key] for key in ("InstanceType", "SecondType")]
         with explained("ec2:DescribeInstanceTypes", ", ".join(types)):
             found = self._ec2.describe_instance_types(InstanceTypes=sorted(set(types)))["InstanceTypes"]
         if len(set((slots := slots_of(found)).values())) > 1:
@@ -244,7 +244,6 @@ class StackUp(Stacks):
         with explained("sts:GetCallerIdentity"):
             account = str(self._sts.get_caller_identity()["Account"])
         bucket, place = f"adaptdl-{account}-{self.region}", {"LocationConstraint": self.region}
-        rule = {**_UNFINISHED, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
         # us-east-1 is no value of LocationConstraint
         given = {} if self.region == "us-east-1" else {"CreateBucketConfiguration": place}
         with explained("s3:ListBucket, s3:CreateBucket, s3:PutLifecycleConfiguration", bucket):
@@ -256,13 +255,14 @@ class StackUp(Stacks):
                     raise
                 self._s3.create_bucket(Bucket=bucket, **given)
                 self._s3.put_bucket_lifecycle_configuration(
-                    Bucket=bucket, LifecycleConfiguration={"Rules": [rule]}
+                    Bucket=bucket, LifecycleConfiguration={"Rules": [_RULE]}
                 )
                 self._say(f"made the bucket {bucket}, for code and checkpoints of all stacks there")
         return bucket
 
     def _check_unfinished(self, bucket: str, place: str) -> None:
         """Raise ProviderError if a place has the checkpoints of a job that is done: its nodes would exit."""
+        # the note that agents leave beside the checkpoints (agent/cluster/checkpoint_archive.py)
         with suppress(ClientError, ValueError):
             note = self._s3.get_object(Bucket=bucket, Key=f"{place}/finished.json")["Body"].read()
             if json.loads(note).get("state") == "done":
@@ -274,24 +274,25 @@ class StackUp(Stacks):
         with tempfile.TemporaryDirectory(prefix="adaptdl-stack-") as folder:
             path = Path(folder) / "archive.tar.gz"
             write(path)
-            name = f"{key}-{hashlib.sha256(path.read_bytes()).hexdigest()}.tar.gz"
-            with explained("s3:PutObject", f"{bucket}/{name}"):
-                self._s3.put_object(Bucket=bucket, Key=name, Body=path.read_bytes())
+            data = path.read_bytes()
+        name = f"{key}-{hashlib.sha256(data).hexdigest()}.tar.gz"
+        with explained("s3:PutObject", f"{bucket}/{name}"):
+            self._s3.put_object(Bucket=bucket, Key=name, Body=data)
         return f"s3://{bucket}/{name}"
 
     # Waiting
 
     def _done(self, begun: Mapping[str, Any], name: str) -> dict[str, str]:
         """Wait until a stack is not in progress; return its outputs. ProviderError if it failed."""
-        identifier, end, found = str(begun["StackId"]), self._clock() + self.patience, None
-        status = "UPDATE_IN_PROGRESS"
-        while status.endswith("_IN_PROGRESS") and self._clock() < end:
-            found = self._describe_stack(identifier) or {"StackStatus": "deleted"}
+        identifier, end = str(begun["StackId"]), self._clock() + self.patience
+        while True:
+            found = self._look(identifier)
             status = str(found["StackStatus"])
-            if status.endswith("_IN_PROGRESS"):
-                self._wait(self.interval)
-        if status not in _ENDED_WELL or found is None:
-            if status in ("deleted", "DELETE_COMPLETE"):
+            if not status.endswith("_IN_PROGRESS") or self._clock() >= end:
+                break
+            self._wait(self.interval)
+        if status not in _ENDED_WELL:
+            if status == "DELETE_COMPLETE":
                 self.forget_certificates(name)
             failed = f"stack {name} failed, and is {status}:"
             raise ProviderError("\n  ".join([failed, *self._reasons(identifier)]))

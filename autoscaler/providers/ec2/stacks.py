@@ -237,11 +237,12 @@ class Stacks:
             self._cloudformation.delete_stack(StackName=stack.identifier)
         end, before = self._clock() + patience, stack.status
         while True:
-            status, reason = self._status(stack)
+            found = self._look(stack.identifier)
+            status = str(found["StackStatus"])
             if status == "DELETE_COMPLETE":
                 break
             if status == "DELETE_FAILED" != before:  # the first look may still show an earlier failure
-                why = reason or "its events in the console say why"
+                why = found.get("StackStatusReason") or "its events in the console say why"
                 raise ProviderError(f"stack {stack.name} could not be deleted: {why}")
             if self._clock() >= end:
                 late = f"stack {stack.name} is still {status} after {patience:.0f} s"
@@ -255,10 +256,10 @@ class Stacks:
         with explained("ssm:DeleteParameters", f"/adaptdl/{stack}/"):
             self._ssm.delete_parameters(Names=[f"/adaptdl/{stack}/{name}" for name in CERTIFICATES])
 
-    def _status(self, stack: Stack) -> tuple[str, str]:
-        with explained("cloudformation:DescribeStacks", stack.name):
-            found = self._cloudformation.describe_stacks(StackName=stack.identifier)["Stacks"][0]
-        return str(found["StackStatus"]), str(found.get("StackStatusReason", ""))
+    def _look(self, stack: str) -> dict[str, Any]:
+        """Return a stack as CloudFormation describes it; by its identifier also one that is deleted."""
+        with explained("cloudformation:DescribeStacks", stack):
+            return dict(self._cloudformation.describe_stacks(StackName=stack)["Stacks"][0])
 
 
 def is_ours(answer: Mapping[str, Any]) -> bool:
