@@ -226,9 +226,9 @@ class ElasticAgent(SimpleElasticAgent):
             case Notice():
                 self._on_notice(event)
             case DevicesSeen(unusable, new):
-                self._recorder.emit("devices", node=self._config.me.node, unusable=list(unusable))
                 for line in new:
                     self._say(f"a GPU of this node is not used: {line}")
+                self._recorder.emit("devices", node=self._config.me.node, unusable=list(unusable))
                 self._writer.submit(partial(self._registration.update, unusable=unusable))
             case UserLine(text):
                 self._say(text)
