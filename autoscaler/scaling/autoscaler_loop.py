@@ -280,10 +280,20 @@ class Autoscaler:
                 failed.append(str(error))
                 if isinstance(action, Release):
                     self.memory = not_done(self.memory, action.instance)
-                if isinstance(error, TryLaterError) and isinstance(action, Request):
+                later = isinstance(error, TryLaterError)
+                if later and isinstance(action, Request):
                     now = self._clock()
                     self.memory = refused(self.memory, action.pool, str(error), now, self._settings)
+                if not later and isinstance(action, Release):
+                    self._buy_no_more(action.instance, str(error))
         return failed
+
+    def _buy_no_more(self, instance: str, error: str) -> None:
+        """Let the pool of an instance that cannot be released wait before the next purchase."""
+        pool, now = self.memory.known[instance].pool, self._clock()
+        entry = self.memory.pools.get(pool)
+        if entry is not None and not entry.until > now:
+            self.memory = refused(self.memory, pool, error, now, self._settings)
 
     def _carry_out(self, action: Action) -> None:
         match action:

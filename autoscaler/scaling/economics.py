@@ -62,8 +62,9 @@ class ScalingSettings:
     pause: float = 5.0  # pause of a change, for a job whose pauses are unknown
     boot_timeout: float = 600.0  # from an instance's order to its registration
     max_replacements: int = 3  # replacements in a row of instances that never became a node, per pool
-    max_short_lives: int = 8  # purchases in a row whose nodes were lost within `useful`, per pool
-    useful: float = 600.0  # seconds of a node's work from which its purchase has paid
+    idle_after: float = 300.0  # without a replica, before a node is released
+    max_wasted: int = 3  # purchases in a row with too little useful work that close an on-demand pool
+    lost_work: float = 600.0  # seconds of work that are lost with a node that is lost without a notice
     drain_timeout: float = 600.0
     broke_for: float = 600.0  # after nodes were released because of the budget, no node is bought for so long
     back_off: float = 60.0  # after a pool had no capacity; doubles up to `max_back_off`
@@ -102,6 +103,8 @@ class ScalingSettings:
         ):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{option} {value:g}: needs a number from 0 on")
+        if not 0 < self.idle_after < math.inf:
+            raise ValueError(f"--idle-minutes {self.idle_after / 60:g}: needs more than 0 minutes")
         if not 0 < self.boot_timeout < math.inf:
             raise ValueError(f"--boot-timeout {self.boot_timeout:g}: needs more than 0 seconds")
 

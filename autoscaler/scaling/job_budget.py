@@ -6,7 +6,7 @@ A job is stopped before it has cost its limit: while it saves its state, its nod
 from __future__ import annotations
 
 from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.observed_history import shares
+from adaptdl_elastic.autoscaler.scaling.observed_history import lacking, shares
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Memory, Observation, StopJob
 
 
@@ -15,11 +15,12 @@ def limit_of(settings: ScalingSettings, job: str) -> float | None:
     return settings.max_job_costs.get(job, settings.max_job_costs.get("*"))
 
 
-def hourly_costs(seen: Observation) -> dict[str, float]:
-    """Return for every job what its share of the nodes costs per hour now."""
+def hourly_costs(seen: Observation, memory: Memory) -> dict[str, float]:
+    """Return for every job what its share of the nodes costs per hour now, those that wait for it included."""
+    short = lacking(seen, memory)
     hourly = {job.name: 0.0 for job in seen.jobs}
     for instance in seen.capacity.instances:
-        for job, share in shares(seen.nodes.get(instance.id)).items():
+        for job, share in shares(seen.nodes.get(instance.id), short).items():
             hourly[job] = hourly.get(job, 0.0) + share * instance.hourly_price
     return hourly
 
@@ -32,7 +33,7 @@ def jobs_to_stop(seen: Observation, memory: Memory, settings: ScalingSettings) -
         memory: its bills include the time until `seen`.
         settings: `max_job_costs` and `stop_reserve` are used.
     """
-    hourly, found = hourly_costs(seen), []
+    hourly, found = hourly_costs(seen, memory), []
     for job in seen.jobs:
         limit, run = limit_of(settings, job.name), seen.runs.get(job.name)
         if limit is None or run is None:

@@ -22,6 +22,7 @@ from adaptdl_elastic.autoscaler.scaling.observed_history import (
     interruptions_per_hour,
     running_replicas,
 )
+from adaptdl_elastic.autoscaler.scaling.pool_account import surcharge
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, Observation, PoolMemory
 
 # Jobs whose sizes change one after the other postpone shrinking for at most this many --shrink-after.
@@ -147,7 +148,7 @@ class NodeMarket:
         return pool.preemptible and rate > self.settings.max_interruptions
 
     def _offer(self, pool: Pool, available: int) -> Offer:
-        overhead = self._overhead(pool)
+        overhead = self._overhead(pool) + surcharge(self.pool(pool.name))
         price, highest = pool.hourly_price, self.limit_price(pool)
         return Offer(pool.name, available, pool.slots, price, pool.preemptible, overhead, highest)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, Signal, SignalKind
 from adaptdl_elastic.autoscaler.scaling.bill import bill
 from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.pool_account import faded, given_back, lost
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, NodeUse, Observation, PoolMemory
 
 _REMOVED = "its group removes it"
@@ -20,8 +22,6 @@ KEEP_BILLS = 86400.0
 _FORGET_PRICE = 86400.0
 # A released instance counts as gone for so long, though the provider may still list it.
 _STALE_LISTING_SECONDS = 60.0
-# So many purchases in a row whose nodes are lost soon make the next ones wait.
-_SUSPECT = 2
 # A new spot pool is credited with so many node hours without an interruption.
 PRIOR_HOURS = 6.0
 
@@ -42,6 +42,7 @@ def shifted(memory: Memory, seconds: float) -> Memory:
             registered=moved(entry.registered),
             became=moved(entry.became),
             absent=moved(entry.absent),
+            idle_since=moved(entry.idle_since),
             leaving_since=entry.leaving_since + seconds,
             exchange_since=entry.exchange_since + seconds,
             released=moved(entry.released),
@@ -61,6 +62,7 @@ def shifted(memory: Memory, seconds: float) -> Memory:
         low_since=moved(memory.low_since),
         low_began=moved(memory.low_began),
         broke_until=memory.broke_until + seconds,
+        vain={name: replace(v, until=v.until + seconds) for name, v in memory.vain.items()},
     )
 
 
@@ -68,7 +70,7 @@ def _shifted_pool(pool: PoolMemory, seconds: float) -> PoolMemory:
     return replace(
         pool,
         until=pool.until + seconds,
-        short_seen=pool.short_seen + seconds,
+        judged=pool.judged + seconds,
         highest_seen=pool.highest_seen + seconds,
     )
 
@@ -104,10 +106,11 @@ def account(memory: Memory, seen: Observation) -> Memory:
             pool,
             recent_hours=pool.recent_hours * fading,
             recent_interruptions=pool.recent_interruptions * fading,
+            turns=faded(pool.turns, elapsed),
         )
         for name, pool in memory.pools.items()
     }
-    jobs, total = dict(memory.job_costs), memory.cost
+    jobs, total, short = dict(memory.job_costs), memory.cost, lacking(seen, memory)
     billed = {name: entry for name, entry in memory.billed.items() if entry.until > seen.now - KEEP_BILLS}
     start = seen.now if memory.updated is None else memory.updated
     for instance in (*seen.capacity.instances, *seen.capacity.ended):
@@ -119,7 +122,7 @@ def account(memory: Memory, seen: Observation) -> Memory:
         hours, spent = pool.hours + elapsed, pool.cost + cost
         pools[instance.pool] = replace(pool, hours=hours, cost=spent, recent_hours=recent)
         total += cost
-        for job, share in shares(seen.nodes.get(instance.id)).items():
+        for job, share in shares(seen.nodes.get(instance.id), short).items():
             jobs[job] = jobs.get(job, 0.0) + cost * share
     return replace(memory, pools=pools, job_costs=jobs, cost=total, billed=billed)
 
@@ -138,12 +141,24 @@ def _forget(memory: Memory, seen: Observation) -> Memory:
     return replace(memory, job_costs=costs, job_runs=runs)
 
 
-def shares(node: NodeUse | None) -> dict[str, float]:
-    """Return each job's share of a node's price, idle slots included, in proportion to its replicas."""
-    if node is None or not node.busy:
-        return {}
-    total = sum(node.replicas.values())
-    return {job: count / total for job, count in node.replicas.items() if count}
+def shares(node: NodeUse | None, short: Mapping[str, int]) -> dict[str, float]:
+    """Return each job's share of a node's price, idle slots included, in proportion to its replicas.
+
+    A node without a replica is shared by the jobs that lack replicas, in proportion to `short`.
+    """
+    counts = node.replicas if node is not None and node.busy else short
+    total = sum(counts.values())
+    return {job: count / total for job, count in counts.items() if count}
+
+
+def lacking(seen: Observation, memory: Memory) -> dict[str, int]:
+    """Return how many replicas each job lacks of what it should have, or needs to run at all."""
+    running = running_replicas(seen)
+    short = {
+        job.name: max(memory.wanted.get(job.name, 0), job.min_replicas) - running.get(job.name, 0)
+        for job in seen.jobs
+    }
+    return {name: count for name, count in short.items() if count > 0}
 
 
 def running_replicas(seen: Observation) -> dict[str, int]:
@@ -166,19 +181,26 @@ def interruptions_per_hour(pool: PoolMemory) -> float:
 def _meet(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
     """Record new instances, and instances that have become nodes."""
     known, pools = dict(memory.known), dict(memory.pools)
+    there = Counter(i.pool for i in seen.capacity.instances if i.state is not InstanceState.LEAVING)
+    partial = {pool.name for pool in seen.capacity.pools if there[pool.name] < pool.desired}
+    elapsed = 0.0 if memory.updated is None else min(max(0.0, seen.now - memory.updated), settings.gap)
     for instance in seen.capacity.instances:
         entry = known.get(instance.id)
         pool = pools.get(instance.pool, PoolMemory())
         if entry is None:
-            entry = Known(instance.pool, instance.preemptible, seen.now)
-            pool = replace(pool, instances=pool.instances + 1, troubles=0)
+            entry = Known(instance.pool, instance.preemptible, seen.now, bought_at=instance.hourly_price)
+            pool = replace(pool, instances=pool.instances + 1)
+            if instance.pool not in partial:
+                pool = replace(pool, troubles=0)
         node = seen.nodes.get(instance.id)
         if node is None:
             if entry.registered is not None and entry.absent is None:
                 entry = replace(entry, absent=seen.now)
         else:
             pool = _pool_of_node(pool, node, entry, instance, seen.now, settings)
-            entry = _as_node(entry, node, seen.now)
+            entry = _as_node(entry, node, seen.now, elapsed)
+        if entry.registered is not None and not (node and node.busy) and entry.idle_since is None:
+            entry = replace(entry, idle_since=seen.now)
         entry = _as_its_group_says(entry, instance, seen.now)
         known[instance.id] = replace(
             entry, hourly_price=instance.hourly_price, preemptible=instance.preemptible
@@ -225,9 +247,6 @@ def _pool_of_node(
     """Record in the pool that a node works, and how long its boot took. `before`: its entry until now."""
     if node.busy:
         pool = replace(pool, failures=0)
-        useful = before.became is not None and now - before.became >= settings.useful
-        if useful and before.first_seen > pool.short_seen:
-            pool = replace(pool, short_lives=0)
     since = instance.launched or before.first_seen
     if before.registered is None and now > since:
         took = min(now - since, settings.boot_timeout)
@@ -235,7 +254,7 @@ def _pool_of_node(
     return pool
 
 
-def _as_node(entry: Known, node: NodeUse, now: float) -> Known:
+def _as_node(entry: Known, node: NodeUse, now: float, elapsed: float) -> Known:
     """Record that an instance is registered as a node, and whether it announced its end."""
     entry = replace(
         entry,
@@ -243,6 +262,8 @@ def _as_node(entry: Known, node: NodeUse, now: float) -> Known:
         became=now if entry.became is None else entry.became,
         absent=None,
         worked=entry.worked or node.busy,
+        work=entry.work + (elapsed if node.busy else 0.0),
+        idle_since=None if node.busy else entry.idle_since,
         at_risk=entry.at_risk or node.at_risk,
     )
     if node.draining and node.announced and not entry.leaving:
@@ -278,8 +299,10 @@ def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
             )
         elif not interrupted and not entry.worked and not entry.leaving:
             pools[entry.pool] = _one_more_failure(pool, settings, "vanish before they do any work")
-        elif not interrupted and not ours and entry.leaving in ("", _REMOVED):
-            pools[entry.pool] = _short_life(pool, entry, seen.now, settings)
+        if entry.registered is not None and not ours and (entry.worked or interrupted):
+            pools[entry.pool] = lost(pools.get(entry.pool, pool), entry, seen.now, settings)
+        elif ours and not entry.replace:
+            pools[entry.pool] = given_back(pool, entry)
     return replace(memory, known=known, pools=pools)
 
 
@@ -333,7 +356,7 @@ def _fail(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
         if not entry.worked:  # an instance that has worked is not defective; the job's script may have failed
             pool = _one_more_failure(pool, settings, f"had no agent for {settings.boot_timeout:.0f} s")
         else:
-            pool = _short_life(pool, entry, seen.now, settings)
+            pool = lost(pool, entry, seen.now, settings)
         pools[entry.pool] = pool
         known[instance.id] = replace(
             entry, leaving=f"it {text}", leaving_since=seen.now, replace=not pool.closed
@@ -355,31 +378,6 @@ def _one_more_failure(pool: PoolMemory, settings: ScalingSettings, what: str) ->
             "security group), then start the autoscaler again"
         )
     return replace(pool, failures=failures, closed=closed)
-
-
-def _short_life(pool: PoolMemory, entry: Known, now: float, settings: ScalingSettings) -> PoolMemory:
-    """Record that a node was lost; back off, and at last close the pool, if its nodes are lost soon.
-
-    Nodes that were there when another one was lost count with it: they are of one purchase. Spot
-    interruptions are counted by `interruptions_per_hour`.
-    """
-    if entry.became is None or entry.registered is None or entry.first_seen <= pool.short_seen:
-        return pool
-    if entry.registered - entry.became >= settings.useful:
-        return pool
-    lives = pool.short_lives + 1
-    pool = replace(pool, short_lives=lives, short_seen=now)
-    what = (
-        f"the nodes of {lives} purchases in a row were lost within {settings.useful / 60:.0f} minutes of work"
-    )
-    if lives > settings.max_short_lives and not pool.closed:
-        return replace(
-            pool, closed=f"{what}: look at the job's and a node's log, then start the autoscaler again"
-        )
-    if lives >= _SUSPECT:
-        wait = min(settings.back_off * 2 ** (lives - _SUSPECT), settings.max_back_off)
-        pool = replace(pool, trouble=what, until=max(pool.until, now + wait))
-    return pool
 
 
 def _trouble(memory: Memory, pool: Pool, seen: Observation, settings: ScalingSettings) -> Memory:

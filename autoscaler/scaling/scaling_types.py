@@ -68,6 +68,9 @@ class Known:
     exchange_since: float = 0.0
     held: float = 0.0  # last heartbeat
     worked: bool = False  # has had replicas
+    work: float = 0.0  # seconds in which it had replicas
+    idle_since: float | None = None  # since when it has had no replica; None: it has, or is no node yet
+    bought_at: float = 0.0  # price per hour when it was first seen
     released: float | None = None  # when it was last released; the provider may list it for a while
 
 
@@ -90,8 +93,11 @@ class PoolMemory:
 
     failures: int = 0  # instances in a row that never became a node
     closed: str = ""  # why no instance is requested from it; empty: it is open
-    short_lives: int = 0  # purchases in a row whose nodes were lost soon
-    short_seen: float = 0.0  # when the last of them was lost
+    spent: float = 0.0  # what recent purchases have cost; decays with each, as the next field does
+    gained: float = 0.0  # the part of it that bought useful work
+    wasted: int = 0  # purchases in a row after which too little of it was useful
+    judged: float = 0.0  # when a purchase was last judged
+    turns: float = 0.0  # nodes given up because their price rose; decays with time
     highest_price: float = 0.0  # that one of its instances has cost per hour within a day
     highest_seen: float = 0.0
     troubles: int = 0  # requests in a row that it could not meet
@@ -105,6 +111,15 @@ class PoolMemory:
     hours: float = 0.0
     cost: float = 0.0
     boot: float | None = None  # seconds that recent instances took to become nodes
+
+
+@dataclass(frozen=True)
+class InVain:
+    """How often in a row nodes were bought for a job that put no replica on them."""
+
+    times: int = 0
+    until: float = 0.0  # nothing more is bought for it before this time
+    running: int = 0  # its replicas at that time
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,7 @@ class Memory:
     low_began: float | None = None  # since when utilisation is low, that time included
     broke_until: float = 0.0  # the budget was exceeded: no purchase before this time
     wanted: Mapping[str, int] = field(default_factory=dict)  # replicas by job, at the last decision
+    vain: Mapping[str, InVain] = field(default_factory=dict)  # by job
 
 
 @dataclass(frozen=True)

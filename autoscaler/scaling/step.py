@@ -23,6 +23,7 @@ from adaptdl_elastic.autoscaler.scaling.economics import (
     going,
 )
 from adaptdl_elastic.autoscaler.scaling.exchange import begin_exchange, follow_exchange
+from adaptdl_elastic.autoscaler.scaling.idle_nodes import jobs_to_serve, release_idle
 from adaptdl_elastic.autoscaler.scaling.job_budget import hourly_costs, jobs_to_stop, unknown_jobs
 from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, cost_of_loss
 from adaptdl_elastic.autoscaler.scaling.observed_history import (
@@ -60,9 +61,12 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     stopped = jobs_to_stop(seen, memory, settings)
     ending = {stop.job for stop in stopped}
     seen = replace(seen, jobs=tuple(job for job in seen.jobs if job.name not in ending))
+    everything = seen
     memory = follow_exchange(NodeMarket(seen, memory, settings))
     memory = _forsake(NodeMarket(seen, memory, settings))
-    memory = _relieve(NodeMarket(seen, memory, settings))
+    memory = release_idle(NodeMarket(seen, _relieve(NodeMarket(seen, memory, settings)), settings))
+    jobs, unserved = jobs_to_serve(NodeMarket(seen, memory, settings))
+    seen = replace(seen, jobs=jobs)
     market = NodeMarket(seen, memory, settings)
     wanted, worth = market.wants()
     goal = market.target(worth)
@@ -75,10 +79,19 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
         memory, requests = begin_exchange(replace(market, memory=memory), wanted, goal)
     memory, leaving, overdue = _leave(replace(market, memory=memory))
     actions = [*stopped, *requests, *leaving, *_protect(seen, memory)]
-    late = _late(wanted, seen, settings)
+    late = _late(wanted, everything, settings)
     short = _short(market, worth)
-    notes = [*seen.capacity.warnings, *seen.warnings, *short, *warnings, *overdue, *late, *_misjudged(seen)]
-    notes += unknown_jobs(seen, settings)
+    notes = [
+        *seen.capacity.warnings,
+        *seen.warnings,
+        *unserved,
+        *short,
+        *warnings,
+        *overdue,
+        *late,
+        *_misjudged(seen),
+    ]
+    notes += unknown_jobs(everything, settings)
     return Step(
         replace(
             memory,
@@ -90,7 +103,7 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
         goal.nodes,
         goal.reason,
         tuple(dict.fromkeys(notes)),
-        _forecasts(seen, wanted, market.usual()[1]),
+        _forecasts(everything, memory, wanted, market.usual()[1]),
         sum(i.hourly_price for i in seen.capacity.instances),
     )
 
@@ -121,10 +134,11 @@ def _forsake(market: NodeMarket) -> Memory:
         spare = market.supply(pool) - market.pending(pool) - pool.minimum
         for instance in market.staying(pool) if market.shut(pool) else ():
             entry = known[instance.id]
-            fresh = instance.state is InstanceState.PENDING and market.too_wild(pool)
+            wasteful = market.too_wild(pool) or market.pool(pool.name).wasted > 0
+            fresh = instance.state is InstanceState.PENDING and wasteful
             if spare > 0 and not market.is_leaving(instance) and (entry.leaving or fresh):
                 spare -= 1
-                why = entry.leaving or "nodes of its pool are interrupted too often"
+                why = entry.leaving or "nodes of its pool are lost or interrupted too often"
                 since = entry.leaving_since if entry.leaving else market.seen.now
                 known[instance.id] = replace(entry, leaving=why, leaving_since=since, replace=False)
     return replace(market.memory, known=known)
@@ -403,12 +417,14 @@ def _misjudged(seen: Observation) -> list[str]:
     return found
 
 
-def _forecasts(seen: Observation, wanted: Sequence[Want], slot_price: float) -> dict[str, Forecast]:
+def _forecasts(
+    seen: Observation, memory: Memory, wanted: Sequence[Want], slot_price: float
+) -> dict[str, Forecast]:
     """Return for every job its cost per hour now, and its cost until its end at its future size."""
     running, found = running_replicas(seen), {want.job: want for want in wanted}
     return {
         job: _forecast(cost, running.get(job, 0), found.get(job), slot_price)
-        for job, cost in hourly_costs(seen).items()
+        for job, cost in hourly_costs(seen, memory).items()
     }
 
 

@@ -1,0 +1,65 @@
+"""Judge each pool by the useful work that its money buys, and by how often its price has turned. Pure.
+
+Machines that are lost soon cost their boot and what was done since the last checkpoint. So a node that is lost
+without a notice has done no useful work in its last `lost_work` seconds. A purchase counts half as much as the
+next one. While less than two thirds of the money buys useful work, the pool waits, twice as long after each
+purchase. An on-demand pool closes after `max_wasted` purchases in a row with less than one third.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, PoolMemory
+
+# Fractions of useful money below which a pool waits, and closes.
+_WAITS_BELOW, _CLOSES_BELOW = 2 / 3, 1 / 3
+# A node that costs so much more than when it was bought was given up because its price has turned.
+_TURNED = 1.2
+# A turn of the price counts 1/e after so many hours; so many turns count at most.
+_FORGET_TURN_HOURS, _MOST_TURNS = 2.0, 4.0
+
+
+def lost(pool: PoolMemory, entry: Known, now: float, settings: ScalingSettings) -> PoolMemory:
+    """Return the pool's account after a node was lost; nodes bought before the last verdict share it."""
+    fresh = entry.first_seen > pool.judged
+    weight, fade = (entry.hourly_price or 1.0) / HOUR, 0.5 if fresh else 1.0
+    useful = entry.work if entry.leaving else max(0.0, entry.work - settings.lost_work)
+    spent = pool.spent * fade + (now - entry.first_seen) * weight
+    gained = pool.gained * fade + useful * weight
+    pool = replace(pool, spent=spent, gained=gained)
+    if not fresh:
+        return pool
+    if gained >= _WAITS_BELOW * spent:
+        return replace(pool, judged=now, wasted=0)
+    pool = replace(pool, judged=now, wasted=pool.wasted + 1)
+    what = (
+        f"its nodes are lost too soon: of the last {spent:.2f} that they cost, {gained:.2f} bought useful work "
+        f"({pool.wasted} purchases in a row below two thirds)"
+    )
+    if pool.wasted >= settings.max_wasted and gained < _CLOSES_BELOW * spent and not entry.preemptible:
+        advice = "look at the job's and a node's log, then start the autoscaler again"
+        return replace(pool, closed=pool.closed or f"{what}: {advice}")
+    wait = min(settings.back_off * 2 ** min(pool.wasted - 1, 20), settings.max_back_off)
+    return replace(pool, trouble=what, until=max(pool.until, now + wait))
+
+
+def given_back(pool: PoolMemory, entry: Known) -> PoolMemory:
+    """Return the pool's account after a node was released: its work was useful, and its price may have turned."""
+    worth = entry.work * (entry.hourly_price or 1.0) / HOUR
+    pool = replace(pool, spent=pool.spent + worth, gained=pool.gained + worth)
+    if entry.work and entry.hourly_price > _TURNED * entry.bought_at:
+        pool = replace(pool, turns=min(pool.turns + 1, _MOST_TURNS))
+    return pool
+
+
+def faded(turns: float, hours: float) -> float:
+    """Return what is left of turns of the price after so many hours."""
+    return turns * math.exp(-hours / _FORGET_TURN_HOURS)
+
+
+def surcharge(pool: PoolMemory) -> float:
+    """Return the fraction of its price by which the next node must be better: it doubles with each turn."""
+    return float(2**pool.turns - 1)
