@@ -1,8 +1,8 @@
-"""Buy and keep nodes only for jobs that run on them: all of a job's least nodes or none, and none idle for long.
+"""Buy all of a job's least nodes or none, and keep no node that is idle for long.
 
 A job that needs several nodes to run at all gets them together or not at all. A node that has had no replica
-for `idle_after` is released, whatever the band of utilisation says; `--min-nodes` and the minimum of a pool are
-kept. If a job lacks replicas while its nodes are idle, the next nodes are bought for it after a wait that
+for `idle_after` is released, whatever the band of utilisation says; `--min-nodes` and the minimum of a pool
+are kept. If a job lacks replicas while its nodes are idle, the next nodes are bought for it after a wait that
 doubles each time, until it gets more replicas than it had. Pure functions.
 """
 
@@ -32,12 +32,13 @@ def release_idle(market: NodeMarket) -> Memory:
         for instance in market.staying(pool):
             entry = known[instance.id]
             idle = 0.0 if entry.idle_since is None else seen.now - entry.idle_since
-            stays = entry.leaving or entry.exchange or not idle >= settings.idle_after
+            found |= idle >= settings.idle_after
+            stays = entry.leaving or entry.exchange or idle < settings.idle_after
             if stays or min(spare[pool.name], total) <= 0:
                 continue
             why = f"it has had no replica for {idle / 60:.0f} min (--idle-minutes)"
             known[instance.id] = replace(entry, leaving=why, leaving_since=seen.now, replace=False)
-            spare[pool.name], total, found = spare[pool.name] - 1, total - 1, True
+            spare[pool.name], total = spare[pool.name] - 1, total - 1
     running, short = running_replicas(seen), lacking(seen, memory)
     names = {job.name for job in seen.jobs}
     vain = {n: v for n, v in memory.vain.items() if n in names and running.get(n, 0) <= v.running}
@@ -77,8 +78,8 @@ def jobs_to_serve(market: NodeMarket) -> tuple[tuple[JobInfo, ...], list[str]]:
             job = replace(job, requested_replicas=size)
         elif several and not size and (apart > nodes or least > slots):
             warnings.append(
-                f"{job.name}: needs {max(apart, 1)} nodes and {least} slots to run, and {max(0, nodes)} nodes with "
-                f"{max(0, slots)} slots can be had: nothing is bought for it. Raise --max-nodes "
+                f"{job.name}: needs {max(apart, 1)} nodes and {least} slots to run, and {max(0, nodes)} "
+                f"nodes with {max(0, slots)} slots can be had: nothing is bought for it. Raise --max-nodes "
                 f"({settings.max_nodes}), --max-hourly-cost ({settings.max_hourly_cost:g}) or the Max of a "
                 "group, or let it run on fewer"
             )

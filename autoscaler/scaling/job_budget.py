@@ -16,7 +16,7 @@ def limit_of(settings: ScalingSettings, job: str) -> float | None:
 
 
 def hourly_costs(seen: Observation, memory: Memory) -> dict[str, float]:
-    """Return for every job what its share of the nodes costs per hour now, those that wait for it included."""
+    """Return for every job what its share of the nodes costs per hour, idle ones included."""
     short = lacking(seen, memory)
     hourly = {job.name: 0.0 for job in seen.jobs}
     for instance in seen.capacity.instances:

@@ -1,9 +1,10 @@
 """Judge each pool by the useful work that its money buys, and by how often its price has turned. Pure.
 
-Machines that are lost soon cost their boot and what was done since the last checkpoint. So a node that is lost
-without a notice has done no useful work in its last `lost_work` seconds. A purchase counts half as much as the
-next one. While less than two thirds of the money buys useful work, the pool waits, twice as long after each
-purchase. An on-demand pool closes after `max_wasted` purchases in a row with less than one third.
+Machines that are lost soon cost their boot and what was done since the last checkpoint. So a node that is
+lost without a notice has done no useful work in its last `lost_work` seconds. A purchase counts half as much
+as the next one. If less than two thirds of the money bought useful work, the pool waits from the second such
+purchase in a row on, twice as long after each. An on-demand pool closes after `max_wasted` of them where less
+than one third did.
 """
 
 from __future__ import annotations
@@ -36,18 +37,25 @@ def lost(pool: PoolMemory, entry: Known, now: float, settings: ScalingSettings) 
         return replace(pool, judged=now, wasted=0)
     pool = replace(pool, judged=now, wasted=pool.wasted + 1)
     what = (
-        f"its nodes are lost too soon: of the last {spent:.2f} that they cost, {gained:.2f} bought useful work "
-        f"({pool.wasted} purchases in a row below two thirds)"
+        f"its nodes are lost too soon: of the last {spent:.2f} that they cost {gained:.2f} bought useful "
+        f"work, {pool.wasted} purchases in a row less than two thirds"
     )
     if pool.wasted >= settings.max_wasted and gained < _CLOSES_BELOW * spent and not entry.preemptible:
         advice = "look at the job's and a node's log, then start the autoscaler again"
         return replace(pool, closed=pool.closed or f"{what}: {advice}")
-    wait = min(settings.back_off * 2 ** min(pool.wasted - 1, 20), settings.max_back_off)
+    if not untrusted(pool):
+        return pool
+    wait = min(settings.back_off * 2 ** min(pool.wasted - 2, 20), settings.max_back_off)
     return replace(pool, trouble=what, until=max(pool.until, now + wait))
 
 
+def untrusted(pool: PoolMemory) -> bool:
+    """Return whether more than one purchase in a row bought too little useful work."""
+    return pool.wasted > 1
+
+
 def given_back(pool: PoolMemory, entry: Known) -> PoolMemory:
-    """Return the pool's account after a node was released: its work was useful, and its price may have turned."""
+    """Return the pool's account after a node was released: its work was useful."""
     worth = entry.work * (entry.hourly_price or 1.0) / HOUR
     pool = replace(pool, spent=pool.spent + worth, gained=pool.gained + worth)
     if entry.work and entry.hourly_price > _TURNED * entry.bought_at:

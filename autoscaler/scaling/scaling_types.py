@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -118,7 +119,7 @@ class InVain:
     """How often in a row nodes were bought for a job that put no replica on them."""
 
     times: int = 0
-    until: float = 0.0  # nothing more is bought for it before this time
+    until: float = -math.inf  # nothing more is bought for it before this time
     running: int = 0  # its replicas at that time
 
 

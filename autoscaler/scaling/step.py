@@ -32,6 +32,7 @@ from adaptdl_elastic.autoscaler.scaling.observed_history import (
     remember,
     running_replicas,
 )
+from adaptdl_elastic.autoscaler.scaling.pool_account import untrusted
 from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Action,
     Drain,
@@ -134,8 +135,8 @@ def _forsake(market: NodeMarket) -> Memory:
         spare = market.supply(pool) - market.pending(pool) - pool.minimum
         for instance in market.staying(pool) if market.shut(pool) else ():
             entry = known[instance.id]
-            wasteful = market.too_wild(pool) or market.pool(pool.name).wasted > 0
-            fresh = instance.state is InstanceState.PENDING and wasteful
+            left = market.too_wild(pool) or untrusted(market.pool(pool.name))
+            fresh = instance.state is InstanceState.PENDING and left
             if spare > 0 and not market.is_leaving(instance) and (entry.leaving or fresh):
                 spare -= 1
                 why = entry.leaving or "nodes of its pool are lost or interrupted too often"

@@ -37,6 +37,8 @@ class FakeProvider(Provider):
     hooks: bool = False  # leaving instances wait until `let_go`
     outage: dict[str, str] = field(default_factory=dict)
     dead_on_arrival: set[str] = field(default_factory=set)
+    # pool → instances that the cloud has of it
+    most: dict[str, int] = field(default_factory=dict)
     # pool → price of new instances, if it differs from the announced one
     true_price: dict[str, float] = field(default_factory=dict)
     errors: dict[str, list[ProviderError]] = field(default_factory=dict)
@@ -171,9 +173,13 @@ class FakeProvider(Provider):
             if pool.name in self.outage and there < pool.desired:
                 self._trouble.setdefault(pool.name, now)
                 continue
-            self._trouble.pop(pool.name, None)
-            for _ in range(pool.desired - there):
+            limit = self.most.get(pool.name, pool.desired)
+            for _ in range(min(pool.desired, limit) - there):
                 self._launch(pool)
+            if limit < pool.desired:
+                self._trouble.setdefault(pool.name, now)
+            else:
+                self._trouble.pop(pool.name, None)
 
     def _launch(self, pool: Pool) -> None:
         self.launched += 1
@@ -199,7 +205,8 @@ class FakeProvider(Provider):
     def _described(self, pool: Pool) -> Pool:
         if pool.name not in self._trouble:
             return pool
-        return replace(pool, trouble=self.outage.get(pool.name, ""), trouble_since=self._trouble[pool.name])
+        why, since = self.outage.get(pool.name, "no capacity"), self._trouble[pool.name]
+        return replace(pool, trouble=why, trouble_since=since)
 
     def _raise(self, method: str) -> None:
         if self.errors.get(method):
