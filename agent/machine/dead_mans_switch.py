@@ -7,6 +7,9 @@ it is still accounted for, and leaves after a long uninterrupted silence.
 A node is accounted for while an autoscaler holds its lease in the store. Without one it is so while a
 coordinator leads and replicas run on the node: that job is in order, and the node is of use until it ends.
 
+A node on which no job makes a step for long is of no use, also while an autoscaler holds its lease. A node
+without replicas counts as one; a job that has never reported a step does not.
+
 What must not end a node: a restart of etcd or of the autoscaler, a partition that heals (one look at which
 all is well begins the count again), a clock that is set (the clock is monotonic), and a process that did
 not run for hours (time counts only as far as looks have confirmed the silence).
@@ -23,6 +26,9 @@ DEFAULT_SECONDS = 3600.0
 LEAST_SECONDS = 600.0
 """The shortest silence that may be chosen: longer than a head needs to boot again."""
 
+STALLED_SECONDS = 3600.0
+"""Default of the time without a step after which a node ends itself; a first compilation takes less."""
+
 INTERVAL_SECONDS = 30.0
 """Seconds between two looks."""
 
@@ -38,12 +44,14 @@ class Look:
         autoscaler: an autoscaler holds its lease.
         coordinator: a coordinator holds its lease.
         at_work: the newest plan of a job has replicas on this node, and its agent is registered.
+        steps: the last reported step of every job on this node; None: one of them has reported none.
     """
 
     trouble: str = ""
     autoscaler: bool = False
     coordinator: bool = False
     at_work: bool = False
+    steps: tuple[tuple[str, int], ...] | None = None
 
     @property
     def missing(self) -> str:
@@ -59,15 +67,19 @@ class Look:
 
 @dataclass(frozen=True)
 class Silence:
-    """How long nothing has been heard.
+    """How long nothing has been heard, and how long no step was made.
 
     Attributes:
         seconds: confirmed seconds without an interruption.
+        stalled: confirmed seconds in which no job on this node made a step.
+        steps: the steps at the last look that could read them.
         looked: when the last look was taken, in monotonic seconds; None: there was none.
     """
 
     seconds: float = 0.0
     looked: float | None = None
+    stalled: float = 0.0
+    steps: tuple[tuple[str, int], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,14 @@ class Decision:
     line: str = ""
 
 
-def decide(before: Silence, look: Look, now: float, limit: float, interval: float) -> Decision:
+def decide(
+    before: Silence,
+    look: Look,
+    now: float,
+    limit: float,
+    interval: float,
+    most_stalled: float = STALLED_SECONDS,
+) -> Decision:
     """Return what follows from a look.
 
     Args:
@@ -94,13 +113,21 @@ def decide(before: Silence, look: Look, now: float, limit: float, interval: floa
         now: monotonic seconds.
         limit: the silence after which the node leaves, in seconds.
         interval: seconds between two looks.
+        most_stalled: seconds without a step after which the node leaves.
     """
+    since = 0.0 if before.looked is None else now - before.looked
+    passed = min(max(0.0, since), _MOST_INTERVALS * interval)
+    steps = before.steps if look.trouble else look.steps
+    stalled = before.stalled + passed if steps is not None and steps == before.steps else 0.0
+    if stalled >= most_stalled:
+        line = f"this node ends itself: no job has made a step on it for {stalled / 60:.0f} min"
+        return Decision(Silence(before.seconds, now, stalled, steps), True, line)
     if not look.missing:
         again = before.looked is not None and before.seconds > 0
-        return Decision(Silence(0.0, now), line="heard again: this node stays" if again else "")
-    since = 0.0 if before.looked is None else now - before.looked
-    seconds = before.seconds + min(max(0.0, since), _MOST_INTERVALS * interval)
-    silence = Silence(seconds, now)
+        line = "heard again: this node stays" if again else ""
+        return Decision(Silence(0.0, now, stalled, steps), line=line)
+    seconds = before.seconds + passed
+    silence = Silence(seconds, now, stalled, steps)
     so_far = f"nothing has accounted for it for {seconds / 60:.0f} min: {look.missing}"
     if seconds >= limit:
         return Decision(silence, True, f"this node ends itself: {so_far}")
@@ -121,6 +148,7 @@ def watch(
     wait: Callable[[float], None],
     limit: float = DEFAULT_SECONDS,
     interval: float = INTERVAL_SECONDS,
+    most_stalled: float = STALLED_SECONDS,
 ) -> str:
     """Look until the node has to leave; return why.
 
@@ -131,10 +159,11 @@ def watch(
         wait: called with the seconds between two looks.
         limit: the silence after which the node leaves, in seconds.
         interval: seconds between two looks.
+        most_stalled: seconds without a step after which the node leaves.
     """
     silence = Silence()
     while True:
-        decision = decide(silence, look(), clock(), limit, interval)
+        decision = decide(silence, look(), clock(), limit, interval, most_stalled)
         if decision.line:
             say(decision.line)
         if decision.leave:

@@ -18,8 +18,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from adaptdl_elastic.agent.machine.dead_mans_switch import DEFAULT_SECONDS, LEAST_SECONDS, Look, watch
+from adaptdl_elastic.agent.machine.dead_mans_switch import (
+    DEFAULT_SECONDS,
+    INTERVAL_SECONDS,
+    LEAST_SECONDS,
+    STALLED_SECONDS,
+    Look,
+    watch,
+)
 from adaptdl_elastic.agent.machine.interruption import discover
+from adaptdl_elastic.protocol.hints import MalformedHintsError
+from adaptdl_elastic.protocol.hints import decode as decode_hints
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, Plan
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError, read_record
@@ -56,19 +65,31 @@ def read_look(store: Store, keys: Keys, instance: str) -> Look:
     """
     autoscaler = store.get(keys.autoscaler_leader) is not None
     coordinator = store.get(keys.coordinator_leader) is not None
-    work = not autoscaler and coordinator and _is_at_work(store, keys, instance)
-    return Look(autoscaler=autoscaler, coordinator=coordinator, at_work=work)
+    jobs = _jobs_on(store, keys, instance)
+    steps = tuple((job, step) for job in jobs if (step := _last_step(store, keys, job)) is not None)
+    return Look("", autoscaler, coordinator, bool(jobs), steps if len(steps) == len(jobs) else None)
 
 
-def _is_at_work(store: Store, keys: Keys, instance: str) -> bool:
+def _last_step(store: Store, keys: Keys, job: str) -> int | None:
+    """Return the last step that a job has reported; None if it has reported none."""
+    item = store.get(keys.job(job, "hints"))
+    try:
+        return None if item is None else decode_hints(item.value).step
+    except MalformedHintsError:
+        return None
+
+
+def _jobs_on(store: Store, keys: Keys, instance: str) -> list[str]:
+    """Return the jobs whose newest plan has replicas on this node, and whose agent is registered."""
+    found = []
     for item in store.range(keys.nodes).items:
         node = read_record(NodeRecord, item)
         if node is None or node.instance != instance:
             continue
         plan = read_record(Plan, store.get(keys.job(node.job, "plan")))
         if plan is not None and plan.run == node.run and any(p.node == node.node for p in plan.placements):
-            return True
-    return False
+            found.append(node.job)
+    return found
 
 
 def end_node(
@@ -117,6 +138,7 @@ def parse_options(arguments: list[str], environ: Mapping[str, str]) -> argparse.
     parser.add_argument("--etcd", default=environ.get("ADAPTDL_ETCD"), help="etcd of the cluster")
     parser.add_argument("--cluster", default=environ.get("ADAPTDL_CLUSTER") or Keys().cluster)
     parser.add_argument("--after", type=_silence, default=DEFAULT_SECONDS, help="seconds of silence")
+    parser.add_argument("--stalled", type=_silence, default=STALLED_SECONDS, help="seconds without a step")
     parser.add_argument("--stop", required=True, help="command that stops the agent and waits for its end")
     options = parser.parse_args(arguments)
     if not options.etcd:
@@ -150,6 +172,8 @@ def main(
         clock,
         wait,
         options.after,
+        INTERVAL_SECONDS,
+        options.stalled,
     )
     end_node(
         identity.instance,

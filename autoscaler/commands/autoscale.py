@@ -92,6 +92,13 @@ logger = logging.getLogger(__name__)
     help="Seconds below --utilisation after which nodes are given back.",
 )
 @click.option(
+    "--idle-minutes",
+    type=float,
+    default=5.0,
+    show_default=True,
+    help="Minutes without a replica after which a node is given back.",
+)
+@click.option(
     "--boot-timeout",
     type=float,
     default=600.0,
@@ -154,6 +161,7 @@ def autoscale(
     deadlines: tuple[str, ...],
     utilisation: str,
     shrink_after: float,
+    idle_minutes: float,
     boot_timeout: float,
     max_interruptions: float,
     expected: tuple[str, ...],
@@ -207,6 +215,7 @@ def autoscale(
             low=low,
             high=high,
             shrink_after=shrink_after,
+            idle_after=idle_minutes * 60,
             min_nodes=min_nodes,
             max_nodes=1_000_000 if max_nodes is None else max_nodes,
             max_hourly_cost=math.inf if max_hourly_cost is None else max_hourly_cost,

@@ -158,6 +158,8 @@ def cost_row(view: View, job: str) -> Row | None:
 def node_rows(view: View, ledger: Ledger) -> list[Row]:
     """Return one row per node."""
     rows: dict[str, Row] = {}
+    told = view.autoscaler.record.idle if view.autoscaler else ()
+    idle = {instance: (since, price) for instance, since, price in told}
     for job, agents in sorted(view.nodes.items()):
         for node, seen in agents.items():
             record = seen.record
@@ -187,4 +189,7 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
                 row["state"] = "draining"  # for at least one of its jobs
             elif record.at_risk and row["state"] == "ok":
                 row["state"] = "at risk"
+            elif record.instance in idle and row["state"] == "ok":
+                since, price = idle[record.instance]
+                row["state"] = f"idle for {(view.wall - since) / 60:.0f} min, costs {price:.2f} an hour"
     return [rows[node] for node in sorted(rows)]

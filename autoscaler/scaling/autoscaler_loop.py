@@ -416,6 +416,7 @@ class Autoscaler:
             jobs=tuple(jobs),
             bought=tuple((n, p.instances, p.hours, p.cost) for n, p in sorted(memory.pools.items())),
             warnings=(*decision.warnings, *failed),
+            idle=tuple((n, k.idle_since, k.hourly_price) for n, k in memory.known.items() if k.idle_since),
             memory=_MEMORY.dump_json(memory).decode(),
             updated=seen.now,
         )

@@ -45,7 +45,7 @@ def release_idle(market: NodeMarket) -> Memory:
     for name in short if found else ():
         old = vain.get(name, InVain())
         if old.until <= seen.now:
-            wait = min(settings.idle_after * 2**old.times, _MOST_WAIT_SECONDS)
+            wait = min(settings.idle_after * 2 ** min(old.times, 10), _MOST_WAIT_SECONDS)
             vain[name] = InVain(old.times + 1, seen.now + wait, running.get(name, 0))
     return replace(memory, known=known, vain=vain)
 

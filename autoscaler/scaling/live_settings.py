@@ -16,7 +16,16 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Store
 
 NUMBERS = (
-    *("hour_value", "low", "high", "shrink_after", "max_hourly_cost", "boot_timeout", "max_interruptions"),
+    *(
+        "hour_value",
+        "low",
+        "high",
+        "shrink_after",
+        "idle_after",
+        "max_hourly_cost",
+        "boot_timeout",
+        "max_interruptions",
+    ),
     *("min_nodes", "max_nodes"),
 )
 """Settings that are one number."""

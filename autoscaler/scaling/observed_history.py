@@ -397,6 +397,6 @@ def _trouble(memory: Memory, pool: Pool, seen: Observation, settings: ScalingSet
 def refused(memory: Memory, pool: str, why: str, now: float, settings: ScalingSettings) -> Memory:
     """Back off from a pool that refused a request: twice as long after each refusal in a row."""
     entry = memory.pools.get(pool, PoolMemory())
-    wait = min(settings.back_off * 2**entry.troubles, settings.max_back_off)
+    wait = min(settings.back_off * 2 ** min(entry.troubles, 20), settings.max_back_off)
     entry = replace(entry, troubles=entry.troubles + 1, trouble=why, until=now + wait)
     return replace(memory, pools={**memory.pools, pool: entry})

@@ -18,6 +18,7 @@ _SETTABLE = {
     "max-nodes": "max_nodes",
     "utilisation": "low",
     "shrink-after": "shrink_after",
+    "idle-minutes": "idle_after",
     "boot-timeout": "boot_timeout",
     "max-interruptions": "max_interruptions",
 }
@@ -85,6 +86,6 @@ def parse_change(text: str, now: float) -> dict[str, float | None]:
     if option == "utilisation":
         return dict(zip(("low", "high"), parse_band(value) if value else (None, None), strict=True))
     try:
-        return {name: float(value) if value else None}
+        return {name: float(value) * (60 if option == "idle-minutes" else 1) if value else None}
     except ValueError:
         raise ValueError(f"--set {text!r}: {value!r} is no number") from None

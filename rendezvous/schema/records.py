@@ -496,6 +496,7 @@ class AutoscalerStatus:
     jobs: tuple[JobCost, ...] = ()
     bought: tuple[tuple[str, int, float, float], ...] = ()  # pool, instances so far, node hours, cost
     warnings: tuple[str, ...] = ()  # problems, and what to do about them
+    idle: tuple[tuple[str, float, float], ...] = ()  # instance, since when without a replica, price an hour
     memory: str = ""  # state that the autoscaler needs after a restart, as JSON of its own
     updated: float = 0.0
 
