@@ -21,13 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 DEFAULT_SECONDS = 3600.0
-"""Default of the silence after which a node ends itself."""
+"""Default of the silence, and of the time without a step, after which a node ends itself."""
 
 LEAST_SECONDS = 600.0
 """The shortest silence that may be chosen: longer than a head needs to boot again."""
-
-STALLED_SECONDS = 3600.0
-"""Default of the time without a step after which a node ends itself; a first compilation takes less."""
 
 INTERVAL_SECONDS = 30.0
 """Seconds between two looks."""
@@ -103,7 +100,7 @@ def decide(
     now: float,
     limit: float,
     interval: float,
-    most_stalled: float = STALLED_SECONDS,
+    most_stalled: float = DEFAULT_SECONDS,
 ) -> Decision:
     """Return what follows from a look.
 
@@ -148,7 +145,7 @@ def watch(
     wait: Callable[[float], None],
     limit: float = DEFAULT_SECONDS,
     interval: float = INTERVAL_SECONDS,
-    most_stalled: float = STALLED_SECONDS,
+    most_stalled: float = DEFAULT_SECONDS,
 ) -> str:
     """Look until the node has to leave; return why.
 

@@ -18,14 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from adaptdl_elastic.agent.machine.dead_mans_switch import (
-    DEFAULT_SECONDS,
-    INTERVAL_SECONDS,
-    LEAST_SECONDS,
-    STALLED_SECONDS,
-    Look,
-    watch,
-)
+from adaptdl_elastic.agent.machine.dead_mans_switch import DEFAULT_SECONDS, LEAST_SECONDS, Look, watch
 from adaptdl_elastic.agent.machine.interruption import discover
 from adaptdl_elastic.protocol.hints import MalformedHintsError
 from adaptdl_elastic.protocol.hints import decode as decode_hints
@@ -138,7 +131,7 @@ def parse_options(arguments: list[str], environ: Mapping[str, str]) -> argparse.
     parser.add_argument("--etcd", default=environ.get("ADAPTDL_ETCD"), help="etcd of the cluster")
     parser.add_argument("--cluster", default=environ.get("ADAPTDL_CLUSTER") or Keys().cluster)
     parser.add_argument("--after", type=_silence, default=DEFAULT_SECONDS, help="seconds of silence")
-    parser.add_argument("--stalled", type=_silence, default=STALLED_SECONDS, help="seconds without a step")
+    parser.add_argument("--stalled", type=_silence, default=DEFAULT_SECONDS, help="seconds without a step")
     parser.add_argument("--stop", required=True, help="command that stops the agent and waits for its end")
     options = parser.parse_args(arguments)
     if not options.etcd:
@@ -172,8 +165,7 @@ def main(
         clock,
         wait,
         options.after,
-        INTERVAL_SECONDS,
-        options.stalled,
+        most_stalled=options.stalled,
     )
     end_node(
         identity.instance,

@@ -15,6 +15,8 @@ from fake_imds import FakeImds
 from adaptdl_elastic.agent.machine import node_end
 from adaptdl_elastic.agent.machine.dead_mans_switch import Look, Silence, decide, watch
 from adaptdl_elastic.agent.machine.node_end import end_node, main, read_look, take_look
+from adaptdl_elastic.protocol.hints import JobHints
+from adaptdl_elastic.protocol.hints import encode as encode_hints
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
@@ -66,6 +68,29 @@ def test_a_node_whose_store_is_gone_ends_after_an_hour() -> None:
 def test_who_accounts_for_a_node(look: Look, accounted_for: bool) -> None:
     """A job that a coordinator leads keeps its nodes; an idle node needs the autoscaler to give it back."""
     assert (ended_after(every(INTERVAL, lambda _: look, 2 * HOUR)) is None) == accounted_for
+
+
+def accounted(*steps: tuple[str, int]) -> Look:
+    return Look(autoscaler=True, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("look", "end"),
+    [
+        (lambda now: accounted((JOB, int(now))), None),
+        (lambda now: accounted((JOB, int(now // 3000))), None),  # long steps, or a long compilation
+        (lambda now: accounted((JOB, min(int(now), 600))), 600 + HOUR),
+        (lambda now: accounted((JOB, 1), ("other", int(now))), None),
+        (lambda now: accounted(), HOUR),  # no replica at all
+        (lambda now: HEARD, None),  # a job that has never reported a step
+        (lambda now: AWAY if 600 < now < 1200 else accounted((JOB, 1)), HOUR),
+    ],
+    ids=["steps", "long steps", "stalled", "one of two", "no replica", "unknown", "store away"],
+)
+def test_a_node_on_which_no_step_is_made_ends_though_its_autoscaler_lives(
+    look: Callable[[float], Look], end: float | None
+) -> None:
+    assert ended_after(every(INTERVAL, look, 3 * HOUR)) == end
 
 
 def test_one_good_look_begins_the_count_again() -> None:
@@ -127,20 +152,24 @@ def test_what_a_look_reads() -> None:
     store, keys = MemoryStore(), Keys()
     with store:
         leader = encode(LeaderRecord("one"))
-        assert read_look(store, keys, "i-1") == Look()
+        assert read_look(store, keys, "i-1") == Look(steps=())
         store.put(keys.coordinator_leader, leader)
-        assert read_look(store, keys, "i-1") == Look(coordinator=True)
+        assert read_look(store, keys, "i-1") == Look(coordinator=True, steps=())
         store.put(keys.job(JOB, "plan"), encode(plan("i-1", "i-2")))
-        assert read_look(store, keys, "i-1") == Look(coordinator=True), "its agent is not there any more"
+        assert read_look(store, keys, "i-1") == Look(coordinator=True, steps=()), (
+            "its agent is not there any more"
+        )
         for instance in ("i-1", "i-3"):
             store.put(keys.node(f"node-of-{instance}", JOB), encode(node(instance)))
         assert read_look(store, keys, "i-1") == Look(coordinator=True, at_work=True)
-        assert read_look(store, keys, "i-3") == Look(coordinator=True), "it waits for work"
+        assert read_look(store, keys, "i-3") == Look(coordinator=True, steps=()), "it waits for work"
+        store.put(keys.job(JOB, "hints"), encode_hints(JobHints(JOB, 1, 1, 1, 32, 32, 32, step=7)))
+        assert read_look(store, keys, "i-1").steps == ((JOB, 7),)
         store.put(keys.node("node-of-i-1", JOB), encode(node("i-1", run="another")))
         store.put(keys.node("node-of-i-4", JOB), "garbage")
-        assert read_look(store, keys, "i-1") == Look(coordinator=True), "the plan is of another run"
+        assert read_look(store, keys, "i-1") == Look(coordinator=True, steps=()), "the plan is of another run"
         store.put(keys.autoscaler_leader, leader)
-        assert read_look(store, keys, "i-1") == Look(autoscaler=True, coordinator=True)
+        assert read_look(store, keys, "i-1") == Look(autoscaler=True, coordinator=True, steps=())
 
 
 def test_a_store_that_cannot_be_used_is_trouble_and_no_error(tmp_path: Path) -> None:

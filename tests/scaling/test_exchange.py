@@ -108,7 +108,7 @@ def test_an_exchange_has_to_pay(price: float, left: float, exchanged: bool) -> N
 def test_a_node_that_a_person_drained_is_not_exchanged_and_stops_no_exchange(
     registered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is bought in its place, as `adaptdl drain` promises. Afterwards its agent ends."""
+    """Nothing is bought in its place for --idle-minutes. Afterwards its agent ends."""
     world = without_spot("room")
     drained, works = world.running[0], world.nodes_in_use
 
@@ -120,7 +120,7 @@ def test_a_node_that_a_person_drained_is_not_exchanged_and_stops_no_exchange(
         return found
 
     monkeypatch.setattr(world, "nodes_in_use", nodes)
-    world.settings = ScalingSettings(boot_timeout=10 * HOUR)  # it is not missed so soon
+    world.settings = ScalingSettings(boot_timeout=10 * HOUR, idle_after=10 * HOUR)  # it is not missed so soon
     world.provider.outage.clear()
     world.run(2 * HOUR, every=30)
     assert [name for name in world.running if name.startswith("demand")] == [drained]

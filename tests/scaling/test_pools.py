@@ -199,8 +199,8 @@ def test_more_than_is_worth_it_is_taken_back() -> None:
 
 
 def test_a_pool_that_interrupts_too_often_is_left_and_tried_again_in_time() -> None:
-    """The group would replace by itself for ever what it takes back."""
-    world = World(DEMAND, SPOT)
+    """The group would replace by itself for ever what it takes back. The job saves all the time."""
+    world = World(DEMAND, SPOT, settings=ScalingSettings(lost_work=0.0))
     world.jobs = (waiting(replicas=1),)
     world.run(120)
     assert world.desired == {"demand": 0, "spot": 1}

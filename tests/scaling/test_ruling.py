@@ -22,7 +22,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
 )
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import LoopOptions
 from adaptdl_elastic.autoscaler.scaling.observed_history import shifted
-from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, PoolMemory, Release
+from adaptdl_elastic.autoscaler.scaling.scaling_types import InVain, Known, Memory, PoolMemory, Release
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.store.base import Lease
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
@@ -316,9 +316,10 @@ def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
             deadline=40.0,
             held=50.0,
             exchange_since=35.0,
+            idle_since=36.0,
         )
     }
-    pools = {"p": PoolMemory(until=60.0, trouble_seen=70.0, short_seen=5.0, highest_seen=15.0)}
+    pools = {"p": PoolMemory(until=60.0, trouble_seen=70.0, judged=5.0, highest_seen=15.0)}
     memory = Memory(
         known,
         pools,
@@ -328,6 +329,7 @@ def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
         low_since=95.0,
         low_began=94.0,
         broke_until=99.0,
+        vain={"train": InVain(1, 98.0)},
     )
     later = shifted(memory, 1000.0)
     assert shifted(later, -1000.0) == memory
@@ -339,9 +341,11 @@ def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
         leaving_since=1030.0,
         held=1050.0,
         exchange_since=1035.0,
+        idle_since=1036.0,
     )
-    assert later.pools["p"] == replace(pools["p"], until=1060.0, short_seen=1005.0, highest_seen=1015.0)
+    assert later.pools["p"] == replace(pools["p"], until=1060.0, judged=1005.0, highest_seen=1015.0)
     assert (later.updated, later.changed, later.low_since, later.broke_until) == (1080, 1090, 1095, 1099)
+    assert later.vain == {"train": InVain(1, 1098.0)}
     assert (later.low_began, later.exchanged) == (1094, 1091)
     assert shifted(Memory(), 5.0).updated is None
 

@@ -330,7 +330,7 @@ def test_a_static_cluster_is_watched_and_left_alone(store: MemoryStore) -> None:
     cluster.submit(nodes=2)
     cluster.tick()
     assert cluster.status().provider == "static"
-    assert "no pool has any to give" in cluster.status().warnings[0]
+    assert "0 nodes with 0 slots can be had" in cluster.status().warnings[0]
 
 
 def test_events_reach_the_store(store: MemoryStore) -> None:
@@ -447,11 +447,12 @@ def test_bills_go_by_run_and_are_forgotten_with_their_job(store: MemoryStore) ->
     cluster.plan(cluster.register(first))
     cluster.plan(cluster.register(second, "other"), job="other")
     cluster.tick(3600)
-    assert cluster.ruler.memory.job_costs == pytest.approx({"train": 1.0, "other": 1.0})
+    hour = 1 + 10 / 3600  # while it boots a node is on the bill of the job that waits for it
+    assert cluster.ruler.memory.job_costs == pytest.approx({"train": hour, "other": hour})
     spec = records.JobSpec("train", "again", min_nodes=1, max_nodes=4, min_replicas=1, max_replicas=4)
     store.put(KEYS.job("train", "spec"), records.encode(spec))
     cluster.tick(0)
-    assert cluster.ruler.memory.job_costs == pytest.approx({"train": 0.0, "other": 1.0})
+    assert cluster.ruler.memory.job_costs == pytest.approx({"train": 0.0, "other": hour})
     cluster.finish("other")
     cluster.end(f"node-{second}", 0, "other")
     cluster.tick(60)

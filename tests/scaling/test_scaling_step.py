@@ -100,8 +100,9 @@ def test_a_group_that_keeps_relaunching_what_dies_is_stopped() -> None:
     assert world.desired == {"demand": 0}
 
 
-def test_a_pool_whose_nodes_are_lost_after_a_minute_of_work_is_asked_less_and_at_last_never_again() -> None:
-    """Work resets the count of failures, so such nodes were bought for ever: 320 in eight hours."""
+@pytest.mark.parametrize("minutes", [1, 11])
+def test_a_pool_whose_nodes_are_lost_soon_is_asked_less_and_at_last_never_again(minutes: int) -> None:
+    """Work resets the count of failures, so such nodes were bought for ever: 320, or 74, in eight hours."""
     world = World(DEMAND, boot=60)
     world.jobs = (waiting(replicas=2),)
     worked: dict[str, float] = {}
@@ -109,13 +110,12 @@ def test_a_pool_whose_nodes_are_lost_after_a_minute_of_work_is_asked_less_and_at
     for _ in range(8 * 360):
         warnings.update(world.tick(10).warnings)
         for name in world.running:
-            if world.now - worked.setdefault(name, world.now) >= 60:
+            if world.now - worked.setdefault(name, world.now) >= minutes * 60:
                 world.provider.vanish(name)
-    purchases = ScalingSettings().max_short_lives + 1
     # for each purchase of two nodes the group launches two more by itself, before anybody looks
-    assert world.provider.launched <= 4 * purchases
+    assert world.provider.launched <= 4 * ScalingSettings().max_wasted
     assert world.desired == {"demand": 0}
-    assert any("were lost within 10 minutes of work; asked again in" in text for text in warnings)
+    assert any("2 purchases in a row less than two thirds; asked again in" in text for text in warnings)
     assert any("start the autoscaler again" in text for text in world.tick().warnings)
 
 
@@ -124,10 +124,25 @@ def test_nodes_that_are_lost_after_they_have_worked_for_long_are_replaced_at_onc
     world.jobs = (waiting(replicas=2),)
     for _ in range(12):
         world.until(lambda: len(world.running) == 2)
-        world.run(700)
+        world.run(1800)
         world.provider.vanish(world.running[0])
         world.until(lambda: len(world.running) == 2, seconds=200)
-    assert world.memory.pools["demand"].short_lives == 0
+    assert world.memory.pools["demand"].wasted == 0
+
+
+def test_a_pool_whose_nodes_live_for_half_an_hour_is_asked_less_and_is_not_closed() -> None:
+    world = World(DEMAND, boot=60)
+    world.jobs = (waiting(replicas=2),)
+    worked: dict[str, float] = {}
+    warnings = set[str]()
+    for _ in range(8 * 360):
+        warnings.update(world.tick(10).warnings)
+        for name in world.running:
+            if world.now - worked.setdefault(name, world.now) >= 1800:
+                world.provider.vanish(name)
+    waits = [int(w.split("asked again in ")[1].split(" ")[0]) for w in warnings if "lost too soon" in w]
+    assert max(waits) > 400
+    assert world.memory.pools["demand"].closed == ""
 
 
 def test_the_budget_holds_at_the_dearest_type_that_may_come() -> None:
@@ -423,7 +438,7 @@ def test_jobs_that_change_for_ever_do_not_hold_the_cluster_for_ever() -> None:
 
 
 def test_what_a_changing_job_has_or_is_to_have_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(DEMAND)
+    world = World(DEMAND, settings=ScalingSettings(idle_after=3600.0))
     world.jobs = (waiting("a", 4),)
     world.until(lambda: len(world.running) == 4)
     holds, waits, *_ = sorted(world.running)

@@ -1,0 +1,178 @@
+"""Nodes without a replica: none for a job that cannot run, none for long, and their job pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from scaling_cluster import KEYS, Cluster
+from scaling_world import World, waiting
+
+from adaptdl_elastic.autoscaler.cluster_view import view_of
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
+from adaptdl_elastic.autoscaler.diagnostics.rows import node_rows
+from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
+from adaptdl_elastic.autoscaler.providers.base import Pool, ProviderError
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.observed_history import shares
+from adaptdl_elastic.autoscaler.scaling.scaling_types import NodeUse, Release
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+
+DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0)
+FOUR = JobInfo("train", min_replicas=4, max_replicas=4, min_nodes=4)
+MINUTE = 60.0
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    with MemoryStore() as memory:
+        yield memory
+
+
+def idling(monkeypatch: pytest.MonkeyPatch, world: World, *idle: str) -> None:
+    """Leave these nodes without a replica."""
+    works = world.nodes_in_use
+
+    def nodes() -> dict[str, NodeUse]:
+        return {name: replace(use, replicas={}) if name in idle else use for name, use in works().items()}
+
+    monkeypatch.setattr(world, "nodes_in_use", nodes)
+
+
+# All or nothing
+
+
+@pytest.mark.parametrize(
+    ("pool", "settings", "limit"),
+    [
+        (DEMAND, ScalingSettings(max_nodes=3), "--max-nodes (3)"),
+        (DEMAND, ScalingSettings(max_hourly_cost=3.5), "--max-hourly-cost (3.5)"),
+        (replace(DEMAND, maximum=3), ScalingSettings(), "the Max of a group"),
+    ],
+)
+def test_nothing_is_bought_for_a_job_whose_least_nodes_cannot_be_had(
+    pool: Pool, settings: ScalingSettings, limit: str
+) -> None:
+    world = World(pool, settings=settings)
+    world.jobs = (FOUR,)
+    world.run(600)
+    assert world.provider.launched == 0
+    (warning,) = world.tick().warnings
+    assert "train: needs 4 nodes and 4 slots to run, and 3 nodes with 3 slots can be had" in warning
+    assert limit in warning
+
+
+def test_where_they_can_be_had_they_are_bought_and_another_job_takes_none_of_them_away() -> None:
+    world = World(DEMAND, settings=ScalingSettings(max_nodes=5))
+    world.jobs = (FOUR, replace(FOUR, name="other"), waiting("small", 1))
+    world.until(lambda: len(world.running) == 5)
+    assert next(w for w in world.tick().warnings if "can be had" in w).startswith("other: needs 4 nodes")
+
+
+# Not for long
+
+
+def test_a_node_that_is_idle_within_the_band_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven slots of eight are above the lower bound of the band: such a node stayed for ever."""
+    world = World(DEMAND, boot=600)  # the boot does not count
+    world.jobs = (waiting(replicas=8),)
+    world.until(lambda: len(world.running) == 8)
+    idle, now = world.running[3], world.now
+    idling(monkeypatch, world, idle)
+    world.jobs = (waiting(replicas=7),)
+    world.until(lambda: idle not in world.running)
+    assert 5 * MINUTE <= world.now - now <= 6 * MINUTE
+    (release,) = (action for action in world.of(Release) if isinstance(action, Release))
+    assert release.reason == "it has had no replica for 5 min (--idle-minutes)"
+    world.run(1800)
+    assert (world.provider.launched, len(world.running)) == (8, 7)
+
+
+@pytest.mark.parametrize(
+    ("pool", "settings"),
+    [
+        (DEMAND, ScalingSettings(min_nodes=8)),
+        (replace(DEMAND, minimum=8, desired=8), ScalingSettings()),
+        (DEMAND, ScalingSettings(idle_after=7200.0)),
+    ],
+    ids=["--min-nodes", "Min", "--idle-minutes"],
+)
+def test_what_a_person_asked_to_have_stays(
+    pool: Pool, settings: ScalingSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(pool, settings=settings)
+    world.jobs = (waiting(replicas=8),)
+    world.until(lambda: len(world.running) == 8)
+    idling(monkeypatch, world, world.running[3])
+    world.jobs = (waiting(replicas=7),)
+    world.run(3600)
+    assert len(world.running) == 8
+
+
+def test_nodes_on_which_nothing_is_placed_are_bought_again_less_and_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=2),)
+    idling(monkeypatch, world, *(f"demand-{number}" for number in range(100)))
+    world.run(8 * 3600)
+    assert world.provider.launched == 2 * 8
+    assert any("had no replica 8 times in a row" in text for text in world.tick().warnings)
+    monkeypatch.undo()
+    world.until(lambda: len(world.running) == 2, seconds=7300)
+    world.run(60)
+    assert world.memory.vain == {}
+
+
+def test_nothing_is_bought_from_a_pool_whose_instances_cannot_be_released(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.submit(nodes=2)
+    for _ in range(20):
+        cluster.provider.errors["release"] = [ProviderError("AccessDenied")] * 2
+        cluster.tick(30)
+        for name in cluster.instances:
+            cluster.register(name)
+    assert cluster.provider.launched == 2
+    assert "AccessDenied" in cluster.status().warnings
+    assert cluster.ruler.memory.pools["workers"].until > cluster.now
+
+
+# On the bill
+
+
+def test_a_node_without_a_replica_is_shared_by_the_jobs_that_lack_some() -> None:
+    idle, works = NodeUse("a"), NodeUse("b", {"train": 1, "other": 1})
+    assert shares(None, {"train": 1, "other": 3}) == {"train": 0.25, "other": 0.75}
+    assert shares(idle, {"other": 3}) == {"other": 1.0}
+    assert shares(idle, {}) == {}
+    assert shares(works, {"third": 1}) == {"train": 0.5, "other": 0.5}
+
+
+def test_a_job_that_is_never_placed_stops_at_its_limit(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.ruler.change(ScalingSettings(max_job_costs={"train": 1.0}, idle_after=7200.0))
+    cluster.submit(nodes=2)
+    for _ in range(60):
+        cluster.tick(60)
+        for name in cluster.instances:
+            cluster.register(name)
+    item = store.get(KEYS.job("train", "request"))
+    assert item is not None
+    assert records.decode(records.JobRequest, item.value).stop
+    assert cluster.ruler.memory.job_costs["train"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_nodes_that_are_idle_are_shown_with_their_price(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.submit(nodes=2)
+    cluster.tick()
+    first, second = cluster.instances
+    cluster.plan(cluster.register(first))
+    cluster.register(second)
+    for _ in range(4):
+        cluster.tick(60)
+    view = view_of(KEYS, store.range(KEYS.root), 0.0, cluster.now)
+    states = [row["state"] for row in node_rows(view, Ledger(view))]
+    assert states == ["ok", "idle for 3 min, costs 1.00 an hour"]
