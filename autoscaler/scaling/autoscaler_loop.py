@@ -42,6 +42,7 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     LetGo,
     Memory,
     Observation,
+    PoolMemory,
     Protect,
     Release,
     Request,
@@ -280,20 +281,18 @@ class Autoscaler:
                 failed.append(str(error))
                 if isinstance(action, Release):
                     self.memory = not_done(self.memory, action.instance)
-                later = isinstance(error, TryLaterError)
-                if later and isinstance(action, Request):
-                    now = self._clock()
-                    self.memory = refused(self.memory, action.pool, str(error), now, self._settings)
-                if not later and isinstance(action, Release):
-                    self._buy_no_more(action.instance, str(error))
+                self._back_off(action, error)
         return failed
 
-    def _buy_no_more(self, instance: str, error: str) -> None:
-        """Let the pool of an instance that cannot be released wait before the next purchase."""
-        pool, now = self.memory.known[instance].pool, self._clock()
-        entry = self.memory.pools.get(pool)
-        if entry is not None and not entry.until > now:
-            self.memory = refused(self.memory, pool, error, now, self._settings)
+    def _back_off(self, action: Action, error: ProviderError) -> None:
+        """Let a pool wait that refuses instances for now, or whose instance cannot be released."""
+        pool, now = "", self._clock()
+        if isinstance(action, Request) and isinstance(error, TryLaterError):
+            pool = action.pool
+        elif isinstance(action, Release) and not isinstance(error, TryLaterError):
+            pool = self.memory.known[action.instance].pool
+        if pool and self.memory.pools.get(pool, PoolMemory()).until <= now:
+            self.memory = refused(self.memory, pool, str(error), now, self._settings)
 
     def _carry_out(self, action: Action) -> None:
         match action:

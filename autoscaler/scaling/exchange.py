@@ -15,7 +15,7 @@ from dataclasses import replace
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState
 from adaptdl_elastic.autoscaler.scaling.economics import HOUR, Offer, Target, Want, least_nodes
 from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, cost_of_loss
-from adaptdl_elastic.autoscaler.scaling.scaling_types import Action, Memory, Request
+from adaptdl_elastic.autoscaler.scaling.scaling_types import CHEAPER, Action, Memory, Request
 
 # An ordered node is given up if neither it nor the order is seen after so many seconds.
 _UNSEEN_SECONDS = 60.0
@@ -23,7 +23,6 @@ _UNSEEN_SECONDS = 60.0
 _HORIZON_SECONDS = 3600.0
 # A change has to save this multiple of its cost.
 _PAYS_TIMES = 2.0
-_REASON = "a cheaper node takes its place"
 
 
 def follow_exchange(market: NodeMarket) -> Memory:
@@ -44,7 +43,7 @@ def follow_exchange(market: NodeMarket) -> Memory:
         gone = entry.leaving or instance.state is InstanceState.LEAVING
         if not gone and any(i.id in seen.nodes for i in fresh):
             known[instance.id] = replace(
-                entry, exchange="", leaving=_REASON, leaving_since=seen.now, replace=False
+                entry, exchange="", leaving=CHEAPER, leaving_since=seen.now, replace=False
             )
         elif gone or pool is None or unseen or (market.shut(pool) and not fresh):
             known[instance.id] = replace(entry, exchange="")
@@ -77,9 +76,9 @@ def begin_exchange(market: NodeMarket, wanted: Sequence[Want], goal: Target) -> 
     if room:
         entry = replace(entry, exchange=offer.pool, exchange_since=now)
     else:
-        entry = replace(entry, leaving=_REASON, leaving_since=now, replace=False)
+        entry = replace(entry, leaving=CHEAPER, leaving_since=now, replace=False)
     memory = replace(memory, known={**memory.known, instance.id: entry}, exchanged=now)
-    return memory, [Request(pool.name, pool.desired + 1, _REASON)] if room else []
+    return memory, [Request(pool.name, pool.desired + 1, CHEAPER)] if room else []
 
 
 def _at_rest(market: NodeMarket) -> bool:

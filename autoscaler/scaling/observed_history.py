@@ -10,7 +10,7 @@ from dataclasses import replace
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, Signal, SignalKind
 from adaptdl_elastic.autoscaler.scaling.bill import bill
 from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.pool_account import faded, given_back, lost
+from adaptdl_elastic.autoscaler.scaling.pool_account import FORGET_TURN_HOURS, given_back, lost
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, NodeUse, Observation, PoolMemory
 
 _REMOVED = "its group removes it"
@@ -106,7 +106,7 @@ def account(memory: Memory, seen: Observation) -> Memory:
             pool,
             recent_hours=pool.recent_hours * fading,
             recent_interruptions=pool.recent_interruptions * fading,
-            turns=faded(pool.turns, elapsed),
+            turns=pool.turns * math.exp(-elapsed / FORGET_TURN_HOURS),
         )
         for name, pool in memory.pools.items()
     }

@@ -9,18 +9,19 @@ than one third did.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, PoolMemory
+from adaptdl_elastic.autoscaler.scaling.scaling_types import CHEAPER, Known, PoolMemory
 
 # Fractions of useful money below which a pool waits, and closes.
 _WAITS_BELOW, _CLOSES_BELOW = 2 / 3, 1 / 3
-# A node that costs so much more than when it was bought was given up because its price has turned.
+# The price has turned if an exchanged node costs so many times what it cost when it was bought.
 _TURNED = 1.2
-# A turn of the price counts 1/e after so many hours; so many turns count at most.
-_FORGET_TURN_HOURS, _MOST_TURNS = 2.0, 4.0
+# A turn of the price counts 1/e after so many hours.
+FORGET_TURN_HOURS = 2.0
+# So many turns count at most.
+_MOST_TURNS = 15.0
 
 
 def lost(pool: PoolMemory, entry: Known, now: float, settings: ScalingSettings) -> PoolMemory:
@@ -41,33 +42,21 @@ def lost(pool: PoolMemory, entry: Known, now: float, settings: ScalingSettings) 
         f"work, {pool.wasted} purchases in a row less than two thirds"
     )
     if pool.wasted >= settings.max_wasted and gained < _CLOSES_BELOW * spent and not entry.preemptible:
-        advice = "look at the job's and a node's log, then start the autoscaler again"
-        return replace(pool, closed=pool.closed or f"{what}: {advice}")
-    if not untrusted(pool):
-        return pool
+        what += ": look at the job's and a node's log, then start the autoscaler again"
+        return replace(pool, closed=pool.closed or what)
     wait = min(settings.back_off * 2 ** min(pool.wasted - 2, 20), settings.max_back_off)
-    return replace(pool, trouble=what, until=max(pool.until, now + wait))
-
-
-def untrusted(pool: PoolMemory) -> bool:
-    """Return whether more than one purchase in a row bought too little useful work."""
-    return pool.wasted > 1
+    return pool if pool.wasted < 2 else replace(pool, trouble=what, until=max(pool.until, now + wait))
 
 
 def given_back(pool: PoolMemory, entry: Known) -> PoolMemory:
     """Return the pool's account after a node was released: its work was useful."""
     worth = entry.work * (entry.hourly_price or 1.0) / HOUR
     pool = replace(pool, spent=pool.spent + worth, gained=pool.gained + worth)
-    if entry.work and entry.hourly_price > _TURNED * entry.bought_at:
-        pool = replace(pool, turns=min(pool.turns + 1, _MOST_TURNS))
+    if entry.leaving == CHEAPER and entry.hourly_price > _TURNED * entry.bought_at:
+        pool = replace(pool, turns=min(2 * pool.turns + 1, _MOST_TURNS))
     return pool
 
 
-def faded(turns: float, hours: float) -> float:
-    """Return what is left of turns of the price after so many hours."""
-    return turns * math.exp(-hours / _FORGET_TURN_HOURS)
-
-
 def surcharge(pool: PoolMemory) -> float:
-    """Return the fraction of its price by which the next node must be better: it doubles with each turn."""
+    """Return the fraction by which the next node counts as dearer than it is."""
     return float(2**pool.turns - 1)

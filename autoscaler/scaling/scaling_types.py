@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
 
+CHEAPER = "a cheaper node takes its place"
+"""Why an exchanged node leaves."""
+
 
 @dataclass(frozen=True)
 class NodeUse:

@@ -32,7 +32,6 @@ from adaptdl_elastic.autoscaler.scaling.observed_history import (
     remember,
     running_replicas,
 )
-from adaptdl_elastic.autoscaler.scaling.pool_account import untrusted
 from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Action,
     Drain,
@@ -82,17 +81,8 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     actions = [*stopped, *requests, *leaving, *_protect(seen, memory)]
     late = _late(wanted, everything, settings)
     short = _short(market, worth)
-    notes = [
-        *seen.capacity.warnings,
-        *seen.warnings,
-        *unserved,
-        *short,
-        *warnings,
-        *overdue,
-        *late,
-        *_misjudged(seen),
-    ]
-    notes += unknown_jobs(everything, settings)
+    notes = [*seen.capacity.warnings, *seen.warnings, *unserved, *short, *warnings, *overdue, *late]
+    notes += [*_misjudged(seen), *unknown_jobs(everything, settings)]
     return Step(
         replace(
             memory,
@@ -135,7 +125,7 @@ def _forsake(market: NodeMarket) -> Memory:
         spare = market.supply(pool) - market.pending(pool) - pool.minimum
         for instance in market.staying(pool) if market.shut(pool) else ():
             entry = known[instance.id]
-            left = market.too_wild(pool) or untrusted(market.pool(pool.name))
+            left = market.too_wild(pool) or market.pool(pool.name).wasted > 1
             fresh = instance.state is InstanceState.PENDING and left
             if spare > 0 and not market.is_leaving(instance) and (entry.leaving or fresh):
                 spare -= 1
@@ -419,12 +409,12 @@ def _misjudged(seen: Observation) -> list[str]:
 
 
 def _forecasts(
-    seen: Observation, memory: Memory, wanted: Sequence[Want], slot_price: float
+    seen: Observation, memory: Memory, wanted: Sequence[Want], price: float
 ) -> dict[str, Forecast]:
     """Return for every job its cost per hour now, and its cost until its end at its future size."""
     running, found = running_replicas(seen), {want.job: want for want in wanted}
     return {
-        job: _forecast(cost, running.get(job, 0), found.get(job), slot_price)
+        job: _forecast(cost, running.get(job, 0), found.get(job), price)
         for job, cost in hourly_costs(seen, memory).items()
     }
 

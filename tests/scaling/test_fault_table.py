@@ -165,7 +165,7 @@ def release_denied(world: Fault, seconds: float) -> None:
 
 
 def price_flips(world: Fault, seconds: float) -> None:
-    world.provider.reprice("spot", 0.3 if seconds // QUARTER % 2 == 0 else 1.5)
+    world.provider.reprice("spot", 0.3 if seconds // QUARTER % 2 == 0 else 2.0)
 
 
 def half_of_the_calls_fail(world: Fault, seconds: float) -> None:
@@ -212,7 +212,7 @@ LONG_FAULTS = {
     "after an hour nothing is placed, and no node can be released": Long(release_denied, "AccessDenied"),
     "every node vanishes after 11 minutes of work": Long(lost_after(11), "bought useful work"),
     "every node vanishes after 30 minutes of work": Long(lost_after(30), "bought useful work"),
-    "spot costs 0.3 and 1.5 by turns, 15 minutes each": Long(
+    "spot costs 0.3 and 2.0 by turns, 15 minutes each": Long(
         price_flips, "", limits=ScalingSettings(max_nodes=5)
     ),
 }
