@@ -102,7 +102,20 @@ class Measured:
         """Return a job's goodput model, and its models by type of node; see `typed_models`."""
         script = self.scripts.get(profile_key)
         of_script = self.of_scripts.get(profile_key, TypeRatios())
-        return typed_models(job, hints, script, self.types, of_script, self.ratios)
+        types = {*self.types, *self.measured_on(profile_key, hints)}
+        return typed_models(job, hints, script, types, of_script, self.ratios)
+
+    def measured_on(self, profile_key: str, hints: JobHints | None) -> frozenset[str]:
+        """Return the types on which a job's step times are known by a measurement, its own or another job's.
+
+        Types without a node at present count, too. Measurements on nodes of several types together do not.
+        """
+        own = {} if hints is None else on_types(hints)
+        found = {name for name, told in own.items() if told.perf_params is not None}
+        if found and profile_key in self.scripts:
+            found |= set(self.scripts[profile_key].by_type)
+        found |= {other for one, other in self.ratios.known if one in found}
+        return frozenset(name for name in found if SEVERAL not in name)
 
     def placed(self, hints: JobHints | None, nodes: Iterable[str]) -> JobHints | None:
         """Return a report under the joined names of the types of the job's nodes, if these are several."""
@@ -122,8 +135,7 @@ def measured(view: View) -> Measured:
         except Exception:  # an error in these reports: their jobs share nothing, and all others are decided
             continue
         scripts[key] = script
-    several = len(set(type_of.values())) > 1
-    return Measured(type_of, scripts, _medians(of_scripts.values()) if several else TypeRatios(), of_scripts)
+    return Measured(type_of, scripts, _medians(of_scripts.values()), of_scripts)
 
 
 def most_profiled(hints: JobHints | None) -> int:

@@ -67,6 +67,8 @@ class JobInfo:
     model: GoodputModel | None = None  # None: not profiled yet, so the job gets its minimum
     # by node type; on a type that is not in it, `model` predicts
     models: Mapping[str, GoodputModel] = field(default_factory=dict)
+    # types of which `models` is measured, by the job itself or by others; also types without a node
+    measured: frozenset[str] = frozenset()
     # by node type, the expected speed of one replica of a job that has not been profiled yet; 1 where unknown
     speeds: Mapping[str, float] = field(default_factory=dict)
     # largest number it was profiled on; it may get at most `exploration` times as many

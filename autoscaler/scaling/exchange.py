@@ -9,7 +9,8 @@ minimum; such an attempt is repeated less often while the cheap pool has no capa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState
@@ -104,18 +105,39 @@ def _best(market: NodeMarket, wanted: Sequence[Want]) -> tuple[Instance, Offer] 
         i
         for i in seen.capacity.instances
         if i.id in seen.nodes
-        and seen.nodes[i.id].busy
+        and (seen.nodes[i.id].busy or _is_useless(market, i))
         and not seen.nodes[i.id].draining
         and market.supply(pools[i.pool]) > pools[i.pool].minimum
     ]
-    nodes.sort(key=lambda i: (-i.hourly_price / i.slots, cost_of_loss(i, known[i.id], seen)))
-    offers = sorted(market.offers(), key=lambda o: (o.slot_price, o.preemptible, o.pool))
+    price = {i.id: i.hourly_price / i.slots / market.speed(market.type_of(i)) for i in nodes}
+    nodes.sort(key=lambda i: (-price[i.id], cost_of_loss(i, known[i.id], seen)))
+    offers = sorted(market.every_offer(), key=lambda o: (o.slot_price, o.preemptible, o.pool))
     for instance in nodes:
         for offer in offers:
             fits = offer.slots == instance.slots and offer.pool != instance.pool
             if fits and _pays(market, instance, offer, wanted):
                 return instance, offer
     return None
+
+
+def _is_useless(market: NodeMarket, instance: Instance) -> bool:
+    """Return whether a node is idle because its type is slower than those at work, or not measured."""
+    return not market.can_use(market.type_of(instance)) and not market.seen.unsettled
+
+
+def _speed_there(market: NodeMarket, instance: Instance, offer: Offer, jobs: Collection[str]) -> float:
+    """Return the speed of the jobs of a node on the type offered, relative to their present type.
+
+    Of several jobs the one that loses most counts. It is 0 across types without a measurement of both. An
+    idle node may be replaced by any node of a type at work.
+    """
+    here, there = market.type_of(instance), offer.node_type
+    if here == there:
+        return 1.0
+    if not jobs:
+        return math.inf if there in market.types_at_work.values() else 0.0
+    rates = [market.rates.get(job, {}) for job in jobs]
+    return min(rate[there] / rate[here] if here in rate and there in rate else 0.0 for rate in rates)
 
 
 def _can_spare(market: NodeMarket, instance: Instance) -> bool:
@@ -130,10 +152,11 @@ def _pays(market: NodeMarket, instance: Instance, offer: Offer, wanted: Sequence
     """Return whether the exchange saves enough per hour, and enough until the jobs of the node end."""
     seen, settings = market.seen, market.settings
     jobs = {name for name, count in seen.nodes[instance.id].replicas.items() if count}
-    if jobs & seen.unsettled:
+    speed = _speed_there(market, instance, offer, jobs)
+    if jobs & seen.unsettled or not speed:
         return False
     now_costs = market.useful_price(instance)
-    saving = now_costs - offer.slot_price * offer.slots
+    saving = now_costs - offer.slot_price * offer.speed * offer.slots / speed
     if saving < settings.exchange_saving * now_costs:
         return False
     left = [want.seconds_left for want in wanted if want.job in jobs]
@@ -144,7 +167,9 @@ def _pays(market: NodeMarket, instance: Instance, offer: Offer, wanted: Sequence
     for job in seen.jobs:
         if job.name in jobs:
             pause = settings.pause if job.pause is None else job.pause
-            cost += 2 * pause * _hourly_price_of(market, job.name)
+            # until all nodes of the job are exchanged it runs at the pace of the slowest
+            mixed = settings.exchange_after * (1 - min(speed, 1 / speed))
+            cost += max(2 * pause, mixed) * _hourly_price_of(market, job.name)
     return saving * horizon / HOUR >= _PAYS_TIMES * cost / HOUR
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool
 from adaptdl_elastic.autoscaler.scaling.economics import (
@@ -15,6 +16,8 @@ from adaptdl_elastic.autoscaler.scaling.economics import (
     Want,
     clear,
     least_nodes,
+    rates_by_type,
+    relative_speeds,
     target,
 )
 from adaptdl_elastic.autoscaler.scaling.observed_history import (
@@ -131,8 +134,92 @@ class NodeMarket:
             slots += sum(kept) + self.pending(pool) * pool.slots
         return sizes, (max(0, nodes - len(sizes)), max(0, slots - sum(sizes)))
 
+    def type_of(self, one: Pool | Instance) -> str:
+        """Return the node type of an instance, or of a pool's next one: its family, if no agent said more."""
+        family = _family(one.instance_type)
+        return self.memory.node_types.get(family, family)
+
+    @cached_property
+    def rates(self) -> dict[str, dict[str, float]]:
+        """Return for each job its goodput on every type that is measured for it."""
+        pools = self.seen.capacity.pools
+        return rates_by_type(self.seen.jobs, max((pool.slots for pool in pools), default=1))
+
+    @cached_property
+    def types_at_work(self) -> dict[str, str]:
+        """Return for each job with replicas the type of a node that it runs on."""
+        nodes = self.seen.nodes
+        there = [(nodes[i.id], self.type_of(i)) for i in self.seen.capacity.instances if i.id in nodes]
+        return {job: name for node, name in there for job, count in node.replicas.items() if count}
+
+    @cached_property
+    def _useful(self) -> list[Offer]:
+        """Return the offers of types that the jobs can use; if there is none, all offers."""
+        return [offer for offer in self._for_sale if self.can_use(offer.node_type)] or self._for_sale
+
+    def can_use(self, node_type: str) -> bool:
+        """Return whether a node of the type is of use: some job waits, or a type at work is no faster.
+
+        A job runs at the pace of its slowest node, so a slower one is of no use to a job that runs.
+        """
+        at_work = set(self.types_at_work.values())
+        if node_type in at_work or any(job.name not in self.types_at_work for job in self.seen.jobs):
+            return True
+        slowest = min((self._speeds.get(name, math.inf) for name in at_work), default=0.0)
+        return self._speeds.get(node_type, 0.0) >= slowest
+
+    @cached_property
+    def _speeds(self) -> dict[str, float]:
+        """Return the relative speed of every type that can be compared; empty if there is one type."""
+        capacity = self.seen.capacity
+        if len({*map(self.type_of, capacity.pools), *map(self.type_of, capacity.instances)}) < 2:
+            return {}
+        weights = {job.name: max(1, self.memory.wanted.get(job.name, 1)) for job in self.seen.jobs}
+        return relative_speeds(self.rates, weights, {offer.node_type for offer in self._for_sale})
+
+    @cached_property
+    def next_type(self) -> str:
+        """Return the type whose goodput costs least; a slot of another type counts as so much of its slot."""
+        prices = {
+            (offer.slot_price / self._speeds[offer.node_type], offer.node_type)
+            for offer in self._useful
+            if offer.node_type in self._speeds
+        }
+        others = sorted(self._speeds) or [self.type_of(pool) for pool in self.seen.capacity.pools]
+        return min(prices)[1] if prices else next(iter(others), "")
+
+    def speed(self, node_type: str) -> float:
+        """Return the goodput of a slot of this type relative to one of `next_type`; 1 if it is not known."""
+        if node_type not in self._speeds:
+            return 1.0
+        return self._speeds[node_type] / self._speeds[self.next_type]
+
+    def every_offer(self) -> list[Offer]:
+        """Return what all pools could give, also what `offers` leaves out."""
+        return [replace(offer, speed=self.speed(offer.node_type)) for offer in self._for_sale]
+
     def offers(self) -> list[Offer]:
-        """Return what can be bought now."""
+        """Return what may be bought now.
+
+        Nodes of a type that no job has measured are bought one at a time, and only where that is the cheapest
+        by the price of a slot; a job that waits for more nodes gets these. As long as no type is measured,
+        only the cheapest type is bought.
+        """
+        found = [replace(offer, speed=self.speed(offer.node_type)) for offer in self._useful]
+        first = min(self._useful, key=lambda o: (o.slot_price, o.preemptible, o.pool), default=None)
+        if first is None or not self._speeds:
+            return [offer for offer in found if first is None or offer.node_type == first.node_type]
+        most = max((job.min_nodes for job in self.seen.jobs if job.name not in self.types_at_work), default=1)
+        pools = [pool for pool in self.seen.capacity.pools if self.type_of(pool) == first.node_type]
+        trial = min(first.available, most - sum(self.supply(pool) for pool in pools))
+        known = [offer for offer in found if offer.node_type in self._speeds]
+        if first.node_type in self._speeds or trial <= 0:
+            return known
+        return [replace(first, available=trial), *known]
+
+    @cached_property
+    def _for_sale(self) -> list[Offer]:
+        """Return the offers of all pools that can give a node, whatever its type."""
         found = []
         for pool in self.seen.capacity.pools:
             if self.shut(pool):
@@ -150,7 +237,8 @@ class NodeMarket:
     def _offer(self, pool: Pool, available: int) -> Offer:
         overhead = self._overhead(pool) + surcharge(self.pool(pool.name))
         price, highest = pool.hourly_price, self.limit_price(pool)
-        return Offer(pool.name, available, pool.slots, price, pool.preemptible, overhead, highest)
+        kind = self.type_of(pool)
+        return Offer(pool.name, available, pool.slots, price, pool.preemptible, overhead, highest, kind)
 
     def limit_price(self, pool: Pool) -> float:
         """Return the price per hour that an instance of the pool may have, by its types and by experience."""
@@ -193,11 +281,13 @@ class NodeMarket:
 
         for pool in self.seen.capacity.pools:
             dearer = 1 + self._overhead(pool)
+            coming = pool.hourly_price * dearer / self.speed(self.type_of(pool))
             kept = sorted((i for i in self.staying(pool) if not self.is_leaving(i)), key=lambda i: i.slots)
             for instance in kept[self.early(pool) :]:
-                add(instance.hourly_price * dearer / instance.slots, instance.slots)
+                price = instance.hourly_price * dearer / self.speed(self.type_of(instance))
+                add(price / instance.slots, instance.slots)
             if self.pending(pool):
-                add(pool.hourly_price * dearer / pool.slots, self.pending(pool) * pool.slots)
+                add(coming / pool.slots, self.pending(pool) * pool.slots)
         return [Level(price, count) for price, count in slots.items()]
 
     def wants(self) -> tuple[tuple[Want, ...], int]:
@@ -209,8 +299,9 @@ class NodeMarket:
         slots, _, boot = self.usual()
         running = running_replicas(seen)
         there = sum(level.slots for level in self.current_supply()) + seen.other_slots
+        types = {job.name: self.types_at_work.get(job.name, self.next_type) for job in seen.jobs}
         demand = Demand(
-            seen.jobs,
+            [replace(job, model=job.model_on(types[job.name])) for job in seen.jobs],
             slots,
             self.settings,
             seen.now,
@@ -313,6 +404,18 @@ class NodeMarket:
         """Return the price of a useful hour of the instance: what interruptions cost included."""
         pool = self.seen.capacity.pool(instance.pool)
         return instance.hourly_price * (1 + self._overhead(pool))
+
+
+def learn_types(memory: Memory, seen: Observation) -> Memory:
+    """Remember the type that the agents on each family of instance types report."""
+    there = [i for i in seen.capacity.instances if i.id in seen.nodes]
+    told = {_family(i.instance_type): seen.nodes[i.id].node_type for i in there}
+    return replace(memory, node_types={**memory.node_types, **told})
+
+
+def _family(instance_type: str) -> str:
+    """Return what instance types with the same GPU have in common: "g5" of g5.xlarge."""
+    return instance_type.partition(".")[0]
 
 
 def cost_of_loss(instance: Instance, entry: Known, seen: Observation) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_phase import (
     resume_requested,
     stop_requested,
 )
+from adaptdl_elastic.autoscaler.coordinator.node_types import Measured, measured
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask, described, in_slots, slots_each
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, devices_each, used
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
@@ -78,6 +79,7 @@ def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
     question = ask(view, conditions, Rounds(), Ledger(view), settings)
     broken |= question.undecidable
     asked = {info.name: info for info in question.jobs}
+    known = measured(view)
     found: list[JobInfo] = []
     changing: set[str] = set()
     for name, job in view.jobs.items():
@@ -86,7 +88,7 @@ def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
                 continue
             phase = conditions[name].phase if requested_replicas(job) is None else None
             unsettled = phase in (Phase.CHANGING, Phase.BROKEN)
-            info = _as_asked(asked[name], job, unsettled) if name in asked else without_nodes(job)
+            info = _as_asked(asked[name], job, unsettled) if name in asked else without_nodes(job, known)
             if info is not None and job.spec is not None:
                 # the nodes that may be bought for a waiting job have GPUs
                 waiting = job.spec.record.gpus_per_replica
@@ -142,6 +144,7 @@ def node_uses(view: View) -> dict[str, NodeUse]:
                 slots=_slots(view, name, record),
                 first=node in first,
                 planned=frozenset(planned.get(node, ())),
+                node_type=record.node_type,
             )
     return found
 
@@ -157,12 +160,17 @@ def _as_asked(info: JobInfo, job: JobView, changing: bool) -> JobInfo:
     return info if wanted is None else replace(info, requested_replicas=min(wanted, info.max_replicas))
 
 
-def without_nodes(job: JobView) -> JobInfo | None:
-    """Return a waiting job for which no present node is suitable; None if it wants no node."""
+def without_nodes(job: JobView, known: Measured | None = None) -> JobInfo | None:
+    """Return a waiting job for which no present node is suitable; None if it wants no node.
+
+    Args:
+        job: The job.
+        known: What all jobs have measured on every type of node.
+    """
     if job.spec is None or _wants_nothing(job):
         return None
     spec = job.spec.record
-    hints = own_hints(job)
+    hints, known = own_hints(job), known or Measured()
     return JobInfo(
         name=job.job,
         min_replicas=max(1, spec.min_replicas),
@@ -171,6 +179,8 @@ def without_nodes(job: JobView) -> JobInfo | None:
         max_nodes=spec.max_nodes,
         min_slots=max(1, min(spec.min_slots, MOST_SLOTS)),
         model=None if hints is None else model(hints),
+        models=known.models(job.job, spec.profile_key, hints)[1],
+        measured=known.measured_on(spec.profile_key, hints),
         max_profiled_replicas=0 if hints is None else hints.max_profiled_replicas,
         requested_replicas=requested_replicas(job),
         remaining=None if hints is None else hints.remaining_samples,

@@ -28,6 +28,7 @@ class NodeUse:
     first: bool = False  # has rank 0 of a job: the job restarts when this node leaves
     planned: frozenset[str] = frozenset()  # jobs whose plan names it, with or without replicas on it yet
     announced: bool = True  # the node or its provider announced the drain; False: a person asked for it
+    node_type: str = ""  # as its agent reports
 
     @property
     def busy(self) -> bool:
@@ -146,6 +147,8 @@ class Memory:
     broke_until: float = 0.0  # the budget was exceeded: no purchase before this time
     wanted: Mapping[str, int] = field(default_factory=dict)  # replicas by job, at the last decision
     vain: Mapping[str, InVain] = field(default_factory=dict)  # by job
+    # the type that agents reported last, by family of instance types ("g5" of g5.xlarge)
+    node_types: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

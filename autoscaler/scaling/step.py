@@ -25,7 +25,7 @@ from adaptdl_elastic.autoscaler.scaling.economics import (
 from adaptdl_elastic.autoscaler.scaling.exchange import begin_exchange, follow_exchange
 from adaptdl_elastic.autoscaler.scaling.idle_nodes import jobs_to_serve, release_idle
 from adaptdl_elastic.autoscaler.scaling.job_budget import hourly_costs, jobs_to_stop, unknown_jobs
-from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, cost_of_loss
+from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, cost_of_loss, learn_types
 from adaptdl_elastic.autoscaler.scaling.observed_history import (
     interruptions_per_hour,
     released,
@@ -57,7 +57,7 @@ _SETTLE_SECONDS = 2.0
 def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     """Return the actions that follow from `seen`, and the memory for the next step."""
     elapsed = 0.0 if memory.updated is None else max(0.0, seen.now - memory.updated)
-    memory = remember(memory, seen, settings)
+    memory = learn_types(remember(memory, seen, settings), seen)
     stopped = jobs_to_stop(seen, memory, settings)
     ending = {stop.job for stop in stopped}
     seen = replace(seen, jobs=tuple(job for job in seen.jobs if job.name not in ending))

@@ -1,0 +1,194 @@
+"""Nodes are bought and exchanged by their price per goodput, in virtual time: A100 beside T4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from scaling_world import MODEL, World, job
+
+from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo
+from adaptdl_elastic.autoscaler.providers.base import Pool
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Memory, NodeUse
+from adaptdl_elastic.goodput import PerfParams
+
+A100 = Pool("a100", desired=0, maximum=10, hourly_price=3.0, instance_type="p4d.24xlarge")
+T4 = Pool("t4", desired=0, maximum=10, hourly_price=1.0, instance_type="g4dn.xlarge")
+NODE_TYPES = {"a100": "NVIDIA A100", "t4": "Tesla T4"}
+BOTH = frozenset(NODE_TYPES.values())
+ONLY_A100 = frozenset({"NVIDIA A100"})
+HOUR = 3600
+
+
+def slower(factor: float) -> GoodputModel:
+    """Return the model of nodes on which every step takes this multiple of the time."""
+    *times, gamma = MODEL.perf_params
+    return replace(MODEL, perf_params=PerfParams(*(seconds * factor for seconds in times), gamma))
+
+
+def typed(factor: float, measured: frozenset[str] = BOTH, **more: object) -> JobInfo:
+    """Return a job of four replicas that is slower on T4 by this factor."""
+    models = {"NVIDIA A100": MODEL, "Tesla T4": slower(factor if measured == BOTH else 1.0)}
+    facts = {"requested_replicas": 4, "max_replicas": 4, "remaining": 1e9, **more}
+    return job(models=models, measured=measured, **facts)
+
+
+class TypedWorld(World):
+    """Agents report their node's type. The first job runs on `preferred` nodes, as many as it may."""
+
+    preferred = "a100"
+    spread = True  # its replicas are on nodes of all types
+
+    def nodes_in_use(self) -> dict[str, NodeUse]:
+        found = {}
+        for name, use in super().nodes_in_use().items():
+            pool = name.partition("-")[0]
+            idle = not self.spread and pool != self.preferred
+            found[name] = replace(
+                use, node_type=NODE_TYPES.get(pool, pool), replicas={} if idle else use.replicas
+            )
+        return found
+
+    def bought(self) -> dict[str, int]:
+        return {p: sum(name.startswith(p) for name in self.running) for p in self.desired}
+
+
+def world(*, on_a100: int = 0, **more: float) -> TypedWorld:
+    """Return a world in which so many A100s and nodes of both types have been seen."""
+    found = TypedWorld(replace(A100, desired=on_a100), T4, settings=ScalingSettings(**more))  # type: ignore[arg-type]
+    found.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4"})
+    return found
+
+
+def test_a_type_that_was_measured_as_ten_times_slower_is_not_bought() -> None:
+    """Four T4 were bought: a slot of them costs a third, and the same work 3.3 times as much."""
+    cluster = world()
+    cluster.jobs = (typed(10),)
+    cluster.run(HOUR)
+    assert cluster.bought() == {"a100": 4, "t4": 0}
+
+
+def test_a_type_that_was_measured_as_twice_slower_is_bought() -> None:
+    cluster = world()
+    cluster.jobs = (typed(2),)
+    cluster.run(HOUR)
+    assert cluster.bought() == {"a100": 0, "t4": 4}
+
+
+def test_a_type_that_no_job_has_measured_is_tried_on_one_node() -> None:
+    cluster = world()
+    cluster.jobs = (typed(10, ONLY_A100),)
+    most = 0
+    for _ in range(360):
+        cluster.tick()
+        most = max(most, cluster.desired["t4"])
+    assert most == 1
+    assert cluster.bought() == {"a100": 3, "t4": 1}
+
+
+@pytest.mark.parametrize(("factor", "after"), [(10, {"a100": 4, "t4": 0}), (2, {"a100": 0, "t4": 4})])
+def test_the_measurement_decides_after_the_trial(factor: float, after: dict[str, int]) -> None:
+    cluster = world()
+    cluster.jobs = (typed(factor, ONLY_A100, requested_replicas=1),)
+    cluster.until(lambda: cluster.bought() == {"a100": 0, "t4": 1})
+    cluster.jobs = (typed(factor),)
+    cluster.until(lambda: len(cluster.running) == 4)
+    cluster.spread = False
+    cluster.preferred = "a100" if factor == 10 else "t4"
+    cluster.run(2 * HOUR)
+    assert cluster.bought() == after
+
+
+def test_a_job_that_needs_several_nodes_is_tried_on_so_many() -> None:
+    cluster = world()
+    cluster.jobs = (typed(10, ONLY_A100, min_nodes=2),)
+    cluster.tick()
+    assert cluster.desired == {"a100": 2, "t4": 2}
+
+
+def test_a_job_that_runs_grows_on_its_own_type_while_that_is_for_sale() -> None:
+    """Replicas on nodes of two types run at the pace of the slower one."""
+    for job_now in (typed(10, ONLY_A100), typed(2)):
+        cluster = world(on_a100=3)
+        cluster.run(120)
+        cluster.jobs = (job_now,)
+        cluster.run(HOUR)
+        assert cluster.desired == {"a100": 4, "t4": 0}
+    cluster.provider.outage["a100"] = "no capacity"
+    cluster.jobs = (typed(2, requested_replicas=6, max_replicas=6),)
+    cluster.run(HOUR / 4)
+    assert cluster.bought() == {"a100": 4, "t4": 2}
+
+
+@pytest.mark.parametrize(
+    ("factor", "measured", "left", "exchanged"),
+    [
+        (10, BOTH, 1e9, False),
+        (2, ONLY_A100, 1e9, False),
+        (2, BOTH, 1e9, True),
+        (2, BOTH, 1e6, False),
+    ],
+)
+def test_given_a100_they_are_exchanged_only_for_cheaper_goodput(
+    factor: float, measured: frozenset[str], left: float, exchanged: bool
+) -> None:
+    """All were exchanged for T4. While it lasts, all nodes of a job work at the pace of the slowest."""
+    cluster = world(on_a100=4)
+    cluster.jobs = (typed(factor, measured, remaining=left, requested_replicas=None, min_replicas=4),)
+    cluster.run(12 * HOUR, every=60)
+    assert cluster.bought()["a100"] == (0 if exchanged else 4)
+
+
+def test_an_idle_trial_node_is_exchanged_for_the_type_at_work() -> None:
+    cluster = world()
+    cluster.jobs = (typed(10, ONLY_A100),)
+    cluster.until(lambda: cluster.bought() == {"a100": 3, "t4": 1})
+    cluster.spread = False
+    cluster.run(2 * HOUR)
+    assert cluster.bought() == {"a100": 4, "t4": 0}
+
+
+def test_limits_hold_real_prices() -> None:
+    cluster = world(max_hourly_cost=6.5)
+    cluster.jobs = (typed(10),)
+    for _ in range(360):
+        assert cluster.tick().hourly_cost <= 6.5
+    assert cluster.bought() == {"a100": 2, "t4": 0}
+
+
+def test_the_first_purchase_of_all_is_of_one_type() -> None:
+    cluster = TypedWorld(A100, replace(T4, maximum=2))
+    cluster.jobs = (typed(10, frozenset()),)
+    cluster.tick()
+    assert cluster.desired == {"a100": 0, "t4": 2}
+    cluster.run(HOUR)
+    assert cluster.desired == {"a100": 2, "t4": 2}
+
+
+def test_the_types_of_instance_families_are_remembered_in_the_store() -> None:
+    cluster = TypedWorld(replace(A100, desired=1), T4)
+    cluster.run(120)
+    assert cluster.memory.node_types == {"p4d": "NVIDIA A100"}
+    adapter: TypeAdapter[Memory] = TypeAdapter(Memory)
+    assert adapter.validate_json(adapter.dump_json(cluster.memory)) == cluster.memory
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(0.1, 5.0), st.floats(0.1, 5.0), st.integers(1, 8), st.integers(0, 4))
+def test_with_equal_speeds_nothing_differs_from_one_type(
+    one: float, other: float, replicas: int, there: int
+) -> None:
+    """Both types are measured and equally fast, or there is only one type."""
+    found = []
+    for named in (True, False):
+        pools = (replace(A100, hourly_price=one, desired=there), replace(T4, hourly_price=other))
+        cluster = TypedWorld(*(pools if named else (replace(p, instance_type="") for p in pools)))
+        cluster.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4"} if named else {})
+        cluster.jobs = (typed(1.0, max_replicas=8, requested_replicas=replicas),)
+        cluster.run(1200, every=30)
+        found.append([repr(action) for action in cluster.log])
+    assert found[0] == found[1]
