@@ -322,38 +322,12 @@ def _curves(
     return found
 
 
-def rates_by_type(jobs: Sequence[JobInfo], slots: int) -> dict[str, dict[str, float]]:
-    """Return for each job its goodput on every type that is measured for it, at the largest profiled size."""
-    found: dict[str, dict[str, float]] = {}
-    for job in jobs:
-        models = {name: model for name in sorted(job.measured) if (model := job.model_on(name)) is not None}
-        count = max(1, job.max_profiled_replicas)
-        rates = goodputs(list(models.values()), -(-count // slots), count).goodput[:, 0] if models else ()
-        found[job.name] = {name: float(rate) for name, rate in zip(models, rates, strict=True) if rate > 0}
-    return found
-
-
-def relative_speeds(
-    rates: Mapping[str, Mapping[str, float]], weights: Mapping[str, int], sold: Collection[str]
-) -> dict[str, float]:
-    """Return the speed of every type that can be compared with the type on which most slots are measured.
-
-    Args:
-        rates: goodput by job and type.
-        weights: slots that each job wants.
-        sold: types that can be bought; one of them is compared with if any of them is measured.
-    """
-    votes: dict[str, int] = {}
-    for job, by_type in rates.items():
-        for name in by_type:
-            votes[name] = votes.get(name, 0) + weights[job]
-    base = max(sorted(votes), key=lambda name: (name in sold, votes[name]), default="")
-    found = {}
-    for name in votes:
-        both = {job: r[name] / r[base] for job, r in rates.items() if name in r and base in r}
-        if both:
-            found[name] = sum(weights[j] * speed for j, speed in both.items()) / sum(weights[j] for j in both)
-    return found
+def rates_by_type(job: JobInfo, slots: int) -> dict[str, float]:
+    """Return a job's goodput on every type that is measured for it, at the largest profiled size."""
+    models = {name: model for name in sorted(job.measured) if (model := job.model_on(name)) is not None}
+    count = max(1, job.max_profiled_replicas)
+    rates = goodputs(list(models.values()), -(-count // slots), count).goodput[:, 0]
+    return {name: float(rate) for name, rate in zip(models, rates, strict=True) if rate > 0}
 
 
 def _most(job: JobInfo, slots: int, most_slots: int, exploration: float) -> int:
@@ -451,7 +425,7 @@ class Offer:
     overhead: float = 0.0  # fraction of its time that is lost by interruptions
     highest_price: float = 0.0  # that the node may cost per hour instead; 0: `hourly_price`
     node_type: str = ""
-    speed: float = 1.0  # goodput of a slot, relative to the type of node that slots are counted in
+    speed: float = 1.0  # goodput of a slot, of those that the jobs' sizes are chosen for
 
     @property
     def limit_price(self) -> float:

@@ -98,18 +98,21 @@ def _at_rest(market: NodeMarket) -> bool:
 
 
 def _best(market: NodeMarket, wanted: Sequence[Want]) -> tuple[Instance, Offer] | None:
-    """Return the dearest node at work that can be exchanged and the cheapest offer in its place, if any."""
+    """Return the dearest node that can be exchanged and the cheapest offer in its place, if any.
+
+    It is at work, or of a type that no job can use.
+    """
     seen, known = market.seen, market.memory.known
     pools = {pool.name: pool for pool in seen.capacity.pools}
     nodes = [
         i
         for i in seen.capacity.instances
         if i.id in seen.nodes
-        and (seen.nodes[i.id].busy or _is_useless(market, i))
+        and (seen.nodes[i.id].busy or not (market.can_use(market.type_of(i)) or seen.unsettled))
         and not seen.nodes[i.id].draining
         and market.supply(pools[i.pool]) > pools[i.pool].minimum
     ]
-    price = {i.id: i.hourly_price / i.slots / market.speed(market.type_of(i)) for i in nodes}
+    price = {i.id: i.hourly_price / i.slots / market.speed(i) for i in nodes}
     nodes.sort(key=lambda i: (-price[i.id], cost_of_loss(i, known[i.id], seen)))
     offers = sorted(market.every_offer(), key=lambda o: (o.slot_price, o.preemptible, o.pool))
     for instance in nodes:
@@ -118,11 +121,6 @@ def _best(market: NodeMarket, wanted: Sequence[Want]) -> tuple[Instance, Offer] 
             if fits and _pays(market, instance, offer, wanted):
                 return instance, offer
     return None
-
-
-def _is_useless(market: NodeMarket, instance: Instance) -> bool:
-    """Return whether a node is idle because its type is slower than those at work, or not measured."""
-    return not market.can_use(market.type_of(instance)) and not market.seen.unsettled
 
 
 def _speed_there(market: NodeMarket, instance: Instance, offer: Offer, jobs: Collection[str]) -> float:

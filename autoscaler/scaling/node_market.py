@@ -17,7 +17,6 @@ from adaptdl_elastic.autoscaler.scaling.economics import (
     clear,
     least_nodes,
     rates_by_type,
-    relative_speeds,
     target,
 )
 from adaptdl_elastic.autoscaler.scaling.observed_history import (
@@ -142,8 +141,8 @@ class NodeMarket:
     @cached_property
     def rates(self) -> dict[str, dict[str, float]]:
         """Return for each job its goodput on every type that is measured for it."""
-        pools = self.seen.capacity.pools
-        return rates_by_type(self.seen.jobs, max((pool.slots for pool in pools), default=1))
+        slots = max((pool.slots for pool in self.seen.capacity.pools), default=1)
+        return {job.name: rates_by_type(job, slots) for job in self.seen.jobs}
 
     @cached_property
     def types_at_work(self) -> dict[str, str]:
@@ -153,9 +152,39 @@ class NodeMarket:
         return {job: name for node, name in there for job, count in node.replicas.items() if count}
 
     @cached_property
-    def _useful(self) -> list[Offer]:
-        """Return the offers of types that the jobs can use; if there is none, all offers."""
-        return [offer for offer in self._for_sale if self.can_use(offer.node_type)] or self._for_sale
+    def _references(self) -> dict[str, str]:
+        """Return for each job the type that its size is chosen for, one that is measured for it.
+
+        It is the type on which the job runs, else that with the lowest price of the job's goodput, first
+        among the pools that can give a node.
+        """
+        pools = self.seen.capacity.pools
+        price = [(self.shut(pool), self._slot_price(pool), self.type_of(pool)) for pool in pools]
+        found = {}
+        for job, rates in self.rates.items():
+            sold = [(shut, cost / rates[name], name) for shut, cost, name in price if name in rates]
+            best = self.types_at_work.get(job, "")
+            if best in rates or sold:
+                found[job] = best if best in rates else min(sold)[2]
+        return found
+
+    @cached_property
+    def _speeds(self) -> dict[str, float]:
+        """Return the goodput of a slot of every measured type, relative to the types that jobs have chosen.
+
+        It is the mean over the jobs, by the slots that they want. A type is worth nothing to a job that has
+        measured other types only.
+        """
+        wants = {job: max(1, self.memory.wanted.get(job, 1)) for job in self._references}
+        found: dict[str, float] = {}
+        for job, chosen in self._references.items():
+            for name, rate in self.rates[job].items():
+                found[name] = found.get(name, 0.0) + wants[job] * rate / self.rates[job][chosen]
+        return {name: speed / sum(wants.values()) for name, speed in found.items()}
+
+    def speed(self, one: Pool | Instance) -> float:
+        """Return the relative goodput of a slot of an instance or a pool's next one; 1 if not measured."""
+        return self._speeds.get(self.type_of(one), 1.0)
 
     def can_use(self, node_type: str) -> bool:
         """Return whether a node of the type is of use: some job waits, or a type at work is no faster.
@@ -168,58 +197,28 @@ class NodeMarket:
         slowest = min((self._speeds.get(name, math.inf) for name in at_work), default=0.0)
         return self._speeds.get(node_type, 0.0) >= slowest
 
-    @cached_property
-    def _speeds(self) -> dict[str, float]:
-        """Return the relative speed of every type that can be compared; empty if there is one type."""
-        capacity = self.seen.capacity
-        if len({*map(self.type_of, capacity.pools), *map(self.type_of, capacity.instances)}) < 2:
-            return {}
-        weights = {job.name: max(1, self.memory.wanted.get(job.name, 1)) for job in self.seen.jobs}
-        return relative_speeds(self.rates, weights, {offer.node_type for offer in self._for_sale})
+    def offers(self) -> list[Offer]:
+        """Return what may be bought now, of the types that jobs can use.
 
-    @cached_property
-    def next_type(self) -> str:
-        """Return the type whose goodput costs least; a slot of another type counts as so much of its slot."""
-        prices = {
-            (offer.slot_price / self._speeds[offer.node_type], offer.node_type)
-            for offer in self._useful
-            if offer.node_type in self._speeds
-        }
-        others = sorted(self._speeds) or [self.type_of(pool) for pool in self.seen.capacity.pools]
-        return min(prices)[1] if prices else next(iter(others), "")
-
-    def speed(self, node_type: str) -> float:
-        """Return the goodput of a slot of this type relative to one of `next_type`; 1 if it is not known."""
-        if node_type not in self._speeds:
-            return 1.0
-        return self._speeds[node_type] / self._speeds[self.next_type]
+        Of a type that no job has measured so many nodes are bought as a waiting job needs, mostly one, and
+        only if it has the lowest price of a slot. If no type that the pools sell is measured, only the type
+        with the lowest price of a slot is bought.
+        """
+        every = self.every_offer()
+        found = [offer for offer in every if self.can_use(offer.node_type)] or every
+        first = min(found, key=lambda o: (o.slot_price * o.speed, o.preemptible, o.pool), default=None)
+        pools = self.seen.capacity.pools
+        if first is None or not any(self.type_of(pool) in self._speeds for pool in pools):
+            return [offer for offer in found if first is None or offer.node_type == first.node_type]
+        waiting = [job for job in self.seen.jobs if job.name not in self.types_at_work]
+        most = max((max(j.min_nodes, -(-j.min_replicas // first.slots)) for j in waiting), default=1)
+        most -= sum(self.supply(pool) for pool in pools if self.type_of(pool) == first.node_type)
+        trial = replace(first, available=min(first.available, most))
+        known = [offer for offer in found if offer.node_type in self._speeds]
+        return known if first in known or most <= 0 else [trial, *known]
 
     def every_offer(self) -> list[Offer]:
-        """Return what all pools could give, also what `offers` leaves out."""
-        return [replace(offer, speed=self.speed(offer.node_type)) for offer in self._for_sale]
-
-    def offers(self) -> list[Offer]:
-        """Return what may be bought now.
-
-        Nodes of a type that no job has measured are bought one at a time, and only where that is the cheapest
-        by the price of a slot; a job that waits for more nodes gets these. As long as no type is measured,
-        only the cheapest type is bought.
-        """
-        found = [replace(offer, speed=self.speed(offer.node_type)) for offer in self._useful]
-        first = min(self._useful, key=lambda o: (o.slot_price, o.preemptible, o.pool), default=None)
-        if first is None or not self._speeds:
-            return [offer for offer in found if first is None or offer.node_type == first.node_type]
-        most = max((job.min_nodes for job in self.seen.jobs if job.name not in self.types_at_work), default=1)
-        pools = [pool for pool in self.seen.capacity.pools if self.type_of(pool) == first.node_type]
-        trial = min(first.available, most - sum(self.supply(pool) for pool in pools))
-        known = [offer for offer in found if offer.node_type in self._speeds]
-        if first.node_type in self._speeds or trial <= 0:
-            return known
-        return [replace(first, available=trial), *known]
-
-    @cached_property
-    def _for_sale(self) -> list[Offer]:
-        """Return the offers of all pools that can give a node, whatever its type."""
+        """Return what all pools could give, whatever its type."""
         found = []
         for pool in self.seen.capacity.pools:
             if self.shut(pool):
@@ -237,12 +236,18 @@ class NodeMarket:
     def _offer(self, pool: Pool, available: int) -> Offer:
         overhead = self._overhead(pool) + surcharge(self.pool(pool.name))
         price, highest = pool.hourly_price, self.limit_price(pool)
-        kind = self.type_of(pool)
-        return Offer(pool.name, available, pool.slots, price, pool.preemptible, overhead, highest, kind)
+        kind, speed = self.type_of(pool), self.speed(pool)
+        return Offer(
+            pool.name, available, pool.slots, price, pool.preemptible, overhead, highest, kind, speed
+        )
 
     def limit_price(self, pool: Pool) -> float:
         """Return the price per hour that an instance of the pool may have, by its types and by experience."""
         return max(pool.hourly_price, pool.highest_price, self.pool(pool.name).highest_price)
+
+    def _slot_price(self, pool: Pool) -> float:
+        """Return the price of a useful hour of a slot of the pool's next node, whatever its type."""
+        return pool.hourly_price * (1 + self._overhead(pool)) / pool.slots
 
     def _overhead(self, pool: Pool) -> float:
         """Return the fraction of a node's time that interruptions are expected to cost."""
@@ -281,13 +286,12 @@ class NodeMarket:
 
         for pool in self.seen.capacity.pools:
             dearer = 1 + self._overhead(pool)
-            coming = pool.hourly_price * dearer / self.speed(self.type_of(pool))
             kept = sorted((i for i in self.staying(pool) if not self.is_leaving(i)), key=lambda i: i.slots)
             for instance in kept[self.early(pool) :]:
-                price = instance.hourly_price * dearer / self.speed(self.type_of(instance))
+                price = instance.hourly_price * dearer / self.speed(instance)
                 add(price / instance.slots, instance.slots)
             if self.pending(pool):
-                add(coming / pool.slots, self.pending(pool) * pool.slots)
+                add(self._slot_price(pool) / self.speed(pool), self.pending(pool) * pool.slots)
         return [Level(price, count) for price, count in slots.items()]
 
     def wants(self) -> tuple[tuple[Want, ...], int]:
@@ -299,9 +303,8 @@ class NodeMarket:
         slots, _, boot = self.usual()
         running = running_replicas(seen)
         there = sum(level.slots for level in self.current_supply()) + seen.other_slots
-        types = {job.name: self.types_at_work.get(job.name, self.next_type) for job in seen.jobs}
         demand = Demand(
-            [replace(job, model=job.model_on(types[job.name])) for job in seen.jobs],
+            [replace(job, model=job.model_on(self._references.get(job.name, ""))) for job in seen.jobs],
             slots,
             self.settings,
             seen.now,

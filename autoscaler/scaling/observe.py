@@ -160,7 +160,7 @@ def _as_asked(info: JobInfo, job: JobView, changing: bool) -> JobInfo:
     return info if wanted is None else replace(info, requested_replicas=min(wanted, info.max_replicas))
 
 
-def without_nodes(job: JobView, known: Measured | None = None) -> JobInfo | None:
+def without_nodes(job: JobView, known: Measured) -> JobInfo | None:
     """Return a waiting job for which no present node is suitable; None if it wants no node.
 
     Args:
@@ -170,7 +170,7 @@ def without_nodes(job: JobView, known: Measured | None = None) -> JobInfo | None
     if job.spec is None or _wants_nothing(job):
         return None
     spec = job.spec.record
-    hints, known = own_hints(job), known or Measured()
+    hints = own_hints(job)
     return JobInfo(
         name=job.job,
         min_replicas=max(1, spec.min_replicas),
