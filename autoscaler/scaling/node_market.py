@@ -140,9 +140,11 @@ class NodeMarket:
 
     @cached_property
     def rates(self) -> dict[str, dict[str, float]]:
-        """Return for each job its goodput on every type that is measured for it."""
-        slots = max((pool.slots for pool in self.seen.capacity.pools), default=1)
-        return {job.name: rates_by_type(job, slots) for job in self.seen.jobs}
+        """Return for each job its goodput on every type measured for it; empty where there is one type."""
+        pools, there = self.seen.capacity.pools, self.seen.capacity.instances
+        several = len({*map(self.type_of, pools), *map(self.type_of, there)}) > 1
+        slots = max((pool.slots for pool in pools), default=1)
+        return {job.name: rates_by_type(job, slots) for job in self.seen.jobs} if several else {}
 
     @cached_property
     def types_at_work(self) -> dict[str, str]:
@@ -200,9 +202,10 @@ class NodeMarket:
     def offers(self) -> list[Offer]:
         """Return what may be bought now, of the types that jobs can use.
 
-        Of a type that no job has measured so many nodes are bought as a waiting job needs, mostly one, and
-        only if it has the lowest price of a slot. If no type that the pools sell is measured, only the type
-        with the lowest price of a slot is bought.
+        Of a type that no job has measured so many nodes are bought as a waiting job needs, mostly one. It has
+        to have the lowest price of a slot, and there has to be a waiting job that has measured no type:
+        others would use it together with nodes of a faster type. If no type that the pools sell is measured,
+        only the type with the lowest price of a slot is bought.
         """
         every = self.every_offer()
         found = [offer for offer in every if self.can_use(offer.node_type)] or every
@@ -213,9 +216,10 @@ class NodeMarket:
         waiting = [job for job in self.seen.jobs if job.name not in self.types_at_work]
         most = max((max(j.min_nodes, -(-j.min_replicas // first.slots)) for j in waiting), default=1)
         most -= sum(self.supply(pool) for pool in pools if self.type_of(pool) == first.node_type)
-        trial = replace(first, available=min(first.available, most))
         known = [offer for offer in found if offer.node_type in self._speeds]
-        return known if first in known or most <= 0 else [trial, *known]
+        if first in known or most <= 0 or (known and all(job.measured for job in waiting)):
+            return known
+        return [replace(first, available=min(first.available, most)), *known]
 
     def every_offer(self) -> list[Offer]:
         """Return what all pools could give, whatever its type."""

@@ -16,6 +16,7 @@ from adaptdl_elastic.autoscaler.coordinator.node_types import TypeRatios, script
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.diagnostics.rows import node_rows
 from adaptdl_elastic.autoscaler.policy import allocate
+from adaptdl_elastic.autoscaler.scaling.observe import node_uses, without_nodes
 from adaptdl_elastic.protocol import hints as job_hints
 from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry, TypeProfile
 from adaptdl_elastic.rendezvous.schema.records import JobState, NodeRecord, decode, encode
@@ -236,3 +237,29 @@ def test_reports_of_one_script_that_cannot_be_combined_stop_no_other_job(
     pump.settle()
     assert pump.status("b").state is JobState.RUNNING
     assert pump.status("a").state is JobState.RUNNING
+
+
+def test_types_that_were_measured_are_told_apart_from_assumed_ones() -> None:
+    """The autoscaler buys by them. A job without nodes knows what it has measured, too."""
+    pump = Pump(policy=allocate)
+    two_types(pump)
+    pump.node("n2", "a", 2, reports=False).register(node_type="new", instance="i-2")
+    (info,) = pump.question().jobs
+    assert set(info.models) == {"fast", "slow", "new"}
+    assert info.measured == {"fast", "slow"}
+    view = pump.view()
+    waiting = without_nodes(view.jobs["a"], node_types.measured(view))
+    assert waiting is not None
+    assert waiting.measured == {"fast", "slow"}
+    assert waiting.models["fast"] == info.models["fast"]
+    assert node_uses(view)["i-2"].node_type == "new"
+
+
+def test_a_ratio_that_other_scripts_have_measured_counts_as_a_measurement() -> None:
+    theta = (0.5, 0.01, 0.0, 0.0, 0.0, 0.0, 1.0)
+    told = JobHints("a", 0, 1, 1, 64, 64, 64, node_type="slow", perf_params=theta, grad_params=(1.0, 1.0))
+    known = node_types.Measured(ratios=TypeRatios({("slow", "fast"): -1.0, ("V100", "fast"): 1.0}))
+    assert known.measured_on("", told) == {"slow", "fast"}
+    assert known.measured_on("", replace(told, node_type="fast+slow")) == set()
+    assert known.measured_on("", None) == set()
+    assert known.models("a", "", told)[1].keys() == {"slow", "fast"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
-from scaling_world import MODEL, World, job
+from scaling_world import MODEL, World, job, waiting
 
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Pool
@@ -57,9 +57,10 @@ class TypedWorld(World):
         return {p: sum(name.startswith(p) for name in self.running) for p in self.desired}
 
 
-def world(*, on_a100: int = 0, **more: float) -> TypedWorld:
+def world(*, on_a100: int = 0, on_t4: int = 0, **more: float) -> TypedWorld:
     """Return a world in which so many A100s and nodes of both types have been seen."""
-    found = TypedWorld(replace(A100, desired=on_a100), T4, settings=ScalingSettings(**more))  # type: ignore[arg-type]
+    pools = replace(A100, desired=on_a100), replace(T4, desired=on_t4)
+    found = TypedWorld(*pools, settings=ScalingSettings(**more))  # type: ignore[arg-type]
     found.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4"})
     return found
 
@@ -79,21 +80,44 @@ def test_a_type_that_was_measured_as_twice_slower_is_bought() -> None:
     assert cluster.bought() == {"a100": 0, "t4": 4}
 
 
-def test_a_type_that_no_job_has_measured_is_tried_on_one_node() -> None:
+def test_a_type_that_was_not_measured_is_not_bought_for_a_job_that_knows_another() -> None:
     cluster = world()
     cluster.jobs = (typed(10, ONLY_A100),)
+    cluster.run(HOUR)
+    assert cluster.bought() == {"a100": 4, "t4": 0}
+
+
+def test_a_type_that_no_job_has_measured_is_tried_on_one_node() -> None:
+    """A new job waits, and could use four."""
+    cluster = world(on_a100=1)
+    cluster.jobs = (typed(10, ONLY_A100, requested_replicas=1), waiting("new", 4))
     most = 0
     for _ in range(360):
         cluster.tick()
         most = max(most, cluster.desired["t4"])
     assert most == 1
-    assert cluster.bought() == {"a100": 3, "t4": 1}
+    assert cluster.bought() == {"a100": 4, "t4": 1}
+
+
+def test_a_new_job_that_needs_several_nodes_is_tried_on_so_many() -> None:
+    cluster = world(on_a100=1)
+    cluster.jobs = (typed(10, ONLY_A100, requested_replicas=1), replace(waiting("new", 4), min_nodes=2))
+    cluster.until(lambda: len(cluster.running) == 5)
+    assert cluster.desired == {"a100": 3, "t4": 2}
+
+
+def test_while_no_known_type_is_for_sale_one_node_of_another_is_bought() -> None:
+    cluster = world()
+    cluster.provider.outage["a100"] = "no capacity"
+    cluster.jobs = (typed(10, ONLY_A100),)
+    cluster.run(HOUR)
+    assert cluster.bought() == {"a100": 0, "t4": 1}
 
 
 @pytest.mark.parametrize(("factor", "after"), [(10, {"a100": 4, "t4": 0}), (2, {"a100": 0, "t4": 4})])
 def test_the_measurement_decides_after_the_trial(factor: float, after: dict[str, int]) -> None:
     cluster = world()
-    cluster.jobs = (typed(factor, ONLY_A100, requested_replicas=1),)
+    cluster.jobs = (typed(factor, frozenset(), requested_replicas=1),)
     cluster.until(lambda: cluster.bought() == {"a100": 0, "t4": 1})
     cluster.jobs = (typed(factor),)
     cluster.until(lambda: len(cluster.running) == 4)
@@ -101,13 +125,6 @@ def test_the_measurement_decides_after_the_trial(factor: float, after: dict[str,
     cluster.preferred = "a100" if factor == 10 else "t4"
     cluster.run(2 * HOUR)
     assert cluster.bought() == after
-
-
-def test_a_job_that_needs_several_nodes_is_tried_on_so_many() -> None:
-    cluster = world()
-    cluster.jobs = (typed(10, ONLY_A100, min_nodes=2),)
-    cluster.tick()
-    assert cluster.desired == {"a100": 2, "t4": 2}
 
 
 def test_a_job_that_runs_grows_on_its_own_type_while_that_is_for_sale() -> None:
@@ -144,10 +161,9 @@ def test_given_a100_they_are_exchanged_only_for_cheaper_goodput(
 
 
 def test_an_idle_trial_node_is_exchanged_for_the_type_at_work() -> None:
-    cluster = world()
-    cluster.jobs = (typed(10, ONLY_A100),)
-    cluster.until(lambda: cluster.bought() == {"a100": 3, "t4": 1})
+    cluster = world(on_a100=3, on_t4=1)
     cluster.spread = False
+    cluster.jobs = (typed(10, ONLY_A100),)
     cluster.run(2 * HOUR)
     assert cluster.bought() == {"a100": 4, "t4": 0}
 

@@ -177,21 +177,19 @@ def _across(
 ) -> set[tuple[int, ...]]:
     """Return sizes on nodes of several types, for numbers of replicas that no type alone could hold.
 
-    In a small cluster these are all such numbers that a job may have. In a large cluster, if a number was
-    requested for the job, or if the job's speed on one of the types is not known by a measurement, they are
-    only the numbers that it needs: its minimum, the smallest number that fits, and the requested number.
+    In a small cluster these are all such numbers that a job may have. In a large cluster, or if a number was
+    requested for the job, they are only the numbers that it needs: its minimum, the smallest number that
+    fits, and the requested number.
     """
     found: set[tuple[int, ...]] = set()
     if room.shape[1] < 2:
         return found
-    small, types = is_small(nodes), {node.node_type for node in nodes}
+    small = is_small(nodes)
     for row, job in enumerate(jobs):
         own = rooms[job.name]
         most = min(job.max_replicas, own.total)
         needed = {own.least, job.min_replicas, job.requested_replicas or 0}
-        known = not job.measured or types <= job.measured
-        chosen = small and known and job.requested_replicas is None
-        counts = range(1, most + 1) if chosen else sorted(needed)
+        counts = range(1, most + 1) if small and job.requested_replicas is None else sorted(needed)
         beyond = [count for count in counts if alone[row] < count <= most]
         if beyond:
             found |= spread(job, nodes, beyond, room[row].tolist())
