@@ -106,13 +106,6 @@ logger = logging.getLogger(__name__)
     help="Seconds after which an instance that has no agent yet counts as failed.",
 )
 @click.option(
-    "--max-interruptions",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Interruptions per spot node and hour above which its group is not used.",
-)
-@click.option(
     "--job",
     "expected",
     multiple=True,
@@ -163,7 +156,6 @@ def autoscale(
     shrink_after: float,
     idle_minutes: float,
     boot_timeout: float,
-    max_interruptions: float,
     expected: tuple[str, ...],
     interval: float,
     until_done: bool,
@@ -223,7 +215,6 @@ def autoscale(
             deadlines=dict(parse_deadline(text, time.time()) for text in deadlines),
             boot_timeout=boot_timeout,
             gap=max(ScalingSettings.gap, 3 * interval),
-            max_interruptions=max_interruptions,
         )
     except ValueError as error:
         raise OptionError(str(error)) from error

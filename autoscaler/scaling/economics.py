@@ -71,7 +71,6 @@ class ScalingSettings:
     max_back_off: float = 1800.0
     interruption_cost: float = 180.0  # seconds of a node's time that an interruption costs
     gap: float = 300.0  # after such a gap between rounds, missing instances do not count as interrupted
-    max_interruptions: float = 1.0  # per spot node and hour; no node is bought from a pool with more
     exchange_saving: float = 0.2  # fraction by which a node must be cheaper to take another one's place
     exchange_after: float = 300.0  # from the last purchase or exchange to the next exchange
     exchange_retry: float = (
@@ -99,7 +98,6 @@ class ScalingSettings:
         for option, value in (
             ("--hour-value", 0.0 if self.hour_value is None else self.hour_value),
             ("--shrink-after", self.shrink_after),
-            ("--max-interruptions", self.max_interruptions),
         ):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{option} {value:g}: needs a number from 0 on")
@@ -353,7 +351,7 @@ class Target:
     keep: float = math.inf  # slots that are not released voluntarily
     floor: int = 0  # nodes that are not released voluntarily
     most: int = 1_000_000  # nodes above which some are released in any case
-    settled: bool = False  # only nodes without jobs whose size is changing are released
+    settled: bool = True  # only nodes without jobs whose size is changing are released
 
 
 def target(

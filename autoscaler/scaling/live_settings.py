@@ -24,7 +24,6 @@ NUMBERS = (
         "idle_after",
         "max_hourly_cost",
         "boot_timeout",
-        "max_interruptions",
     ),
     *("min_nodes", "max_nodes"),
 )

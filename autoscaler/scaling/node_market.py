@@ -27,9 +27,6 @@ from adaptdl_elastic.autoscaler.scaling.observed_history import (
 from adaptdl_elastic.autoscaler.scaling.pool_account import surcharge
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, Observation, PoolMemory
 
-# Jobs whose sizes change one after the other postpone shrinking for at most this many --shrink-after.
-_POSTPONED_SHRINKS = 5
-
 
 @dataclass(frozen=True)
 class NodeMarket:
@@ -56,9 +53,9 @@ class NodeMarket:
         return sum(self.is_leaving(i) for i in self.staying(pool))
 
     def shut(self, pool: Pool) -> bool:
-        """Return whether the pool is asked for nothing: closed, backed off, or interrupted too often."""
+        """Return whether the pool is asked for nothing: closed or backed off."""
         entry = self.pool(pool.name)
-        return bool(entry.closed) or entry.until > self.seen.now or self.too_wild(pool)
+        return bool(entry.closed) or entry.until > self.seen.now
 
     def desired(self, pool: Pool) -> int:
         """Return the desired size of the pool; for a shut pool at most the instances that stay."""
@@ -93,7 +90,7 @@ class NodeMarket:
         there = len(self.staying(pool)) - self.early(pool)
         return there + self.pending(pool) - self.giving_back(pool)
 
-    def candidates(self, settled: bool = False) -> list[tuple[Pool, Instance | None]]:
+    def candidates(self, settled: bool) -> list[tuple[Pool, Instance | None]]:
         """Return what could be given up, cheapest loss first: pending instances (None), then nodes.
 
         At most as many per pool as are above its minimum.
@@ -122,7 +119,7 @@ class NodeMarket:
             job in node.planned or node.replicas.get(job) for job in self.seen.unsettled
         )
 
-    def sizes(self, settled: bool = False) -> tuple[list[int], tuple[int, int]]:
+    def sizes(self, settled: bool) -> tuple[list[int], tuple[int, int]]:
         """Return the slots of each candidate, and (nodes, slots) of what cannot be given up."""
         sizes = [pool.slots if i is None else i.slots for pool, i in self.candidates(settled)]
         nodes, slots = 0, 0
@@ -232,11 +229,6 @@ class NodeMarket:
                 found.append(self._offer(pool, available))
         return found
 
-    def too_wild(self, pool: Pool) -> bool:
-        """Return whether this spot pool is interrupted more often than `max_interruptions` per hour."""
-        rate = interruptions_per_hour(self.pool(pool.name))
-        return pool.preemptible and rate > self.settings.max_interruptions
-
     def _offer(self, pool: Pool, available: int) -> Offer:
         overhead = self._overhead(pool) + surcharge(self.pool(pool.name))
         price, highest = pool.hourly_price, self.limit_price(pool)
@@ -332,36 +324,20 @@ class NodeMarket:
             wanted: Slots that are worth their price, those of nodes outside the provider included.
         """
         slots, _, _ = self.usual()
-        total = max(0, wanted - self.seen.other_slots)
-        low_for, low_ever = (
-            0.0 if low is None else self.seen.now - low
-            for low in (self.memory.low_since, self.memory.low_began)
+        low, now = self.memory.low_since, self.seen.now
+        settled = self.have() <= self.settings.max_nodes
+        sizes, fixed = self.sizes(settled)
+        found = target(
+            max(0, wanted - self.seen.other_slots),
+            slots,
+            sizes,
+            self.settings,
+            since_change=now - self.memory.changed,
+            low_for=0.0 if low is None else now - low,
+            fixed=fixed,
+            least=max(0, least_nodes(self.seen.jobs) - self.seen.other_nodes),
         )
-
-        def goal(low_for: float, settled: bool) -> Target:
-            sizes, fixed = self.sizes(settled)
-            return target(
-                total,
-                slots,
-                sizes,
-                self.settings,
-                since_change=self.seen.now - self.memory.changed,
-                low_for=low_for,
-                fixed=fixed,
-                least=max(0, least_nodes(self.seen.jobs) - self.seen.other_nodes),
-            )
-
-        usual = goal(low_for, False)
-        if (
-            usual.nodes != self.have()
-            or not low_for < self.settings.shrink_after <= low_ever / _POSTPONED_SHRINKS
-        ):
-            return usual
-        forced = goal(low_ever, True)
-        if forced.nodes >= usual.nodes:
-            return usual
-        why = f"low for {low_ever:.0f} s, during which some job was changing nearly all the time"
-        return replace(forced, reason=f"{forced.reason} ({why})", settled=True)
+        return replace(found, settled=settled)
 
     def afford(self, goal: Target) -> Target:
         """Return `goal` with at most the nodes that the budget allows: prices may have risen."""

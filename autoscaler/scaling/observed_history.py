@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import TypeVar
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, Signal, SignalKind
 from adaptdl_elastic.autoscaler.scaling.bill import bill
 from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
 from adaptdl_elastic.autoscaler.scaling.pool_account import FORGET_TURN_HOURS, given_back, lost
-from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, NodeUse, Observation, PoolMemory
+from adaptdl_elastic.autoscaler.scaling.scaling_types import (
+    Billed,
+    InVain,
+    Known,
+    Memory,
+    NodeUse,
+    Observation,
+    PoolMemory,
+)
+
+T = TypeVar("T", Memory, Known, PoolMemory, Billed, InVain)
 
 _REMOVED = "its group removes it"
 # Weights of past interruptions fall to 1/e within so many hours.
@@ -32,47 +43,24 @@ def shifted(memory: Memory, seconds: float) -> Memory:
     Times given by the cloud (deadlines, failures) stay as they are.
     """
 
-    def moved(at: float | None) -> float | None:
-        return None if at is None else at + seconds
+    def each(entries: Mapping[str, T]) -> dict[str, T]:
+        return {name: _moved(entry, seconds) for name, entry in entries.items()}
 
-    known = {
-        name: replace(
-            entry,
-            first_seen=entry.first_seen + seconds,
-            registered=moved(entry.registered),
-            became=moved(entry.became),
-            absent=moved(entry.absent),
-            idle_since=moved(entry.idle_since),
-            leaving_since=entry.leaving_since + seconds,
-            exchange_since=entry.exchange_since + seconds,
-            released=moved(entry.released),
-            held=entry.held + seconds,
-        )
-        for name, entry in memory.known.items()
-    }
     return replace(
-        memory,
-        known=known,
-        pools={name: _shifted_pool(pool, seconds) for name, pool in memory.pools.items()},
+        _moved(memory, seconds),
+        known=each(memory.known),
+        pools=each(memory.pools),
+        billed=each(memory.billed),
+        vain=each(memory.vain),
         job_runs={name: (run, last + seconds) for name, (run, last) in memory.job_runs.items()},
-        billed={name: entry.shifted(seconds) for name, entry in memory.billed.items()},
-        updated=moved(memory.updated),
-        changed=memory.changed + seconds,
-        exchanged=memory.exchanged + seconds,
-        low_since=moved(memory.low_since),
-        low_began=moved(memory.low_began),
-        broke_until=memory.broke_until + seconds,
-        vain={name: replace(v, until=v.until + seconds) for name, v in memory.vain.items()},
     )
 
 
-def _shifted_pool(pool: PoolMemory, seconds: float) -> PoolMemory:
-    return replace(
-        pool,
-        until=pool.until + seconds,
-        judged=pool.judged + seconds,
-        highest_seen=pool.highest_seen + seconds,
-    )
+def _moved(entry: T, seconds: float) -> T:
+    """Return `entry` with `seconds` added to each of its fields of the type `Moment`."""
+    names = [field.name for field in fields(entry) if str(field.type).startswith("Moment")]
+    times = {name: getattr(entry, name) for name in names}
+    return replace(entry, **{name: at + seconds for name, at in times.items() if at is not None})
 
 
 def not_done(memory: Memory, instance: str) -> Memory:

@@ -16,6 +16,8 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import CHEAPER, Known, Poo
 
 # Fractions of useful money below which a pool waits, and closes.
 _WAITS_BELOW, _CLOSES_BELOW = 2 / 3, 1 / 3
+# A pool waits from so long to so long.
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1800.0, 86400.0
 # The price has turned if an exchanged node costs so many times what it cost when it was bought.
 _TURNED = 1.2
 # A turn of the price counts 1/e after so many hours.
@@ -26,7 +28,7 @@ _MOST_TURNS = 15.0
 
 def lost(pool: PoolMemory, entry: Known, now: float, settings: ScalingSettings) -> PoolMemory:
     """Return the pool's account after a node was lost; nodes bought before the last verdict share it."""
-    fresh = entry.first_seen > pool.judged
+    fresh = entry.first_seen >= pool.judged
     weight, fade = (entry.hourly_price or 1.0) / HOUR, 0.5 if fresh else 1.0
     useful = entry.work if entry.leaving else max(0.0, entry.work - settings.lost_work)
     spent = pool.spent * fade + (now - entry.first_seen) * weight
@@ -44,7 +46,7 @@ def lost(pool: PoolMemory, entry: Known, now: float, settings: ScalingSettings) 
     if pool.wasted >= settings.max_wasted and gained < _CLOSES_BELOW * spent and not entry.preemptible:
         what += ": look at the job's and a node's log, then start the autoscaler again"
         return replace(pool, closed=pool.closed or what)
-    wait = min(settings.back_off * 2 ** min(pool.wasted - 2, 20), settings.max_back_off)
+    wait = min(_FIRST_WAIT_SECONDS * 2 ** min(pool.wasted - 2, 20), _LONGEST_WAIT_SECONDS)
     return pool if pool.wasted < 2 else replace(pool, trouble=what, until=max(pool.until, now + wait))
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
 
 CHEAPER = "a cheaper node takes its place"
 """Why an exchanged node leaves."""
+
+Moment = float
+"""Seconds since the epoch by the autoscaler's clock. It moves if that clock is set."""
 
 
 @dataclass(frozen=True)
@@ -58,38 +61,34 @@ class Known:
 
     pool: str
     preemptible: bool
-    first_seen: float
+    first_seen: Moment
     hourly_price: float = 0.0
-    registered: float | None = None  # last seen as a node
-    became: float | None = None  # first seen as a node
-    absent: float | None = None  # since when its registration is missing
+    registered: Moment | None = None  # last seen as a node
+    became: Moment | None = None  # first seen as a node
+    absent: Moment | None = None  # since when its registration is missing
     leaving: str = ""  # why it is drained or released; empty: it stays
-    leaving_since: float = 0.0
+    leaving_since: Moment = 0.0
     deadline: float | None = None
     replace: bool = False
     at_risk: bool = False
     early: bool = False  # its group launched it beyond the desired size, to replace a node at risk
     exchange: str = ""  # the pool from which a cheaper node is ordered in its place; empty: none is
-    exchange_since: float = 0.0
-    held: float = 0.0  # last heartbeat
+    exchange_since: Moment = 0.0
+    held: Moment = 0.0  # last heartbeat
     worked: bool = False  # has had replicas
     work: float = 0.0  # seconds in which it had replicas
-    idle_since: float | None = None  # since when it has had no replica; None: it has, or is no node yet
+    idle_since: Moment | None = None  # since when it has had no replica; None: it has, or is no node yet
     bought_at: float = 0.0  # price per hour when it was first seen
-    released: float | None = None  # when it was last released; the provider may list it for a while
+    released: Moment | None = None  # when it was last released; the provider may list it for a while
 
 
 @dataclass(frozen=True)
 class Billed:
     """What of one instance is on the bill. Times in seconds since the epoch."""
 
-    until: float
-    final: float  # until when all price changes were known
+    until: Moment
+    final: Moment  # until when all price changes were known
     estimate: float = 0.0  # cost from `final` to `until`
-
-    def shifted(self, seconds: float) -> Billed:
-        """Return the same for a clock that was set forward by `seconds`."""
-        return replace(self, until=self.until + seconds, final=self.final + seconds)
 
 
 @dataclass(frozen=True)
@@ -101,14 +100,14 @@ class PoolMemory:
     spent: float = 0.0  # what recent purchases have cost; decays with each, as the next field does
     gained: float = 0.0  # the part of it that bought useful work
     wasted: int = 0  # purchases in a row after which too little of it was useful
-    judged: float = 0.0  # when a purchase was last judged
+    judged: Moment = 0.0  # when a purchase was last judged
     turns: float = 0.0  # nodes given up because their price rose; decays with time
     highest_price: float = 0.0  # that one of its instances has cost per hour within a day
-    highest_seen: float = 0.0
+    highest_seen: Moment = 0.0
     troubles: int = 0  # requests in a row that it could not meet
     trouble: str = ""
     trouble_seen: float = 0.0
-    until: float = 0.0  # no request before this time
+    until: Moment = 0.0  # no request before this time
     interruptions: int = 0
     recent_interruptions: float = 0.0  # decays with time, as the next field does
     recent_hours: float = 0.0
@@ -123,7 +122,7 @@ class InVain:
     """How often in a row nodes were bought for a job that put no replica on them."""
 
     times: int = 0
-    until: float = -math.inf  # nothing more is bought for it before this time
+    until: Moment = -math.inf  # nothing more is bought for it before this time
     running: int = 0  # its replicas at that time
 
 
@@ -139,12 +138,11 @@ class Memory:
     )  # (run, when it last wanted nodes)
     cost: float = 0.0
     billed: Mapping[str, Billed] = field(default_factory=dict)  # by instance; ended ones stay for a day
-    updated: float | None = None
-    changed: float = 0.0
-    exchanged: float = 0.0  # when the last exchange of a node for a cheaper one began
-    low_since: float | None = None  # since when utilisation is low, without the time in which sizes change
-    low_began: float | None = None  # since when utilisation is low, that time included
-    broke_until: float = 0.0  # the budget was exceeded: no purchase before this time
+    updated: Moment | None = None
+    changed: Moment = 0.0
+    exchanged: Moment = 0.0  # when the last exchange of a node for a cheaper one began
+    low_since: Moment | None = None  # since when utilisation is below the band
+    broke_until: Moment = 0.0  # the budget was exceeded: no purchase before this time
     wanted: Mapping[str, int] = field(default_factory=dict)  # replicas by job, at the last decision
     vain: Mapping[str, InVain] = field(default_factory=dict)  # by job
     # the type that agents reported last, by family of instance types ("g5" of g5.xlarge)

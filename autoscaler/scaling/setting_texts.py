@@ -20,7 +20,6 @@ _SETTABLE = {
     "shrink-after": "shrink_after",
     "idle-minutes": "idle_after",
     "boot-timeout": "boot_timeout",
-    "max-interruptions": "max_interruptions",
 }
 
 

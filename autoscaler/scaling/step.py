@@ -26,12 +26,7 @@ from adaptdl_elastic.autoscaler.scaling.exchange import begin_exchange, follow_e
 from adaptdl_elastic.autoscaler.scaling.idle_nodes import jobs_to_serve, release_idle
 from adaptdl_elastic.autoscaler.scaling.job_budget import hourly_costs, jobs_to_stop, unknown_jobs
 from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, cost_of_loss, learn_types
-from adaptdl_elastic.autoscaler.scaling.observed_history import (
-    interruptions_per_hour,
-    released,
-    remember,
-    running_replicas,
-)
+from adaptdl_elastic.autoscaler.scaling.observed_history import released, remember, running_replicas
 from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Action,
     Drain,
@@ -56,7 +51,6 @@ _SETTLE_SECONDS = 2.0
 
 def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     """Return the actions that follow from `seen`, and the memory for the next step."""
-    elapsed = 0.0 if memory.updated is None else max(0.0, seen.now - memory.updated)
     memory = learn_types(remember(memory, seen, settings), seen)
     stopped = jobs_to_stop(seen, memory, settings)
     ending = {stop.job for stop in stopped}
@@ -86,8 +80,7 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     return Step(
         replace(
             memory,
-            low_since=_low_since(seen, memory, elapsed, goal, settings),
-            low_began=_began(memory.low_began, seen, goal, settings),
+            low_since=_low_since(seen, memory, goal, settings),
             wanted={want.job: want.replicas for want in wanted},
         ),
         tuple(actions),
@@ -99,37 +92,27 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     )
 
 
-def _low_since(
-    seen: Observation, memory: Memory, elapsed: float, goal: Target, settings: ScalingSettings
-) -> float | None:
-    """Return since when utilisation is below the band; the time in which a job's size changes is left out."""
-    since = _began(memory.low_since, seen, goal, settings)
-    changing = seen.unsettled and since is not None and memory.low_since is not None
-    return since + elapsed if changing and since is not None else since
-
-
-def _began(since: float | None, seen: Observation, goal: Target, settings: ScalingSettings) -> float | None:
-    """Return when utilisation first fell below the band, or None. `since` is the previous answer."""
+def _low_since(seen: Observation, memory: Memory, goal: Target, settings: ScalingSettings) -> float | None:
+    """Return since when utilisation is below the band, or None."""
     if goal.utilisation >= settings.low:
         return None
-    return seen.now if since is None else since
+    return seen.now if memory.low_since is None else memory.low_since
 
 
 def _forsake(market: NodeMarket) -> Memory:
     """Mark leaving instances of shut pools as not replaced; other pools replace them.
 
-    Pending instances that a group ordered by itself leave too where its nodes are interrupted too often.
+    Pending instances that a group ordered by itself leave too where its nodes are lost too soon.
     """
     known = dict(market.memory.known)
     for pool in market.seen.capacity.pools:
         spare = market.supply(pool) - market.pending(pool) - pool.minimum
         for instance in market.staying(pool) if market.shut(pool) else ():
             entry = known[instance.id]
-            left = market.too_wild(pool) or market.pool(pool.name).wasted > 1
-            fresh = instance.state is InstanceState.PENDING and left
+            fresh = instance.state is InstanceState.PENDING and market.pool(pool.name).wasted > 1
             if spare > 0 and not market.is_leaving(instance) and (entry.leaving or fresh):
                 spare -= 1
-                why = entry.leaving or "nodes of its pool are lost or interrupted too often"
+                why = entry.leaving or "nodes of its pool are lost too soon"
                 since = entry.leaving_since if entry.leaving else market.seen.now
                 known[instance.id] = replace(entry, leaving=why, leaving_since=since, replace=False)
     return replace(market.memory, known=known)
@@ -187,11 +170,6 @@ def _resize(market: NodeMarket, goal: Target) -> tuple[Memory, list[Action], lis
         elif entry.until > seen.now:
             wait = entry.until - seen.now
             warnings.append(f"{pool.name}: {entry.trouble}; asked again in {wait:.0f} s")
-        elif market.too_wild(pool):
-            rate = interruptions_per_hour(entry)
-            warnings.append(
-                f"{pool.name}: {rate:.1f} interruptions per node and hour, left alone for a while"
-            )
         if market.desired(pool) < pool.desired:
             requests[pool.name] = Request(pool.name, market.desired(pool), "takes back what it cannot give")
         elif market.surplus(pool):

@@ -181,7 +181,7 @@ def test_time_that_is_worth_more_is_bought() -> None:
 
 def test_spot_is_interrupted_and_everything_still_ends() -> None:
     markets = {"demand": fixed(1.0), "spot": fixed(0.3, 6.0)}
-    cautious = ScalingSettings(max_nodes=8, max_interruptions=100.0)
+    cautious = ScalingSettings(max_nodes=8)
     bill = run_goodput(setup(jobs=10), [SPOT, DEMAND], markets, cautious, "spot")
     assert bill.interruptions > 0
     assert math.isfinite(bill.jct)
@@ -191,7 +191,7 @@ def test_spot_is_interrupted_and_everything_still_ends() -> None:
 
 def test_what_goes_without_a_notice_is_trained_again() -> None:
     markets = {"demand": fixed(1.0), "spot": fixed(0.3, 20.0)}
-    cautious = ScalingSettings(max_nodes=8, max_interruptions=100.0)
+    cautious = ScalingSettings(max_nodes=8)
     sudden = replace(setup(jobs=10), notice=0.0)
     bills = [
         run_goodput(replace(sudden, loss=seconds), [SPOT, DEMAND], markets, cautious, "spot")

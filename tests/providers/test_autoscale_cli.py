@@ -73,7 +73,6 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
         (("--asg", "workers", "--boot-timeout", "0"), "--boot-timeout"),
         (("--asg", "workers", "--boot-timeout", "nan"), "--boot-timeout"),
         (("--asg", "workers", "--shrink-after", "-1"), "--shrink-after"),
-        (("--asg", "workers", "--max-interruptions", "nan"), "--max-interruptions"),
         (("--asg", "workers", "--utilisation", "0.5:inf"), "band"),
         (("--asg", "workers", "--deadline", "1.2.3h"), "2h30m"),
         (("--asg", "workers", "--deadline", "=5h"), "2h30m"),

@@ -198,33 +198,6 @@ def test_more_than_is_worth_it_is_taken_back() -> None:
 # -- pools that take back
 
 
-def test_a_pool_that_interrupts_too_often_is_left_and_tried_again_in_time() -> None:
-    """The group would replace by itself for ever what it takes back. The job saves all the time."""
-    world = World(DEMAND, SPOT, settings=ScalingSettings(lost_work=0.0))
-    world.jobs = (waiting(replicas=1),)
-    world.run(120)
-    assert world.desired == {"demand": 0, "spot": 1}
-    interruptions = 0
-    while not world.desired["demand"]:
-        for name in world.running:
-            world.provider.vanish(name)
-        interruptions += 1
-        assert interruptions < 12
-        world.run(600)
-    assert interruptions > 2
-    assert world.desired == {"demand": 1, "spot": 0}
-    assert any("interruptions per node and hour" in text for text in world.tick().warnings)
-    launched = world.provider.launched
-    world.run(1800)
-    assert world.provider.launched == launched
-    world.run(2 * 86400, every=600)
-    world.jobs = ()
-    world.run(600)
-    world.jobs = (waiting(replicas=1),)
-    world.run(120)
-    assert world.desired == {"demand": 0, "spot": 1}
-
-
 def test_a_few_interruptions_are_no_reason() -> None:
     world = World(DEMAND, SPOT)
     world.jobs = (waiting(replicas=8),)

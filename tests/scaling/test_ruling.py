@@ -327,7 +327,6 @@ def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
         changed=90.0,
         exchanged=91.0,
         low_since=95.0,
-        low_began=94.0,
         broke_until=99.0,
         vain={"train": InVain(1, 98.0)},
     )
@@ -346,7 +345,7 @@ def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
     assert later.pools["p"] == replace(pools["p"], until=1060.0, judged=1005.0, highest_seen=1015.0)
     assert (later.updated, later.changed, later.low_since, later.broke_until) == (1080, 1090, 1095, 1099)
     assert later.vain == {"train": InVain(1, 1098.0)}
-    assert (later.low_began, later.exchanged) == (1094, 1091)
+    assert later.exchanged == 1091
     assert shifted(Memory(), 5.0).updated is None
 
 

@@ -408,33 +408,27 @@ def test_a_job_of_a_given_size_keeps_its_nodes_while_it_changes() -> None:
     assert len(world.running) == 2
 
 
-def test_time_in_which_a_job_changes_is_no_time_of_low_use() -> None:
-    world = World(DEMAND)
-    world.jobs = (waiting(replicas=3), waiting("other", 1))
-    world.until(lambda: len(world.running) == 4)
-    world.jobs = (waiting(replicas=1), waiting("other", 1))
-    for _ in range(7):
-        world.unsettled = frozenset({"other"})
-        world.run(60)
-        world.unsettled = frozenset()
-        world.run(10)
-    assert len(world.running) == 4
-    world.run(60)
-    assert len(world.running) == 2
-
-
-def test_jobs_that_change_for_ever_do_not_hold_the_cluster_for_ever() -> None:
+def test_nodes_of_other_jobs_go_while_a_job_changes() -> None:
     world = World(DEMAND)
     world.jobs = (waiting("a", 6),)
     world.until(lambda: len(world.running) == 6)
     world.jobs, world.unsettled = (waiting("a", 2), waiting("c", 1)), frozenset({"c"})
-    world.run(590)
+    world.run(100)
     assert len(world.running) == 6
-    reasons = [world.tick().reason for _ in range(10)]
-    assert any("6 -> 3 nodes (low for 600 s" in reason for reason in reasons)
+    world.run(60)
     assert len(world.running) == 3
     world.run(1200)
     assert len(world.running) == 3
+
+
+def test_a_lower_limit_holds_for_nodes_of_changing_jobs_too() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=4),)
+    world.until(lambda: len(world.running) == 4)
+    world.unsettled = frozenset({"train"})
+    world.settings = replace(world.settings, max_nodes=2)
+    world.run(120)
+    assert len(world.running) == 2
 
 
 def test_what_a_changing_job_has_or_is_to_have_stays(monkeypatch: pytest.MonkeyPatch) -> None:
