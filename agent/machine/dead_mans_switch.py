@@ -7,8 +7,8 @@ it is still accounted for, and leaves after a long uninterrupted silence.
 A node is accounted for while an autoscaler holds its lease in the store. Without one it is so while a
 coordinator leads and replicas run on the node: that job is in order, and the node is of use until it ends.
 
-A node on which no job makes a step for long is of no use, also while an autoscaler holds its lease. A node
-without replicas counts as one; a job that has never reported a step does not.
+A node on which no job makes a step for as long is of no use, also while an autoscaler holds its lease. A job
+that has never reported a step is left alone, and so is a node without a replica that the autoscaler keeps.
 
 What must not end a node: a restart of etcd or of the autoscaler, a partition that heals (one look at which
 all is well begins the count again), a clock that is set (the clock is monotonic), and a process that did
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 DEFAULT_SECONDS = 3600.0
-"""Default of the silence, and of the time without a step, after which a node ends itself."""
+"""Default of the silence, or of the time without a step, after which a node ends itself."""
 
 LEAST_SECONDS = 600.0
 """The shortest silence that may be chosen: longer than a head needs to boot again."""
@@ -41,7 +41,8 @@ class Look:
         autoscaler: an autoscaler holds its lease.
         coordinator: a coordinator holds its lease.
         at_work: the newest plan of a job has replicas on this node, and its agent is registered.
-        steps: the last reported step of every job on this node; None: one of them has reported none.
+        steps: the last reported step of every job on this node; None: one of them has reported none. On a
+            node without a replica the autoscaler's decisions to keep it count as steps.
     """
 
     trouble: str = ""
@@ -94,29 +95,21 @@ class Decision:
     line: str = ""
 
 
-def decide(
-    before: Silence,
-    look: Look,
-    now: float,
-    limit: float,
-    interval: float,
-    most_stalled: float = DEFAULT_SECONDS,
-) -> Decision:
+def decide(before: Silence, look: Look, now: float, limit: float, interval: float) -> Decision:
     """Return what follows from a look.
 
     Args:
         before: what was known before it.
         look: what it has shown.
         now: monotonic seconds.
-        limit: the silence after which the node leaves, in seconds.
+        limit: the silence, or time without a step, after which the node leaves, in seconds.
         interval: seconds between two looks.
-        most_stalled: seconds without a step after which the node leaves.
     """
     since = 0.0 if before.looked is None else now - before.looked
     passed = min(max(0.0, since), _MOST_INTERVALS * interval)
     steps = before.steps if look.trouble else look.steps
     stalled = before.stalled + passed if steps is not None and steps == before.steps else 0.0
-    if stalled >= most_stalled:
+    if stalled >= limit:
         line = f"this node ends itself: no job has made a step on it for {stalled / 60:.0f} min"
         return Decision(Silence(before.seconds, now, stalled, steps), True, line)
     if not look.missing:
@@ -145,7 +138,6 @@ def watch(
     wait: Callable[[float], None],
     limit: float = DEFAULT_SECONDS,
     interval: float = INTERVAL_SECONDS,
-    most_stalled: float = DEFAULT_SECONDS,
 ) -> str:
     """Look until the node has to leave; return why.
 
@@ -154,13 +146,12 @@ def watch(
         say: called with lines for the log.
         clock: monotonic seconds.
         wait: called with the seconds between two looks.
-        limit: the silence after which the node leaves, in seconds.
+        limit: the silence, or time without a step, after which the node leaves, in seconds.
         interval: seconds between two looks.
-        most_stalled: seconds without a step after which the node leaves.
     """
     silence = Silence()
     while True:
-        decision = decide(silence, look(), clock(), limit, interval, most_stalled)
+        decision = decide(silence, look(), clock(), limit, interval)
         if decision.line:
             say(decision.line)
         if decision.leave:

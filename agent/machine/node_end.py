@@ -23,7 +23,7 @@ from adaptdl_elastic.agent.machine.interruption import discover
 from adaptdl_elastic.protocol.hints import MalformedHintsError
 from adaptdl_elastic.protocol.hints import decode as decode_hints
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import NodeRecord, Plan
+from adaptdl_elastic.rendezvous.schema.records import AutoscalerStatus, NodeRecord, Plan
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
@@ -59,8 +59,22 @@ def read_look(store: Store, keys: Keys, instance: str) -> Look:
     autoscaler = store.get(keys.autoscaler_leader) is not None
     coordinator = store.get(keys.coordinator_leader) is not None
     jobs = _jobs_on(store, keys, instance)
+    if not jobs:
+        return Look("", autoscaler, coordinator, False, _kept(store, keys, instance))
     steps = tuple((job, step) for job in jobs if (step := _last_step(store, keys, job)) is not None)
-    return Look("", autoscaler, coordinator, bool(jobs), steps if len(steps) == len(jobs) else None)
+    return Look("", autoscaler, coordinator, True, steps if len(steps) == len(jobs) else None)
+
+
+def _kept(store: Store, keys: Keys, instance: str) -> tuple[tuple[str, int], ...]:
+    """Return what stands for the steps of a node without a replica.
+
+    It changes with each report of an autoscaler that keeps the node, as `--min-nodes` asks it to.
+    """
+    item = store.get(keys.autoscaler_status)
+    status = read_record(AutoscalerStatus, item)
+    if item is None or status is None or any(i.instance == instance and i.leaves for i in status.idle):
+        return ()
+    return (("autoscaler", item.mod_revision),)
 
 
 def _last_step(store: Store, keys: Keys, job: str) -> int | None:
@@ -130,8 +144,9 @@ def parse_options(arguments: list[str], environ: Mapping[str, str]) -> argparse.
     )
     parser.add_argument("--etcd", default=environ.get("ADAPTDL_ETCD"), help="etcd of the cluster")
     parser.add_argument("--cluster", default=environ.get("ADAPTDL_CLUSTER") or Keys().cluster)
-    parser.add_argument("--after", type=_silence, default=DEFAULT_SECONDS, help="seconds of silence")
-    parser.add_argument("--stalled", type=_silence, default=DEFAULT_SECONDS, help="seconds without a step")
+    parser.add_argument(
+        "--after", type=_silence, default=DEFAULT_SECONDS, help="seconds of silence, or without a step"
+    )
     parser.add_argument("--stop", required=True, help="command that stops the agent and waits for its end")
     options = parser.parse_args(arguments)
     if not options.etcd:
@@ -165,7 +180,6 @@ def main(
         clock,
         wait,
         options.after,
-        most_stalled=options.stalled,
     )
     end_node(
         identity.instance,

@@ -159,7 +159,7 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
     """Return one row per node."""
     rows: dict[str, Row] = {}
     told = view.autoscaler.record.idle if view.autoscaler else ()
-    idle = {instance: (since, price) for instance, since, price in told}
+    idle = {node.instance: node for node in told}
     for job, agents in sorted(view.nodes.items()):
         for node, seen in agents.items():
             record = seen.record
@@ -190,6 +190,7 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
             elif record.at_risk and row["state"] == "ok":
                 row["state"] = "at risk"
             elif record.instance in idle and row["state"] == "ok":
-                since, price = idle[record.instance]
-                row["state"] = f"idle for {(view.wall - since) / 60:.0f} min, costs {price:.2f} an hour"
+                told_of = idle[record.instance]
+                minutes = (view.wall - told_of.since) / 60
+                row["state"] = f"idle for {minutes:.0f} min, costs {told_of.hourly_price:.2f} an hour"
     return [rows[node] for node in sorted(rows)]

@@ -415,7 +415,11 @@ class Autoscaler:
             jobs=tuple(jobs),
             bought=tuple((n, p.instances, p.hours, p.cost) for n, p in sorted(memory.pools.items())),
             warnings=(*decision.warnings, *failed),
-            idle=tuple((n, k.idle_since, k.hourly_price) for n, k in memory.known.items() if k.idle_since),
+            idle=tuple(
+                records.IdleNode(name, entry.idle_since, entry.hourly_price, bool(entry.leaving))
+                for name, entry in memory.known.items()
+                if entry.idle_since is not None
+            ),
             memory=_MEMORY.dump_json(memory).decode(),
             updated=seen.now,
         )

@@ -484,6 +484,16 @@ class JobCost:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class IdleNode:
+    """A node without a replica, as the autoscaler knows it."""
+
+    instance: str
+    since: float
+    hourly_price: float
+    leaves: bool = False  # it is given back, or was: a node that is still there ends itself
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class AutoscalerStatus:
     """The nodes that the autoscaler holds and wants, and what they cost."""
 
@@ -496,7 +506,7 @@ class AutoscalerStatus:
     jobs: tuple[JobCost, ...] = ()
     bought: tuple[tuple[str, int, float, float], ...] = ()  # pool, instances so far, node hours, cost
     warnings: tuple[str, ...] = ()  # problems, and what to do about them
-    idle: tuple[tuple[str, float, float], ...] = ()  # instance, since when without a replica, price an hour
+    idle: tuple[IdleNode, ...] = ()
     memory: str = ""  # state that the autoscaler needs after a restart, as JSON of its own
     updated: float = 0.0
 

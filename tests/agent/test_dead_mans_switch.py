@@ -19,7 +19,9 @@ from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.protocol.hints import encode as encode_hints
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
+    AutoscalerStatus,
     Cause,
+    IdleNode,
     LeaderRecord,
     NodeRecord,
     Placement,
@@ -170,6 +172,22 @@ def test_what_a_look_reads() -> None:
         assert read_look(store, keys, "i-1") == Look(coordinator=True, steps=()), "the plan is of another run"
         store.put(keys.autoscaler_leader, leader)
         assert read_look(store, keys, "i-1") == Look(autoscaler=True, coordinator=True, steps=())
+
+
+def test_looks_of_an_autoscaler_that_keeps_an_idle_node_stand_for_its_steps() -> None:
+    store, keys = MemoryStore(), Keys()
+
+    def steps_after(*idle: IdleNode) -> object:
+        store.put(keys.autoscaler_status, encode(AutoscalerStatus("ec2", 1, 1, 1.0, 1.0, idle=idle)))
+        return read_look(store, keys, "i-1").steps
+
+    with store:
+        kept, leaves = IdleNode("i-1", 1.0, 0.3), IdleNode("i-1", 1.0, 0.3, leaves=True)
+        first = steps_after(kept)
+        assert first and first == read_look(store, keys, "i-1").steps, "without a new report nothing changes"
+        assert steps_after(kept) not in ((), first)
+        assert steps_after(IdleNode("i-2", 1.0, 0.3, leaves=True)) != ()
+        assert steps_after(leaves) == steps_after(leaves) == ()
 
 
 def test_a_store_that_cannot_be_used_is_trouble_and_no_error(tmp_path: Path) -> None:
