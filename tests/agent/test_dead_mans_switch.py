@@ -184,7 +184,8 @@ def test_looks_of_an_autoscaler_that_keeps_an_idle_node_stand_for_its_steps() ->
     with store:
         kept, leaves = IdleNode("i-1", 1.0, 0.3), IdleNode("i-1", 1.0, 0.3, leaves=True)
         first = steps_after(kept)
-        assert first and first == read_look(store, keys, "i-1").steps, "without a new report nothing changes"
+        assert first != ()
+        assert first == read_look(store, keys, "i-1").steps, "without a new report nothing changes"
         assert steps_after(kept) not in ((), first)
         assert steps_after(IdleNode("i-2", 1.0, 0.3, leaves=True)) != ()
         assert steps_after(leaves) == steps_after(leaves) == ()
