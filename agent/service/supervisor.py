@@ -16,8 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import psutil
-
 import adaptdl_elastic
 from adaptdl_elastic.agent.cluster.coordinator_host import (
     SETTLED_AFTER,
@@ -99,11 +97,7 @@ class Supervisor:
             slots=slots,
             gpus=self._gpus,
             gpu_model=model,
-            cores=os.cpu_count() or 1,
-            memory=psutil.virtual_memory().total,
             version=adaptdl_elastic.__version__,
-            pid=os.getpid(),
-            started=time.time(),
         )
 
     def _ports(self) -> tuple[int, int] | None:

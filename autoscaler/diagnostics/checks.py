@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
+import adaptdl_elastic
 from adaptdl_elastic.autoscaler.cluster_view import View
 from adaptdl_elastic.rendezvous.local.addresses import address_towards
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -366,7 +367,7 @@ def check_cluster(view: View, node: str) -> list[Finding]:
     agents = [seen.record for by_node in view.nodes.values() for seen in by_node.values()]
     found = [ok("nodes", f"{len({agent.node for agent in agents})} registered")]
     versions = {agent.version for agent in agents if agent.version}
-    mine = _own_version()
+    mine = adaptdl_elastic.__version__
     others = sorted(versions - {mine})
     if others:
         found.append(
@@ -401,13 +402,6 @@ def check_devices(view: View) -> list[Finding]:
     }
     remedy = "end the other program (nvidia-smi names it), or drain the node and repair the GPU"
     return [warning("GPUs", line, remedy) for line in sorted(lines)]
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("adaptdl-elastic")
-    except metadata.PackageNotFoundError:
-        return "?"
 
 
 def _reachable(hosts: Iterable[str]) -> Iterator[Finding]:
