@@ -22,6 +22,7 @@ from adaptdl_elastic.torch._gradient.measurement import Sampler
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import guards, settle
+from adaptdl_elastic.torch._sharded.window import ShardedWindow
 from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class StepsModel:
     _lr_scheduler: Any
     _batch: Batch
     _batch_sizes: BatchSizes
+    _window: Window | ShardedWindow
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -73,6 +75,11 @@ class StepsModel:
     def initial_batch_size(self) -> int | None:
         """Batch size over all replicas that the data loader was made with; None before its first batch."""
         return self._batch_sizes.last
+
+    @property
+    def window_under_way(self) -> bool:
+        """Whether gradients have been accumulated since the last step."""
+        return self._window.under_way
 
     def statistics(self) -> dict[str, Any]:
         """Return the gradient statistics, to be sent to other replicas."""

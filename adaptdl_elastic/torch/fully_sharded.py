@@ -70,6 +70,8 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
     own_random_streams: bool = True
     """Whether each replica draws its own random numbers in data loops (dropout, noise)."""
 
+    _window: ShardedWindow
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -272,11 +274,6 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
     def accumulates_by_hand(self) -> bool:
         """Whether there are gradients that the optimizer has not used yet, so that no change may come now."""
         return self._passed and any(one.grad is not None for one in fully_shard.parameters(self.module))
-
-    @property
-    def window_under_way(self) -> bool:
-        """Whether gradients have been accumulated since the last step."""
-        return self._window.under_way
 
     def drop_window(self) -> None:
         """Drop the gradients of an accumulation window that will not be stepped."""

@@ -197,11 +197,6 @@ class AdaptiveDataParallel(OptimizerSteps):
         return self._window.by_hand
 
     @property
-    def window_under_way(self) -> bool:
-        """Whether gradients have been accumulated since the last step."""
-        return self._window.under_way
-
-    @property
     def attempted_steps(self) -> int:
         """Steps that were taken, or skipped because gradients were not finite."""
         return self.gns.steps + self.gns.skipped

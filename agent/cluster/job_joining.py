@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     decode,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import Lease, Store, read_record
+from adaptdl_elastic.rendezvous.store.base import Lease, Store, read_record, wait_for_removal
 
 _ATTEMPTS = 20
 
@@ -177,19 +176,6 @@ def register(
                     f"--node-name={record.node} is taken by {error.by}, of job {record.job!r}: choose another"
                 ) from None
             # the lease of an agent that has just been killed may not have expired yet
-            _wait_for_removal(store, keys.node(record.node, record.job), deadline)
+            wait_for_removal(store, keys.node(record.node, record.job), max(0.1, deadline - time.monotonic()))
         else:
             return registration
-
-
-def _wait_for_removal(store: Store, key: str, deadline: float) -> None:
-    revision = store.range(key).revision
-    if store.get(key) is None:
-        return
-    with store.watch(key, revision + 1) as watch:
-        timer = threading.Timer(max(0.1, deadline - time.monotonic()), watch.close)
-        timer.start()
-        for change in watch:
-            if change.kind == "delete":
-                break
-        timer.cancel()
