@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from adaptdl_elastic.rendezvous.store.base import Store, StoreError, wait_for_removal
+from adaptdl_elastic.agent.cluster.store_link import wait_for_removal
+from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from adaptdl_elastic.storage import StorageError, reason
 
 NOTE = "finished.json"  # name of the note, in the directory of the checkpoints

@@ -10,7 +10,12 @@ from dataclasses import replace
 
 from adaptdl_elastic.agent.cluster.ended_run import NO_OPTIONS, StartOptions, of_status, refuse
 from adaptdl_elastic.agent.cluster.ended_run import JoinError as JoinError
-from adaptdl_elastic.agent.cluster.store_link import LEASE_SECONDS, NameTakenError, Registration
+from adaptdl_elastic.agent.cluster.store_link import (
+    LEASE_SECONDS,
+    NameTakenError,
+    Registration,
+    wait_for_removal,
+)
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     JobSpec,
@@ -21,7 +26,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     decode,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import Lease, Store, read_record, wait_for_removal
+from adaptdl_elastic.rendezvous.store.base import Lease, Store, read_record
 
 _ATTEMPTS = 20
 
