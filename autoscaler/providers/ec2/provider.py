@@ -398,7 +398,13 @@ class Ec2Provider(Provider):
         self._in_hooks(instance, "autoscaling:CompleteLifecycleAction", call)
 
     def _in_hooks(self, instance: str, action: str, call: Callable[..., Any]) -> None:
-        """Call `action`, by IAM's name, for every termination hook; hooks that the instance does not wait in are ignored."""
+        """Call an action for every termination hook; hooks that the instance does not wait in are ignored.
+
+        Args:
+            instance: the instance.
+            action: name of the action in IAM's terms.
+            call: makes the call.
+        """
         group = self._group_of(instance)
         for hook in self._termination_hooks(group):  # hook names; the seconds do not matter here
             with contextlib.suppress(NotWaitingError), explained(action, f"{group}/{hook}"):
