@@ -1,7 +1,13 @@
 """The checks of `adaptdl doctor --aws`: credentials, permissions, and the setup of the groups.
 
-Calls that read are made. Permissions to write are not tried: the autoscaler needs most of them as soon as it
-takes a group over, and names the one that is missing.
+Every permission is tried, because policies cannot be read reliably. Calls that read are made. Calls that
+write are made so that they change nothing (EC2 Auto Scaling has no dry run), as a tag that is removed again.
+Where that is impossible, the call names something that does not exist (a process, an instance, a hook, a
+receipt): AWS checks the permission first, and then refuses the content.
+
+Two permissions are not tried: SetDesiredCapacity could undo what somebody else has just asked for, and
+TerminateInstanceInAutoScalingGroup names no group, so for an instance that does not exist AWS cannot tell
+whether a policy for some groups covers it.
 """
 
 from __future__ import annotations
@@ -11,11 +17,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from botocore import xform_name
+from botocore.exceptions import ClientError
 
 from adaptdl_elastic.autoscaler.providers.base import ProviderError
 from adaptdl_elastic.autoscaler.providers.ec2 import responses as read
 from adaptdl_elastic.autoscaler.providers.ec2.errors import explained
 from adaptdl_elastic.autoscaler.providers.ec2.provider import connect
+
+_TAG = "adaptdl-elastic:doctor"
+_NOBODY = "i-00000000000000000"
+_NOTHING = "adaptdl-doctor"  # name of a process, a hook and a receipt that do not exist
+_CONTENTS = (
+    *("ValidationError", "InvalidParameterValue", "InvalidInstanceID", "ReceiptHandleIsInvalid"),
+    "ResourceContention",
+)
 
 
 @dataclass(frozen=True)
@@ -71,17 +86,30 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
     (group,) = found
     return [
         _set_up(group),
-        *(_try(clients, name, action, given) for action, given in _readings(group).items()),
+        *(_try(clients, name, action, given) for action, given in _attempts(group).items()),
         _policies(autoscaling, name),
     ]
 
 
-def _readings(group: read.Answer) -> dict[str, dict[str, Any]]:
-    """Return the arguments with which each action that reads is tried."""
-    this = {"AutoScalingGroupName": group["AutoScalingGroupName"]}
-    template = read.template_of(group)
+def _attempts(group: read.Answer) -> dict[str, dict[str, Any]]:
+    """Return the arguments with which each action is tried; they change nothing, or cannot succeed."""
+    name, template = group["AutoScalingGroupName"], read.template_of(group)
+    this = {"AutoScalingGroupName": name}
+    tag = {"ResourceId": name, "ResourceType": "auto-scaling-group", "Key": _TAG}
+    those = {**this, "InstanceIds": [_NOBODY]}
+    process = {**this, "ScalingProcesses": [_NOTHING]}
+    hook = {**this, "LifecycleHookName": _NOTHING, "InstanceId": _NOBODY}
     launched = {} if template is None else {"ec2:DescribeLaunchTemplateVersions": read.version_of(template)}
     return {
+        "autoscaling:CreateOrUpdateTags": {"Tags": [{**tag, "Value": "", "PropagateAtLaunch": False}]},
+        "autoscaling:DeleteTags": {"Tags": [tag]},
+        # without arguments it changes nothing; a value that was just read may have been changed since
+        "autoscaling:UpdateAutoScalingGroup": this,
+        "autoscaling:SuspendProcesses": process,
+        "autoscaling:ResumeProcesses": process,
+        "autoscaling:SetInstanceProtection": {**those, "ProtectedFromScaleIn": True},
+        "autoscaling:RecordLifecycleActionHeartbeat": hook,
+        "autoscaling:CompleteLifecycleAction": {**hook, "LifecycleActionResult": "CONTINUE"},
         "autoscaling:DescribeScalingActivities": {**this, "MaxRecords": 1},
         "autoscaling:DescribeLifecycleHooks": this,
         **launched,
@@ -121,11 +149,15 @@ def _policies(autoscaling: Any, name: str) -> Check:
 
 
 def _try(clients: Mapping[str, Any], name: str, action: str, given: Mapping[str, Any]) -> Check:
-    """Call an action that reads."""
+    """Call an action; a refusal of its content shows that the permission is there."""
     service, _, call = action.partition(":")
     try:
         with explained(action, name):
-            getattr(clients[service], xform_name(call))(**given)
+            try:
+                getattr(clients[service], xform_name(call))(**given)
+            except ClientError as error:
+                if str(error.response.get("Error", {}).get("Code", "")) not in _CONTENTS:
+                    raise
     except ProviderError as error:
         return Check(f"{name}: {action}", False, str(error))
     return Check(f"{name}: {action}", True, "allowed")
@@ -144,4 +176,5 @@ def _queue(clients: Mapping[str, Any], url: str) -> list[Check]:
         Check("notice queue", True, f"{waiting} messages wait"),
         # the messages are visible again at once, for the autoscaler
         _try(clients, url, "sqs:ReceiveMessage", {"QueueUrl": url, "VisibilityTimeout": 0}),
+        _try(clients, url, "sqs:DeleteMessage", {"QueueUrl": url, "ReceiptHandle": _NOTHING}),
     ]
