@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from adaptdl_elastic import _frames, _secrets, _session, env
+from adaptdl_elastic._session import Session
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 from adaptdl_elastic.reducer import Future, ReduceFn, Reducer, default_reduce_fn
 
@@ -45,16 +46,32 @@ def initialize(
     session = _session.current()
     if session.reducer is not None:
         raise RuntimeError("the collectives are initialized already; call teardown() first")
-    replicas = session.replicas if num_replicas is None else num_replicas
-    session.reducer = Reducer(
-        session.rank if replica_rank is None else replica_rank,
-        replicas,
+    session.reducer = reducer_of(
+        session,
         env.master_addr() if master_addr is None else master_addr,
         env.master_port() if master_port is None else master_port,
+        rank=session.rank if replica_rank is None else replica_rank,
+        replicas=session.replicas if num_replicas is None else num_replicas,
+    )
+
+
+def reducer_of(session: Session, host: str, port: int, **options: Any) -> Reducer:
+    """Return a reducer that connects this replica with the others, for the library.
+
+    Args:
+        session: This replica's session.
+        host: Host on which rank 0 listens.
+        port: Port on which rank 0 listens; 0: any free one.
+        **options: Further arguments of `Reducer`.
+    """
+    return Reducer(
+        root_host=host,
+        root_port=port,
         secret=_secrets.generation_key(env.secret(), _secrets.REDUCER, session.job, session.generation),
         on_control=session.on_control,
         on_lost=session.on_lost,
         on_finished=session.on_finished,
+        **{"rank": session.rank, "replicas": session.replicas, **options},
     )
 
 

@@ -157,6 +157,27 @@ def checkpoint_interval() -> float:
     return 30.0 if value is None else value
 
 
+def checkpoint_timeout() -> float:
+    """Return the seconds that saving a checkpoint may take (`ADAPTDL_CHECKPOINT_TIMEOUT`); 120 if not set."""
+    value = _read(_seconds, environment.CHECKPOINT_TIMEOUT)
+    return 120.0 if value is None else value
+
+
+def checkpoint_keep() -> int:
+    """Return how many checkpoints are kept (`ADAPTDL_CHECKPOINT_KEEP`); 3 if not set."""
+    return _read(_count(1), environment.CHECKPOINT_KEEP) or 3
+
+
+def checkpoint_wait() -> float:
+    """Return the seconds that a replica waits for the checkpoint that it has to start from; 0 if not set."""
+    return _read(_seconds, environment.CHECKPOINT_WAIT) or 0.0
+
+
+def report_interval() -> float:
+    """Return the seconds between reports (`ADAPTDL_REPORT_INTERVAL`); 2 if not set or 0."""
+    return _read(_seconds, environment.REPORT_INTERVAL) or 2.0
+
+
 def hang_timeout() -> float | None:
     """Return the seconds without progress after which a replica is killed (`ADAPTDL_HANG_TIMEOUT`).
 

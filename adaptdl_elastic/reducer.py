@@ -282,26 +282,13 @@ class Reducer:
             stream: Stream of the call.
             objects: Whether `obj` and the result may be objects of any type that can be pickled.
         """
-        return self._start(obj, reduce_fn, tag, stream, objects)
-
-    def broadcast(self, obj: Any, tag: str = "", objects: bool = False) -> Any:
-        """Return rank 0's `obj` on every replica. `tag` and `objects` as for `allreduce_async`."""
-        return self._start(obj if self.rank == 0 else None, _first, tag, objects=objects).result()
-
-    def barrier(self, tag: str = "") -> None:
-        """Return once every replica has called it."""
-        self.broadcast(None, tag)
-
-    def _start(
-        self, value: Any, reduce_fn: ReduceFn, tag: str, stream: int = MAIN, objects: bool = False
-    ) -> Future:
         if not callable(reduce_fn):
             raise TypeError(f"reduce_fn combines two values into one, got {reduce_fn!r}")
         if self.replicas == 1:
             future = Future()
-            future._set(value)
+            future._set(obj)
             return future
-        payload = b"" if self.rank == 0 else _codec.encode((tag, self._pack(value, objects)))
+        payload = b"" if self.rank == 0 else _codec.encode((tag, self._pack(obj, objects)))
         with self._lock:
             if self._closing:  # after `abort`, the same error as for the collectives that it ended
                 raise (PeerLostError if self._aborted else CollectiveError)(_TORN_DOWN)
@@ -317,7 +304,7 @@ class Reducer:
                 lost = self._failed.pop(sequence, None) or self._lost.get(0)
             else:
                 call = self.calls.setdefault(sequence, _Call())
-                call.own, call.reduce_fn, call.tag, call.objects = value, reduce_fn, tag, objects
+                call.own, call.reduce_fn, call.tag, call.objects = obj, reduce_fn, tag, objects
                 future, lost = call.future, None
         if self.rank == 0:
             self._advance(sequence)
@@ -326,6 +313,14 @@ class Reducer:
         else:
             self._send(0, _CONTRIBUTION, sequence.to_bytes(8, "big") + payload)
         return future
+
+    def broadcast(self, obj: Any, tag: str = "", objects: bool = False) -> Any:
+        """Return rank 0's `obj` on every replica. `tag` and `objects` as for `allreduce_async`."""
+        return self.allreduce(obj if self.rank == 0 else None, _first, tag, objects=objects)
+
+    def barrier(self, tag: str = "") -> None:
+        """Return once every replica has called it."""
+        self.broadcast(None, tag)
 
     def _pack(self, value: Any, objects: bool) -> bytes:
         return _wire.pack(value, objects) if self._trusted or not objects else _wire.pack_for_strangers(value)

@@ -98,7 +98,6 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             options.line_prefix,
             several=options.slots > 1
             and (options.local_ranks_filter is None or len(options.local_ranks_filter) > 1),
-            all_tracebacks=options.tracebacks == "all",
         )
         stack.callback(output.close)
         if options.of_one_machine:

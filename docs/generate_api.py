@@ -76,7 +76,7 @@ INTERNAL = {
     "checkpoint": {"": "agree end_epoch restore_states snapshot_states"},
     "reducer": {"": "Reducer"},
 }
-INHERITED = {"LoaderBatchSize", "OptimizerSteps"}
+INHERITED = {"LoaderBatchSize", "OptimizerSteps", "StepsModel"}
 """Base classes that have no place of their own on the page; their members stand below the derived class."""
 
 SECTIONS = re.compile(r"(Args|Raises|Returns|Yields|Attributes):\s*$")

@@ -290,7 +290,7 @@ def save_all_states(
     )
     if background:
         return None
-    timeout = _timeout()
+    timeout = env.checkpoint_timeout()
     if not job.done.wait(max(timeout - (time.monotonic() - begun), 0)):
         message = f"saving a checkpoint to {path} took longer than {timeout:g} s (ADAPTDL_CHECKPOINT_TIMEOUT)"
         finished(Saved("", path, kind, step, time.monotonic() - begun, error=message))
@@ -491,26 +491,9 @@ def manager_of(session: Session) -> CheckpointManager:
             open_storage(path) if path else None,
             recorded=os.environ.get(environment.CHECKPOINT_ID),
             job=session.job,
-            keep=int(_number(environment.CHECKPOINT_KEEP, 3, 1)),
+            keep=env.checkpoint_keep(),
             writes=session.rank == 0,
-            wait=_number(environment.CHECKPOINT_WAIT, 0.0, 0),
+            wait=env.checkpoint_wait(),
         )
     assert isinstance(manager, CheckpointManager)
     return manager
-
-
-def _timeout() -> float:
-    return _number(environment.CHECKPOINT_TIMEOUT, 120.0, 0)
-
-
-def _number(variable: str, default: float, minimum: float) -> float:
-    text = os.environ.get(variable)
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not minimum <= value < float("inf"):
-        raise ValueError(f"{variable}={text}: a number of at least {minimum:g} is needed")
-    return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import field, fields
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -271,18 +271,8 @@ ReplicaMessage = (
 )
 Message = AgentMessage | ReplicaMessage
 
-_ORDERS: dict[str, type[Any]] = {
-    one.kind: one for one in (Stop, SaveCheckpoint, ChangePlan, WithdrawPlan, RecoveryPlan, Ping)
-}
-_REPORTS: dict[str, type[Any]] = {
-    one.kind: one
-    for one in (
-        *(Hello, Event, StepFinished, Ready, Resilient, EpochsFinished, Finished, Stopping),
-        *(PeerLost, Hanging, Pong, Switched, Hints, Saved),
-    )
-}
-
-
+_ORDERS: dict[str, type[Any]] = {one.kind: one for one in get_args(AgentMessage)}
+_REPORTS: dict[str, type[Any]] = {one.kind: one for one in get_args(ReplicaMessage)}
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {
     one: TypeAdapter(one) for one in (*_ORDERS.values(), *_REPORTS.values())
 }

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from adaptdl_elastic.storage import DirectoryStorage, Storage
 from adaptdl_elastic.storage.s3 import S3Storage
 
 
-def open_storage(path: str, options: Mapping[str, Any] | None = None) -> Storage:
+def open_storage(path: str) -> Storage:
     """Return the storage for `s3://bucket/prefix`, or for a directory, which need not exist yet.
-
-    Args:
-        path: the path.
-        options: arguments for boto3's client.
 
     Raises:
         ValueError: the path has another scheme.
@@ -25,5 +18,5 @@ def open_storage(path: str, options: Mapping[str, Any] | None = None) -> Storage
     if scheme == "file":
         return DirectoryStorage(rest)
     if scheme == "s3":
-        return S3Storage(path, options)
+        return S3Storage(path)
     raise ValueError(f"checkpoints can be kept in a directory or in s3://bucket/prefix, not in {path!r}")

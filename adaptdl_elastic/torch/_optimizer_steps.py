@@ -19,15 +19,17 @@ from adaptdl_elastic.torch._gradient.accumulation import Batch, Window
 from adaptdl_elastic.torch._gradient.comm_hook import HookState
 from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._gradient.measurement import Sampler
+from adaptdl_elastic.torch._gradient.model_state import BatchSizes
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import guards, settle
+from adaptdl_elastic.torch._sharded.window import ShardedWindow
 from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
 
 logger = logging.getLogger(__name__)
 
 
-class OptimizerSteps(DistributedDataParallel):
-    """Decide when the optimizer of a model steps. `AdaptiveDataParallel` adds forward and backward passes."""
+class StepsModel:
+    """Define what models of every kind tell of their optimizer, its steps and its gradient statistics."""
 
     name: str
     scaling_rule: ScalingRuleBase
@@ -35,13 +37,24 @@ class OptimizerSteps(DistributedDataParallel):
     irreparable: str | None  # why a failed step cannot be undone
     _optimizer: torch.optim.Optimizer
     _lr_scheduler: Any
-    _mp_scaler: Any
-    _window: Window
     _batch: Batch
-    _hook: HookState
-    _sampler: Sampler
-    _user_no_sync: bool  # the script accumulates by hand
-    _synchronised: bool  # False during a forward pass whose gradients are not synchronised
+    _batch_sizes: BatchSizes
+    _window: Window | ShardedWindow
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Optimizer of the model's parameters."""
+        return self._optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Scheduler given to the constructor, or None."""
+        return self._lr_scheduler
+
+    @property
+    def progress(self) -> float:
+        """Progress so far, in steps at the initial batch size."""
+        return self.gns.get_progress()
 
     @property
     def gain(self) -> float:
@@ -57,6 +70,52 @@ class OptimizerSteps(DistributedDataParallel):
     def lr_factor(self) -> float | Array:
         """Current factor of the learning rate by the scaling rule: a number, or one per parameter group."""
         return self.scaling_rule.scale_lr(self.scale)
+
+    @property
+    def initial_batch_size(self) -> int | None:
+        """Batch size over all replicas that the data loader was made with; None before its first batch."""
+        return self._batch_sizes.last
+
+    @property
+    def window_under_way(self) -> bool:
+        """Whether gradients have been accumulated since the last step."""
+        return self._window.under_way
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the gradient statistics, to be sent to other replicas."""
+        return self.gns.state_dict()
+
+    def load_statistics(self, statistics: dict[str, Any]) -> None:
+        """Replace the gradient statistics by another replica's `statistics`."""
+        self.gns.load_state_dict(statistics)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether `optimizer.step()` steps now: not in the middle of a window or in a dry batch."""
+        if current_session().dry:
+            return False
+        loader = current_dataloader()
+        return loader is None or not loader.training or bool(loader.is_optim_step())
+
+    def _check_groups(self, kind: str) -> None:
+        """Raise RuntimeError if parameter groups were added since this model, of class `kind`, was made."""
+        if len(self._optimizer.param_groups) != self.gns.groups:
+            raise RuntimeError(
+                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
+                f"{self.gns.groups} when {kind} was made: add all groups before, with requires_grad or a "
+                f"learning rate of 0 for those that are to train later"
+            )
+
+
+class OptimizerSteps(StepsModel, DistributedDataParallel):
+    """Decide when the optimizer of a model steps. `AdaptiveDataParallel` adds forward and backward passes."""
+
+    _mp_scaler: Any
+    _window: Window
+    _hook: HookState
+    _sampler: Sampler
+    _user_no_sync: bool  # the script accumulates by hand
+    _synchronised: bool  # False during a forward pass whose gradients are not synchronised
 
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
         """Write gradient statistics, gain, progress and learning-rate factors to TensorBoard.
@@ -91,14 +150,6 @@ class OptimizerSteps(DistributedDataParallel):
         """Why the gradients of the current step could not be synchronised; None if they could."""
         return self._hook.failure
 
-    @property
-    def stepping(self) -> bool:
-        """Whether `optimizer.step()` steps now: not in the middle of a window or in a dry batch."""
-        if current_session().dry:
-            return False
-        loader = current_dataloader()
-        return loader is None or not loader.training or bool(loader.is_optim_step())
-
     def begin_step(self, closure: bool = False) -> bool:
         """Return whether the optimizer is to step now. Called by scaling rules.
 
@@ -109,12 +160,7 @@ class OptimizerSteps(DistributedDataParallel):
             RuntimeError: parameter groups were added, a closure is used with gradient accumulation, or
                 `zero_grad` was called in some batches of the window only.
         """
-        if len(self._optimizer.param_groups) != self.gns.groups:
-            raise RuntimeError(
-                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
-                f"{self.gns.groups} when AdaptiveDataParallel was made: add all groups before, with "
-                f"requires_grad or a learning rate of 0 for those that are to train later"
-            )
+        self._check_groups("AdaptiveDataParallel")
         if not self.stepping:
             if closure:
                 raise RuntimeError(

@@ -22,7 +22,7 @@ from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._elastic.join import begin_joining
 from adaptdl_elastic.torch._process_group import backends, capability, script_collectives
-from adaptdl_elastic.torch._process_group.setup import connect_torch, listening_host, make_group, reducer_key
+from adaptdl_elastic.torch._process_group.setup import connect_torch, listening_host, make_group
 from adaptdl_elastic.torch._process_group.signed_store import signed
 from adaptdl_elastic.torch._process_group.store import open_store
 
@@ -232,7 +232,7 @@ def _connect_through(session: Session, store: Any) -> None:
         def publish(port: int) -> None:
             store.set(_ADDRESS, json.dumps([host, port]))
 
-        _connect(session, host, 0, publish)
+        _connect(session, host, 0, publish=publish)
     else:
 
         def find_root() -> tuple[str, int]:
@@ -242,20 +242,9 @@ def _connect_through(session: Session, store: Any) -> None:
         _connect(session, *find_root(), find_root=find_root)
 
 
-def _connect(session: Session, host: str, port: int, publish: Any = None, find_root: Any = None) -> None:
+def _connect(session: Session, host: str, port: int, **options: Any) -> None:
     if session.reducer is not None:
         if session.reducer.replicas == session.replicas:
             return  # collective.initialize was called by the script
         session.reducer.close()
-    session.reducer = Reducer(
-        session.rank,
-        session.replicas,
-        host,
-        port,
-        secret=reducer_key(session),
-        on_control=session.on_control,
-        on_lost=session.on_lost,
-        on_finished=session.on_finished,
-        publish=publish,
-        find_root=find_root,
-    )
+    session.reducer = collective.reducer_of(session, host, port, **options)

@@ -20,6 +20,7 @@ from adaptdl_elastic.torch._gradient.model_state import BatchSizes
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
+from adaptdl_elastic.torch._optimizer_steps import StepsModel
 from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
 from adaptdl_elastic.torch._sharded import fully_shard, reshard
 from adaptdl_elastic.torch._sharded.model_state import ShardedModelState
@@ -30,7 +31,7 @@ from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
 __all__ = ["AdaptiveFSDP"]
 
 
-class AdaptiveFSDP(torch.nn.Module):
+class AdaptiveFSDP(StepsModel, torch.nn.Module):
     """Train a model that `fully_shard` (FSDP2) was applied to, while the number of replicas changes in place.
 
     Apply `fully_shard` as usual, without a mesh, and make the optimizer afterwards. When replicas come or go,
@@ -68,6 +69,8 @@ class AdaptiveFSDP(torch.nn.Module):
 
     own_random_streams: bool = True
     """Whether each replica draws its own random numbers in data loops (dropout, noise)."""
+
+    _window: ShardedWindow
 
     def __init__(
         self,
@@ -207,16 +210,6 @@ class AdaptiveFSDP(torch.nn.Module):
         self.gns.reset_accumulation()
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Optimizer of the model's parameters."""
-        return self._optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """Scheduler given to the constructor, or None."""
-        return self._lr_scheduler
-
-    @property
     def mp_scaler(self) -> None:
         """None: a GradScaler is not supported."""
 
@@ -282,11 +275,6 @@ class AdaptiveFSDP(torch.nn.Module):
         """Whether there are gradients that the optimizer has not used yet, so that no change may come now."""
         return self._passed and any(one.grad is not None for one in fully_shard.parameters(self.module))
 
-    @property
-    def window_under_way(self) -> bool:
-        """Whether gradients have been accumulated since the last step."""
-        return self._window.under_way
-
     def drop_window(self) -> None:
         """Drop the gradients of an accumulation window that will not be stepped."""
         if self._window.under_way:
@@ -296,58 +284,13 @@ class AdaptiveFSDP(torch.nn.Module):
             self._passed = False
             super().zero_grad(set_to_none=True)
 
-    @property
-    def progress(self) -> float:
-        """Progress so far, in steps at the initial batch size."""
-        return self.gns.get_progress()
-
-    @property
-    def scale(self) -> float:
-        """Batch size of the current step / initial batch size; 1 without an AdaptiveDataLoader."""
-        return self._batch.scale
-
-    @property
-    def gain(self) -> float:
-        """Steps at the initial batch size that a step at the current one is worth, from 1 to `scale`."""
-        return self.gns.gain(self.scale)
-
-    @property
-    def lr_factor(self) -> float | Array:
-        """Current factor of the learning rate by the scaling rule: a number, or one per parameter group."""
-        return self.scaling_rule.scale_lr(self.scale)
-
-    @property
-    def initial_batch_size(self) -> int | None:
-        """Batch size over all replicas that the data loader was made with; None before its first batch."""
-        return self._batch_sizes.last
-
-    def statistics(self) -> dict[str, Any]:
-        """Return the gradient statistics, to be sent to other replicas."""
-        return self.gns.state_dict()
-
-    def load_statistics(self, statistics: dict[str, Any]) -> None:
-        """Replace the gradient statistics by another replica's `statistics`."""
-        self.gns.load_state_dict(statistics)
-
-    @property
-    def stepping(self) -> bool:
-        """Whether `optimizer.step()` steps now: not in the middle of a window or in a dry batch."""
-        if current_session().dry:
-            return False
-        loader = current_dataloader()
-        return loader is None or not loader.training or bool(loader.is_optim_step())
-
     def begin_step(self, closure: bool = False) -> bool:
         """Return whether the optimizer is to step now. Called by the scaling rule.
 
         Raises:
             RuntimeError: parameter groups were added, or a closure is used with gradient accumulation.
         """
-        if len(self._optimizer.param_groups) != self.gns.groups:
-            raise RuntimeError(
-                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
-                f"{self.gns.groups} when AdaptiveFSDP was made: add all groups before"
-            )
+        self._check_groups("AdaptiveFSDP")
         if not self.stepping:
             if closure and not current_session().dry:
                 raise RuntimeError(

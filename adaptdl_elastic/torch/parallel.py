@@ -182,16 +182,6 @@ class AdaptiveDataParallel(OptimizerSteps):
         return self._hook.stuck
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Optimizer of the model's parameters."""
-        return self._optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """Scheduler given to the constructor, or None."""
-        return self._lr_scheduler
-
-    @property
     def mp_scaler(self) -> Any:
         """GradScaler given to the constructor, or None."""
         return self._mp_scaler
@@ -207,27 +197,9 @@ class AdaptiveDataParallel(OptimizerSteps):
         return self._window.by_hand
 
     @property
-    def window_under_way(self) -> bool:
-        """Whether gradients have been accumulated since the last step."""
-        return self._window.under_way
-
-    @property
     def attempted_steps(self) -> int:
         """Steps that were taken, or skipped because gradients were not finite."""
         return self.gns.steps + self.gns.skipped
-
-    @property
-    def progress(self) -> float:
-        """Progress so far, in steps at the initial batch size."""
-        return self.gns.get_progress()
-
-    def statistics(self) -> dict[str, Any]:
-        """Return the gradient statistics, to be sent to other replicas."""
-        return self.gns.state_dict()
-
-    def load_statistics(self, statistics: dict[str, Any]) -> None:
-        """Replace the gradient statistics by another replica's `statistics`."""
-        self.gns.load_state_dict(statistics)
 
     def why_not_resilient(self) -> str | None:
         """Return why the death of a replica cannot be survived with this model; None if it can."""
@@ -264,11 +236,6 @@ class AdaptiveDataParallel(OptimizerSteps):
             return
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         backends.broadcast(buffers, self.process_group, self._hook.link, limit)
-
-    @property
-    def initial_batch_size(self) -> int | None:
-        """Batch size over all replicas that the data loader was made with; None before its first batch."""
-        return self._batch_sizes.last
 
     # Forward and backward pass, and step.
 

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from adaptdl_elastic.agent.cluster.store_link import wait_for_removal
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from adaptdl_elastic.storage import StorageError, reason
 
@@ -132,16 +132,7 @@ def exclusive(store: Store, key: str) -> Iterator[None]:
     lease = store.lease(_LOCK_TTL)
     try:
         while store.compare_and_swap(key, "", 0, lease) is None:
-            revision = store.range(key).revision
-            if store.get(key) is None:
-                continue
-            with store.watch(key, revision + 1) as watch:
-                timer = threading.Timer(_LOCK_TTL, watch.close)  # then check the key again
-                timer.start()
-                for change in watch:
-                    if change.kind == "delete":
-                        break
-                timer.cancel()
+            wait_for_removal(store, key, _LOCK_TTL)  # then try again
         yield
     finally:
         with suppress(StoreError):

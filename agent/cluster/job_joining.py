@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from adaptdl_elastic.agent.cluster.ended_run import NO_OPTIONS, StartOptions, of_status, refuse
 from adaptdl_elastic.agent.cluster.ended_run import JoinError as JoinError
-from adaptdl_elastic.agent.cluster.store_link import LEASE_SECONDS, NameTakenError, Registration
+from adaptdl_elastic.agent.cluster.store_link import (
+    LEASE_SECONDS,
+    NameTakenError,
+    Registration,
+    wait_for_removal,
+)
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     JobSpec,
@@ -177,19 +181,6 @@ def register(
                     f"--node-name={record.node} is taken by {error.by}, of job {record.job!r}: choose another"
                 ) from None
             # the lease of an agent that has just been killed may not have expired yet
-            _wait_for_removal(store, keys.node(record.node, record.job), deadline)
+            wait_for_removal(store, keys.node(record.node, record.job), max(0.1, deadline - time.monotonic()))
         else:
             return registration
-
-
-def _wait_for_removal(store: Store, key: str, deadline: float) -> None:
-    revision = store.range(key).revision
-    if store.get(key) is None:
-        return
-    with store.watch(key, revision + 1) as watch:
-        timer = threading.Timer(max(0.1, deadline - time.monotonic()), watch.close)
-        timer.start()
-        for change in watch:
-            if change.kind == "delete":
-                break
-        timer.cancel()

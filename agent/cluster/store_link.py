@@ -380,3 +380,17 @@ class Registration:
             self.release(self.key, encode(self.record))
         elif self.lease is not None:
             self.lease.revoke()
+
+
+def wait_for_removal(store: Store, key: str, seconds: float) -> None:
+    """Wait until a key is deleted, at most so many seconds."""
+    revision = store.range(key).revision
+    if store.get(key) is None:
+        return
+    with store.watch(key, revision + 1) as watch:
+        timer = threading.Timer(seconds, watch.close)
+        timer.start()
+        for change in watch:
+            if change.kind == "delete":
+                break
+        timer.cancel()

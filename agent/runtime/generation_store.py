@@ -8,12 +8,12 @@ library).
 from __future__ import annotations
 
 import socket
-from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adaptdl_elastic.agent.runtime.agent_config import MeetingPoint
-from adaptdl_elastic.rendezvous.local.addresses import NoPortError, is_local, listen, reserve
+from adaptdl_elastic.rendezvous.local.addresses import NoPortError, is_local, reserve
+from adaptdl_elastic.rendezvous.local.tcp_store import serve
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 
 _JOIN_SECONDS = 30.0
@@ -42,18 +42,9 @@ class GenerationStore:
             host = wanted.host if wanted.host is not None and is_local(wanted.host) else host
             ports = (wanted.port, wanted.port)
         try:
-            sock = listen(host, ports)
+            port, store = serve(host, ports, _JOIN_SECONDS)
         except NoPortError as error:
             raise NoPortError(f"{wanted}: {error}") if wanted is not None else error from None
-        port = int(sock.getsockname()[1])
-        store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_JOIN_SECONDS),
-            master_listen_fd=sock.detach(),
-        )
         kept = reserve(host, self._ports)  # a port for rank 0, which will listen there when it has started
         self._stores[generation] = store, kept
         return MasterRecord(generation, host, port, int(kept.getsockname()[1]))

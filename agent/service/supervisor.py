@@ -16,8 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import psutil
-
 import adaptdl_elastic
 from adaptdl_elastic.agent.cluster.coordinator_host import (
     SETTLED_AFTER,
@@ -40,6 +38,7 @@ from adaptdl_elastic.agent.service.job_records import JobRecords
 from adaptdl_elastic.agent.service.known_jobs import KnownJobs, LostListError
 from adaptdl_elastic.agent.service.notices import Notices
 from adaptdl_elastic.agent.service.stand_in import Membership
+from adaptdl_elastic.agent.terminal.run_options import parse_ports
 from adaptdl_elastic.rendezvous.local.addresses import listen
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, NodeUsage, Plan, encode
@@ -89,7 +88,7 @@ class Supervisor:
         self._swept_at = float("-inf")
         self._membership: Membership | None = None
         self._host = self._coordinator_host()
-        listening = listen(config.host, self._ports())
+        listening = listen(config.host, parse_ports(config.port_range) if config.port_range else None)
         served = Served(config, directory, self._blobs, self._known.owner, self._running, self._state)
         self._port = ServicePort(listening, served)
         self._record = ServiceRecord(
@@ -99,18 +98,8 @@ class Supervisor:
             slots=slots,
             gpus=self._gpus,
             gpu_model=model,
-            cores=os.cpu_count() or 1,
-            memory=psutil.virtual_memory().total,
             version=adaptdl_elastic.__version__,
-            pid=os.getpid(),
-            started=time.time(),
         )
-
-    def _ports(self) -> tuple[int, int] | None:
-        if not self._config.port_range:
-            return None
-        low, _, high = self._config.port_range.partition(":")
-        return int(low), int(high)
 
     @property
     def record(self) -> ServiceRecord:

@@ -5,8 +5,8 @@ They are kept when the generation and the run are over. Output that is shown and
 that is shown above a live line, and output that gets the rank before every line, because several replicas
 write to one terminal, goes through pipes, which one thread reads.
 
-Tracebacks of errors that nobody caught are left to `traceback_display`, unless `--tracebacks=all` is given:
-replicas write them to `traceback.log` beside their other logs.
+Tracebacks of errors that nobody caught are left to `traceback_display`: replicas write them to
+`traceback.log` beside their other logs.
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ class Output:
 
     Args:
         several: Several replicas of this node may write to the terminal: the rank stands before their lines.
-        all_tracebacks: Each replica writes its traceback itself, where its other output goes.
         prefix: Text before lines, with `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}`; None:
             torchrun's variable says it, else `[<role><local rank>]:` with `--tee`, `[rank<rank>]: ` for
             `several`.
@@ -134,7 +133,6 @@ class Output:
         prefix: str | None = None,
         *,
         several: bool = False,
-        all_tracebacks: bool = False,
     ) -> None:
         base = log_dir or Path(tempfile.gettempdir()) / f"adaptdl-logs-{os.getuid()}"
         try:
@@ -150,7 +148,7 @@ class Output:
         self._role, self._show = role, show
         given = os.environ.get(_PREFIX_VARIABLE) if prefix is None else prefix
         self._template = None if given is None else Template(given)
-        self._several, self._all_tracebacks = several, all_tracebacks
+        self._several = several
         self._labels: dict[int, _Label] = {}  # by LOCAL_RANK
         self._pump: Pump | None = None
 
@@ -176,7 +174,7 @@ class Output:
 
     def keeps_tracebacks(self, local_rank: int) -> bool:
         """Whether a replica leaves its traceback to the agent, and does not write it to its stderr."""
-        return not (self._all_tracebacks or self._is_redirected(local_rank, ERR))
+        return not self._is_redirected(local_rank, ERR)
 
     def shows_errors(self, local_rank: int) -> bool:
         """Whether the stderr of a replica is seen on the terminal."""

@@ -71,7 +71,6 @@ class RunOptions:
     summary: bool | None  # None: only on a terminal
     log_dir: Path | None
     redirects: str
-    tracebacks: str
     tee: str
     local_ranks_filter: frozenset[int] | None
     line_prefix: str | None  # template of what stands before lines of replicas; None: not given
@@ -201,7 +200,6 @@ def check(
         summary=args.summary,
         log_dir=Path(args.log_dir) if args.log_dir else None,
         redirects=args.redirects,
-        tracebacks=args.tracebacks,
         tee=args.tee,
         local_ranks_filter=_ranks(args.local_ranks_filter),
         line_prefix=getattr(args, "log_line_prefix_template", "") or None,  # an option of torch >= 2.14

@@ -240,13 +240,6 @@ def _add_ours(group: Any) -> None:
         "--no-preempt", action="store_true", help="keep the number of replicas with which the job begins, MIN"
     )
     add("--avoid-preemptible-nodes", action="store_true", help="use spot instances last")
-    add(
-        "--tracebacks",
-        choices=["first", "all"],
-        default="first",
-        help="if replicas fail together, show the traceback of the first one (the default), or all of them; "
-        "--log-dir keeps all",
-    )
     add("--event-log", type=Path, metavar="FILE", help="append each event to this file as a JSON object")
     add(
         "--summary",

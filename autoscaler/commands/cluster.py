@@ -16,7 +16,6 @@ from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     Finite,
     OptionError,
-    Place,
     Where,
     echo,
     json_option,
@@ -267,7 +266,7 @@ def drain(
         check_name("node", node)
     except ValueError as error:
         raise OptionError(str(error)) from error
-    place = _place_of(where, node, standalone_job)
+    place = where.locate(standalone_job)
     keys = Keys(place.cluster)
     with where.open(place) as store:
         view = read(store, keys)
@@ -290,25 +289,6 @@ def drain(
         echo(f"{node} is being drained")
         if wait and not wait_until(store, keys, lambda v: not _busy(Ledger(v), v, node), timeout):
             raise CommandError(f"{node} still has replicas after {timeout:g} s; see adaptdl nodes")
-
-
-def _place_of(where: Where, node: str, job: str | None) -> Place:
-    """Return the store that has a node, since each standalone job has a store of its own."""
-    from adaptdl_elastic.autoscaler.commands.tables import load_all
-
-    if len(where.places(job)) == 1:
-        return where.locate(job)
-    views = load_all(where, job)
-    found = [
-        place for place, view in views if node in view.drains or any(node in a for a in view.nodes.values())
-    ]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(place.job for place in found)
-        raise CommandError(f"the standalone jobs {names} all run on {node}; say which with --job NAME")
-    known = sorted({name for _, view in views for agents in view.nodes.values() for name in agents})
-    raise CommandError(f"no standalone job runs on node {node!r}; they run on: {', '.join(known) or 'none'}")
 
 
 def _busy(ledger: Any, view: Any, node: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import click
 from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     NothingRunsError,
-    OptionError,
     Where,
     echo,
     json_option,
@@ -28,7 +26,6 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL"
 @click.command()
 @click.option("--node", default=None, help="This node's name. [default: the host's]")
 @click.option("--local-addr", default=None, help="Address at which other nodes reach this one.")
-@click.option("--port-range", default=None, metavar="LOW:HIGH", help="Ports that agents may listen on.")
 @click.option(
     "--checkpoint-path", default=None, metavar="DIR", help="Checkpoint folder to check, on every node."
 )
@@ -46,7 +43,6 @@ def doctor(
     as_json: bool,
     node: str | None,
     local_addr: str | None,
-    port_range: str | None,
     checkpoint_path: str | None,
     asgs: tuple[str, ...],
     region: str | None,
@@ -62,8 +58,6 @@ def doctor(
     endpoint = _endpoint(where, standalone_job)
     address = checks.check_address(local_addr, endpoint) if endpoint or local_addr else []
     found = [*checks.check_versions(), *checks.check_limits(), *address]
-    if port_range is not None:
-        found += checks.check_ports(*_ports(port_range), checks.announced(local_addr, endpoint))
     directory = None
     if checkpoint_path is not None and "://" not in checkpoint_path:
         directory = Path(checkpoint_path).absolute()
@@ -82,14 +76,6 @@ def doctor(
             if finding.remedy:
                 echo(f"      -> {finding.remedy}")
     return int(any(finding.level is checks.Level.ERROR for finding in found))
-
-
-def _ports(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)[:-](\d+)", text)
-    low, high = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 0 < low <= high < 65536:
-        raise OptionError(f"--port-range={text} is not LOW:HIGH between 1 and 65535, as in 29500:29600")
-    return low, high
 
 
 def _endpoint(where: Where, job: str | None) -> str | None:

@@ -36,7 +36,7 @@ def read_rows(store: Store, place: Place) -> tuple[View, dict[str, Row]]:
     return view, job_rows(view, submitted)
 
 
-def ask_all(where: Where, ask: Callable[[Store, Place], T], job: str | None = None) -> list[tuple[Place, T]]:
+def ask_all(where: Where, ask: Callable[[Store, Place], T]) -> list[tuple[Place, T]]:
     """Call a function on every store that a command is about; return the results.
 
     A standalone job that ends meanwhile is left out. A store that does not answer is reported on stderr,
@@ -45,13 +45,12 @@ def ask_all(where: Where, ask: Callable[[Store, Place], T], job: str | None = No
     Args:
         where: the stores that the command line selects.
         ask: the function; gets the store and its place.
-        job: only the standalone job of this name.
 
     Raises:
         CommandError: the only store cannot be used.
         StoreError: the only store does not answer.
     """
-    places = where.places(job)
+    places = where.places()
     answers = []
     for place in places:
         try:
@@ -65,9 +64,9 @@ def ask_all(where: Where, ask: Callable[[Store, Place], T], job: str | None = No
     return answers
 
 
-def load_all(where: Where, job: str | None = None) -> list[tuple[Place, View]]:
+def load_all(where: Where) -> list[tuple[Place, View]]:
     """Read every store that a command is about; see `ask_all`."""
-    return ask_all(where, lambda store, place: read(store, Keys(place.cluster)), job)
+    return ask_all(where, lambda store, place: read(store, Keys(place.cluster)))
 
 
 def wait_until(store: Store, keys: Keys, done: Callable[[View], bool], timeout: float) -> bool:

@@ -5,7 +5,6 @@ Each check is a function that returns findings. It raises no errors for the prob
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +25,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
+import adaptdl_elastic
 from adaptdl_elastic.autoscaler.cluster_view import View
 from adaptdl_elastic.rendezvous.local.addresses import address_towards
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -36,7 +35,6 @@ from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError
 from adaptdl_elastic.rendezvous.store.local_socket import is_local
 from adaptdl_elastic.rendezvous.store.store_options import DEFAULT_PORT, StoreOptions, parse_endpoints
 
-MAX_SKEW = 2.0  # largest difference of two clocks without a warning, in seconds
 MIN_FILES = 4096
 MIN_FREE = 1 << 30  # free bytes in the checkpoint directory, below which it is reported
 MIN_SHM = 64 << 20
@@ -117,19 +115,9 @@ def check_limits() -> list[Finding]:
     return found
 
 
-def announced(local_addr: str | None, endpoint: str | None) -> str:
-    """Return the address or name by which an agent on this node announces itself to others."""
-    if local_addr is not None:
-        return local_addr
-    try:
-        return address_towards(parse_endpoints(endpoint)) if endpoint else socket.gethostname()
-    except StoreError:  # another check reports an invalid endpoint
-        return socket.gethostname()
-
-
 def check_address(local_addr: str | None, endpoint: str | None = None) -> list[Finding]:
     """Check whether other nodes can reach this one by the address that its agent would announce."""
-    name = announced(local_addr, endpoint)
+    name = local_addr or _own_address(endpoint)
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError) as problem:
@@ -151,49 +139,12 @@ def check_address(local_addr: str | None, endpoint: str | None = None) -> list[F
     return [ok("address", f"{name} is {', '.join(addresses)}" if addresses != [name] else name)]
 
 
-def check_ports(low: int, high: int, host: str = "") -> list[Finding]:
-    """Check whether agents and replicas can listen on the ports that they are limited to."""
+def _own_address(endpoint: str | None) -> str:
+    """Return the address or name by which an agent on this node announces itself to others."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host or None, low, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as problem:
-        return [
-            error(
-                "ports",
-                f"nobody can listen on {host} ({getattr(problem, 'strerror', None) or problem})",
-                "see the finding about the address",
-            )
-        ]
-    taken: list[int] = []
-    for port in range(low, high + 1):
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((address[0], port, *address[2:]))
-            except PermissionError:
-                return [error("ports", f"port {port} needs root", "choose ports from 1024 on: --port-range")]
-            except OSError as problem:
-                if problem.errno == errno.EADDRNOTAVAIL:
-                    return [
-                        error(
-                            "ports",
-                            f"{host} is no address of this machine",
-                            "give --local-addr one of those that `ip address` lists",
-                        )
-                    ]
-                taken.append(port)
-    free = high - low + 1 - len(taken)
-    if free < 2:
-        return [
-            error(
-                "ports",
-                f"{free} of {low}:{high} can be listened on",
-                "a job needs two ports on the node of rank 0: widen --port-range or free some",
-            )
-        ]
-    detail = f"{free} of {low}:{high} can be listened on"
-    return [ok("ports", detail + (f" (taken: {_some(taken)})" if taken else ""))]
+        return address_towards(parse_endpoints(endpoint)) if endpoint else socket.gethostname()
+    except StoreError:  # another check reports an invalid endpoint
+        return socket.gethostname()
 
 
 def check_directory(path: Path) -> list[Finding]:
@@ -242,24 +193,20 @@ def check_directory(path: Path) -> list[Finding]:
 
 
 def check_server(endpoint: str, options: StoreOptions) -> list[Finding]:
-    """Check every endpoint: whether it answers, its version, and its clock."""
+    """Check every endpoint: whether it answers, and its version."""
     if is_local(endpoint):  # connecting to it checks everything
         return [ok("store", f"in the memory of a standalone job's agent ({endpoint})")]
     found: list[Finding] = []
     for url in parse_endpoints(endpoint, options.secure):
         http = Http((url,), options, lambda _: False)
         try:
-            started = time.time()
-            said, date = http.get_once("/version")
-            took = time.time() - started
+            said = http.get_once("/version")
         except (HttpStatusError, urllib3.exceptions.HTTPError, OSError, ValueError) as problem:
             found.append(_unreachable(url, problem, options))
             continue
         finally:
             http.close()
         found.append(_version(url, str(said.get("etcdserver", "?"))))
-        if date:
-            found.append(_clock(url, date, started + took / 2, took))
     return found
 
 
@@ -338,16 +285,6 @@ def _speaks_tls(url: str, timeout: float) -> bool:
     return True
 
 
-def _clock(url: str, date: str, ours: float, took: float) -> Finding:
-    try:
-        theirs = parsedate_to_datetime(date).timestamp()
-    except (ValueError, TypeError, OverflowError):
-        return warning(
-            "clock", f"{url} takes the date for {date!r:.60}", "does something stand between us and etcd?"
-        )
-    return clock_skew(url, theirs, ours, took)
-
-
 def _version(url: str, text: str) -> Finding:
     parts = tuple(int(part) for part in text.split("-")[0].split(".") if part.isdecimal())
     if parts < (3, 4):
@@ -359,18 +296,6 @@ def _version(url: str, text: str) -> Finding:
             "fine for tests and one machine; use 3.5.6 or later (or 3.4.22) for a cluster",
         )
     return ok("store", f"{url} is etcd {text}")
-
-
-def clock_skew(url: str, theirs: float, ours: float, uncertainty: float) -> Finding:
-    """Return the finding about the difference between two clocks."""
-    skew = ours - (theirs + 0.5)  # the header has whole seconds
-    if abs(skew) <= MAX_SKEW + uncertainty:
-        return ok("clock", f"agrees with {url} within {MAX_SKEW + uncertainty:.0f} s")
-    return warning(
-        "clock",
-        f"is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} {url}",
-        "nothing is decided by it, but times in logs and TLS certificates are: run an NTP client (chrony)",
-    )
 
 
 def check_rights(store: Store, keys: Keys) -> list[Finding]:
@@ -442,7 +367,7 @@ def check_cluster(view: View, node: str) -> list[Finding]:
     agents = [seen.record for by_node in view.nodes.values() for seen in by_node.values()]
     found = [ok("nodes", f"{len({agent.node for agent in agents})} registered")]
     versions = {agent.version for agent in agents if agent.version}
-    mine = _own_version()
+    mine = adaptdl_elastic.__version__
     others = sorted(versions - {mine})
     if others:
         found.append(
@@ -477,13 +402,6 @@ def check_devices(view: View) -> list[Finding]:
     }
     remedy = "end the other program (nvidia-smi names it), or drain the node and repair the GPU"
     return [warning("GPUs", line, remedy) for line in sorted(lines)]
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("adaptdl-elastic")
-    except metadata.PackageNotFoundError:
-        return "?"
 
 
 def _reachable(hosts: Iterable[str]) -> Iterator[Finding]:

@@ -5,5 +5,6 @@
 | How does the agent of a standalone job serve the store in its memory? | `store_server` |
 | How does `adaptdl` find the store of a standalone job? | `runtime_file` |
 | At which address do other machines reach this one? | `addresses` |
+| What serves torch's TCPStore on that address? | `tcp_store` |
 | What removes the directories of a process that was killed? | `scratch_directory` |
 """

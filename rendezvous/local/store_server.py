@@ -15,11 +15,10 @@ import os
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
-from adaptdl_elastic.rendezvous.store.base import KeyValue, LeaseLostError, StoreError
+from adaptdl_elastic.rendezvous.store.base import Closable, KeyValue, LeaseLostError, StoreError
 from adaptdl_elastic.rendezvous.store.local_socket import SCHEME, encode_line, peer_uid, socket_path
 from adaptdl_elastic.rendezvous.store.memory import MemoryLease, MemoryStore, MemoryWatch
 
@@ -33,7 +32,7 @@ _ACCEPT_RETRY_SECONDS = 0.2  # pause when accept fails, for example without a fr
 _FINISH_SECONDS = 1.0  # time for watches to send the last changes before the server ends
 
 
-class LocalServer:
+class LocalServer(Closable):
     """A server of one store on a unix socket: `with LocalServer() as server: connect(server.endpoint)`.
 
     `server.store` is the store itself.
@@ -80,14 +79,6 @@ class LocalServer:
         for connection in connections:
             _hang_up(connection)
         self._scratch.close()
-
-    def __enter__(self) -> LocalServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _accept(self) -> None:
         while not self._closing.is_set():

@@ -49,11 +49,7 @@ class ServiceRecord:
     slots: Annotated[int, Field(ge=0, le=MOST_SLOTS)]  # how many replicas fit
     gpus: int = 0
     gpu_model: str = ""
-    cores: int = 0
-    memory: int = 0  # bytes
     version: str = ""  # of adaptdl-elastic
-    pid: int = 0
-    started: float = 0.0
     problems: dict[str, str] = field(default_factory=dict)  # job → why this node cannot run it
 
 

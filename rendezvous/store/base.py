@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, TypeVar
 
+from typing_extensions import Self
+
 from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError, decode
 
 R = TypeVar("R")
@@ -118,7 +120,23 @@ class Lease(ABC):
         """
 
 
-class Watch(ABC):
+class Closable(ABC):
+    """Something to close, which a `with` statement does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything that it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Watch(Closable):
     """A stream of changes. One thread iterates over it; any thread may `close` it."""
 
     @abstractmethod
@@ -128,16 +146,8 @@ class Watch(ABC):
     def close(self) -> None:
         """End the iteration, even while another thread waits in it."""
 
-    def __enter__(self) -> Watch:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Store(ABC):
+class Store(Closable):
     """A store; the module's docstring lists the guarantees of its methods."""
 
     @abstractmethod
@@ -187,11 +197,3 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Revoke the client's leases, end its watches, and close its connections."""
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

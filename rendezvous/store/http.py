@@ -85,15 +85,15 @@ class Http:
 
         return self.endpoints.run(attempt, timeout or self.options.timeout, on_ambiguous)
 
-    def get_once(self, path: str) -> tuple[Json, str | None]:
-        """GET once from the endpoint in use; return the answer and the server's Date header.
+    def get_once(self, path: str) -> Json:
+        """GET once from the endpoint in use; return the answer.
 
         For diagnostics: errors of HTTP, urllib3, TLS and JSON are raised unchanged.
         """
         response = self._current()[1].request(
             "GET", self.endpoints.current + path, timeout=self.options.timeout, redirect=False
         )
-        return _answer(response.status, response.data), response.headers.get("Date")
+        return _answer(response.status, response.data)
 
     def failed(self, problem: TryAgainError, context: ssl.SSLContext | None) -> TryAgainError:
         """Read the certificates again if the connection may have been refused because of them.

@@ -18,33 +18,9 @@ from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from adaptdl_elastic.rendezvous.local.addresses import Ports, listen
-
 REACH_SECONDS = 15.0  # for one attempt to reach the node of rank 0
 _CONNECT_SECONDS = 10.0  # of REACH_SECONDS, for the plain connection
 _FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.2  # seconds between two checks of which members are there
-
-
-def serve(host: str, ports: Ports, timeout: float) -> tuple[int, TCPStore]:
-    """Open the TCPStore of a round on one address; torch's own way listens on all addresses.
-
-    Returns:
-        Its port and the store. The port is closed when the store is garbage-collected.
-
-    Raises:
-        NoPortError: no port is free.
-    """
-    sock = listen(host, ports)
-    port = int(sock.getsockname()[1])
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=sock.detach(),
-    )
-    return port, store
 
 
 def _proof(member: str, prefix: str) -> str:

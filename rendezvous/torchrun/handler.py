@@ -27,13 +27,14 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError, address_towards
+from adaptdl_elastic.rendezvous.local.tcp_store import serve
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 from adaptdl_elastic.rendezvous.store.base import LeaseLostError, Store, StoreError, StoreUnavailableError
 from adaptdl_elastic.rendezvous.store.connect import Api, StoreOptions, connect
 from adaptdl_elastic.rendezvous.store.store_options import parse_endpoints
 from adaptdl_elastic.rendezvous.torchrun import membership as m
-from adaptdl_elastic.rendezvous.torchrun.gathering import REACH_SECONDS, Gathering, serve
+from adaptdl_elastic.rendezvous.torchrun.gathering import REACH_SECONDS, Gathering
 from adaptdl_elastic.rendezvous.torchrun.handler_options import HandlerOptions
 from adaptdl_elastic.rendezvous.torchrun.roster import Roster
 

@@ -221,18 +221,6 @@ def test_a_directory_is_refused_before_anything_is_started(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_all_tracebacks_are_shown_where_they_are_asked_for(tmp_path: Path) -> None:
-    script = "import os\nfile = open('fifo', 'wb' if os.environ['RANK'] == '0' else 'rb')\nundefined_name\n"
-    (tmp_path / "script.py").write_text(script)  # both are there before one of them raises
-    os.mkfifo(tmp_path / "fifo")
-    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=0", "--tracebacks=all"]
-    done = run_agent(tmp_path, *options, "script.py")
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") in (1, 2), "the first to exit may have had the other killed"
-    assert "NameError" in done.stderr
-    assert not list(tmp_path.rglob("traceback.log"))
-
-
 def test_the_survivors_of_a_killed_replica_show_no_traceback(tmp_path: Path) -> None:
     with ElasticRun(["--standalone", "--nproc-per-node=2", "--log-dir=logs", PLAIN, "peer"], tmp_path) as run:
         assert run.wait() == 0

@@ -35,7 +35,6 @@ class Node:
         only: frozenset[int] | None = None,
         *,
         several: bool = True,
-        all_tracebacks: bool = False,
     ) -> None:
         streams = Streams.parse("--redirects", redirects), Streams.parse("--tee", tee)
         self.seen: list[str] = []
@@ -46,7 +45,6 @@ class Node:
             only,
             show=self.seen.append,
             several=several,
-            all_tracebacks=all_tracebacks,
         )
         self.display = TracebackDisplay(self.output)
 
@@ -131,7 +129,6 @@ def test_of_replicas_that_leave_the_first_error_is_shown_that_is_not_of_a_lost_p
         ({"tee": "2", "redirects": "3"}, ["[default0]:E"]),
         ({"only": frozenset({1})}, []),
         ({"several": False}, ["E"]),
-        ({"all_tracebacks": True}, []),
     ],
 )
 def test_it_is_shown_where_stderr_is(tmp_path: Path, options: dict[str, object], seen: list[str]) -> None:
@@ -143,9 +140,9 @@ def test_it_is_shown_where_stderr_is(tmp_path: Path, options: dict[str, object],
 def test_replicas_write_their_tracebacks_themselves_into_files_of_theirs(tmp_path: Path) -> None:
     kept = [
         Node(tmp_path, **options).output.keeps_tracebacks(0)  # type: ignore[arg-type]
-        for options in ({}, {"tee": "3"}, {"redirects": "2"}, {"redirects": "1"}, {"all_tracebacks": True})
+        for options in ({}, {"tee": "3"}, {"redirects": "2"}, {"redirects": "1"})
     ]
-    assert kept == [True, True, False, True, False]
+    assert kept == [True, True, False, True]
 
 
 def test_a_log_that_is_also_shown_holds_the_traceback_behind_all_else(tmp_path: Path) -> None:

@@ -381,7 +381,6 @@ def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], m
         (("xyz",), 2, "adaptdl: there is no command 'xyz'; see adaptdl --help"),
         (("ls", "--al"), 2, "adaptdl ls: No such option"),
         (("drain", "a/b"), 2, "cannot be used"),
-        (("doctor", "--port-range", "9:3"), 2, "adaptdl doctor: --port-range=9:3 is not LOW:HIGH"),
         (("ls", "--etcd", "127.0.0.1:1"), 1, "cannot be reached"),
         (("ls", "--etcd", "http://x:y:z"), 1, "write HOST:PORT"),
         (("ls", "--etcd-api", "v9"), 2, "'v9' is not one of"),

@@ -43,8 +43,8 @@ def answering(answer: bytes) -> Iterator[str]:
         thread.join(200)
 
 
-def http(body: bytes, *headers: bytes) -> bytes:
-    lines = [b"HTTP/1.1 200 OK", b"Content-Length: %d" % len(body), b"Connection: close", *headers]
+def http(body: bytes) -> bytes:
+    lines = [b"HTTP/1.1 200 OK", b"Content-Length: %d" % len(body), b"Connection: close"]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
@@ -76,13 +76,6 @@ def test_what_is_no_etcd(answer: bytes, word: str) -> None:
     assert "-> is this etcd's port for clients (2379)?" in said
 
 
-def test_a_date_that_is_none() -> None:
-    with answering(http(b'{"etcdserver": "3.5.9"}', b"Date: yesterday")) as endpoint:
-        version, clock = checks.check_server(endpoint, StoreOptions(timeout=10))
-    assert (version.level, clock.level) == (Level.OK, Level.WARNING)
-    assert "'yesterday'" in clock.detail
-
-
 def test_a_name_that_nobody_knows_and_one_that_is_none() -> None:
     assert "-> correct the name in --etcd" in say("no-such-host.invalid:2379")
     assert "-> correct the name in --etcd" in say("a..b:2379")
@@ -105,7 +98,7 @@ def test_proxies_of_the_environment_do_not_matter(etcd: EtcdServer, monkeypatch:
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "")
     found = checks.check_server(etcd.endpoint, StoreOptions(timeout=10))
-    assert [finding.check for finding in found] == ["store", "clock"]
+    assert [finding.check for finding in found] == ["store"]
     assert all(finding.level is not Level.ERROR for finding in found)
 
 

@@ -654,15 +654,6 @@ def test_what_is_kept_of_additions_outside_of_epochs_does_not_grow_with_syncs(tm
     assert kept[None]["x"] == (50, (2,), None, ((0, 50, "a50"), (1, 50, "b50")))
 
 
-def test_a_state_of_an_older_version_changes_nothing(script: Script) -> None:
-    sums = Accumulator(n=1)
-    state = insides.state(sums)
-    with pytest.raises(ValueError, match="older version"):
-        state.load_state_dict({"results": {"n": 7}, "updates": {}, "history": {}})
-    with sums.synchronized():
-        assert dict(sums) == {"n": 1}
-
-
 @pytest.mark.processes
 def test_an_addition_that_one_replica_has_made_is_known_to_all_of_them(tmp_path: Path) -> None:
     for _ in range(2):

@@ -29,6 +29,10 @@ ALONE: dict[str, Any] = {
     "rescale": "auto",
     "secret": None,
     "checkpoint_interval": 30.0,
+    "checkpoint_timeout": 120.0,
+    "checkpoint_keep": 3,
+    "checkpoint_wait": 0.0,
+    "report_interval": 2.0,
     "hang_timeout": None,
     "memory_limit": None,
 }
@@ -56,6 +60,10 @@ OURS_ALONE = [
     ("secret", "ADAPTDL_SECRET", "clé", "clé".encode()),
     ("checkpoint_interval", "ADAPTDL_CHECKPOINT_INTERVAL", "0.5", 0.5),
     ("checkpoint_interval", "ADAPTDL_CHECKPOINT_INTERVAL", "0", 0.0),
+    ("checkpoint_timeout", "ADAPTDL_CHECKPOINT_TIMEOUT", "0", 0.0),
+    ("checkpoint_keep", "ADAPTDL_CHECKPOINT_KEEP", "1", 1),
+    ("checkpoint_wait", "ADAPTDL_CHECKPOINT_WAIT", "9.5", 9.5),
+    ("report_interval", "ADAPTDL_REPORT_INTERVAL", "0.1", 0.1),
     ("hang_timeout", "ADAPTDL_HANG_TIMEOUT", "20", 20.0),
     ("hang_timeout", "ADAPTDL_HANG_TIMEOUT", "0", None),
     ("memory_limit", "ADAPTDL_MEMORY_LIMIT", "48", 48),
@@ -77,6 +85,7 @@ MALFORMED = [
     ("checkpoint_interval", "ADAPTDL_CHECKPOINT_INTERVAL", "-1", "a number of seconds, 0 or more"),
     ("checkpoint_interval", "ADAPTDL_CHECKPOINT_INTERVAL", "nan", "a number of seconds, 0 or more"),
     ("checkpoint_interval", "ADAPTDL_CHECKPOINT_INTERVAL", "inf", "a number of seconds, 0 or more"),
+    ("checkpoint_keep", "ADAPTDL_CHECKPOINT_KEEP", "0", "must be at least 1"),
     ("rescale", "ADAPTDL_RESCALE", "never", "auto, inplace or restart"),
 ]
 

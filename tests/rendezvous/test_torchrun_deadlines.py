@@ -249,7 +249,7 @@ def test_a_port_behind_a_wall_ends_all_members_in_time(
 ):
     """Seen before: both still inside after 120 s of timeout=8, round after round."""
     with closed_port() as wall, quiet(capfd, caplog, most=60):
-        serve = gathering_module.serve
+        serve = module.serve
         monkeypatch.setattr(module, "serve", lambda *given: (wall, serve(*given)[1]))
         handlers, started = [group.handler(timeout="4") for _ in range(2)], time.monotonic()
         errors = [outcome(entering, 4, started) for entering in group.enter(*handlers)]

@@ -226,7 +226,7 @@ def test_a_store_that_does_not_answer_is_named_and_the_others_are_shown(
             raise CommandError("refuses us")
         return store
 
-    monkeypatch.setattr(Where, "places", lambda where, job: places)
+    monkeypatch.setattr(Where, "places", lambda where: places)
     monkeypatch.setattr(Where, "open", open_place)
     assert ask_all(Where(), lambda _, place: place.job) == [(places[2], "b")]
     said = "adaptdl: cluster lab: refuses us\nadaptdl: alone: refuses us\n"

@@ -35,7 +35,6 @@ Sums = dict[str, tuple[dict[Any, Any], dict[Any, Any], int]]
 OwnSums = dict[str, dict[Any, Any]]
 """Accumulator's name → sums since the last sync, of one replica or merged from several replicas."""
 
-_FORM = 3  # version of the state in checkpoints
 _NONE: Made = (0, (), None, ())
 _VALUES = 8  # most different values of one name that are kept to be compared
 _LONGEST = 24  # characters of a value that is compared
@@ -240,13 +239,10 @@ class AccumulatorState(checkpoint.TensorState):
             "reached": (position.loops_outside, _session.current().epoch, position.entered),
             "syncs": self.syncs,
             "loops": self._loops,
-            "form": _FORM,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict.get("form") != _FORM:
-            raise ValueError("it was saved by an older version, which recognised additions in another way")
         saved = copy.deepcopy(state_dict)
         self.results, self.updates = _decode(saved["results"]), _decode(saved["updates"])
         self.history = {epoch: [_decode(s) for s in shown] for epoch, shown in saved["history"].items()}

@@ -18,13 +18,12 @@ from typing import Any
 from adaptdl_elastic import _codec, _wire, env
 from adaptdl_elastic._interfaces import Position
 from adaptdl_elastic._session import Identity, Session
+from adaptdl_elastic.collective import reducer_of
 from adaptdl_elastic.protocol.messages import Plan, Switched
-from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._process_group.setup import (
     connect_torch,
     leave_torch,
     listening_host,
-    reducer_key,
     relax_torch,
 )
 from adaptdl_elastic.torch._process_group.store import PATIENCE, CancellableStore
@@ -77,38 +76,16 @@ def form(
             store.set(key, json.dumps([host, port]))
             store.set(f"step/{attempt + 1}", _codec.encode({"go": True}))
 
-        reducer = _reducer(session, host, 0, publish, cancelled, patience)
+        timeout = patience.total_seconds()
+        reducer = reducer_of(session, host, 0, publish=publish, cancelled=cancelled, timeout=timeout)
     else:
         why = "there is another plan"
         CancellableStore(store, lambda: why if cancelled() else None, patience).wait([key])
         host, port = json.loads(store.get(key))
-        reducer = _reducer(session, host, port, None, cancelled)
+        reducer = reducer_of(session, host, port, cancelled=cancelled, timeout=PATIENCE)
     assert session.backend is not None
     session.reducer = reducer
     connect_torch(session, session.backend, store, timedelta(seconds=TRANSFER))
-
-
-def _reducer(
-    session: Session,
-    host: str,
-    port: int,
-    publish: Any,
-    cancelled: Callable[[], bool],
-    patience: timedelta = timedelta(seconds=PATIENCE),
-) -> Reducer:
-    return Reducer(
-        session.rank,
-        session.replicas,
-        host,
-        port,
-        secret=reducer_key(session),
-        timeout=patience.total_seconds(),
-        on_control=session.on_control,
-        on_lost=session.on_lost,
-        on_finished=session.on_finished,
-        publish=publish,
-        cancelled=cancelled,
-    )
 
 
 def finish(session: Session, position: Position, began: float, recovered: bool = False) -> None:

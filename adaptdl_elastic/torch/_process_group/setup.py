@@ -85,11 +85,6 @@ def leave_torch(session: Session) -> None:
         dist.destroy_process_group()
 
 
-def reducer_key(session: Session) -> bytes | None:
-    """Return the key that authenticates the library's collectives of this generation."""
-    return _secrets.generation_key(env.secret(), _secrets.REDUCER, session.job, session.generation)
-
-
 def listening_host() -> str:
     """Return where rank 0 listens: the launcher's address if it belongs to this machine."""
     host = env.master_addr()

@@ -116,7 +116,6 @@ class BoundaryConsensus:
         self.saving = False  # the training thread writes a checkpoint
         self.between = False  # the connections of the old generation are closed, the new ones not yet open
         self.leader = RoundCoordinator(self)
-        self._interrupted_at: float | None = None
         self._reported = float("-inf")
         self._first_step = True
         self._told: float | None = None  # time of the last step that was reported to the agent

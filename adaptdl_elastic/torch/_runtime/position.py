@@ -116,8 +116,6 @@ class ScriptPosition(checkpoint.TensorState):
         self.index = state_dict["index"]
         self.size, self.shuffled = state_dict.get("size"), state_dict.get("shuffled")
         self.start_progress = state_dict["start_progress"]
-        if not isinstance(state_dict["seeds"], dict):
-            raise ValueError("it was saved by an older version, which numbered data loaders in another way")
         self.seeds = dict(state_dict["seeds"])
         self.end_indices = dict(state_dict.get("end_indices", {}))
         saved = state_dict.get("stream_positions", [])

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import _session, checkpoint, env
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.hints import MOST, JobHints, ProfileEntry, Straggler, TypeProfile, encode
@@ -98,7 +98,7 @@ class Metrics:
         self._session = session or _session.current()
         self._clock = clock
         self._background = background
-        self._interval = _report_interval()
+        self._interval = env.report_interval()
         self._node_type = os.environ.get(environment.NODE_TYPE, "")
         self._times = StepTimes()  # on nodes of this type
         self._elsewhere: dict[str, _OnType] = {}  # node type → measurements on it
@@ -570,16 +570,3 @@ def _dumped(one: _OnType) -> dict[str, Any]:
         "max_profiled": profile.max_profiled_replicas,
         "memory_limit": profile.memory_limit,
     }
-
-
-def _report_interval() -> float:
-    text = os.environ.get(environment.REPORT_INTERVAL)
-    if not text:
-        return 2.0
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"ADAPTDL_REPORT_INTERVAL={text}: a positive number of seconds is needed")
-    return value

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import boto3
@@ -388,22 +389,26 @@ class Ec2Provider(Provider):
 
     def hold(self, instance: str) -> None:
         """Send a heartbeat to the termination hook that the instance waits in."""
-        self._in_hooks(instance, "RecordLifecycleActionHeartbeat")
+        call = self._autoscaling.record_lifecycle_action_heartbeat
+        self._in_hooks(instance, "autoscaling:RecordLifecycleActionHeartbeat", call)
 
     def let_go(self, instance: str) -> None:
         """Complete the termination hook: the instance is terminated before its time-out."""
-        self._in_hooks(instance, "CompleteLifecycleAction", LifecycleActionResult="CONTINUE")
+        call = partial(self._autoscaling.complete_lifecycle_action, LifecycleActionResult="CONTINUE")
+        self._in_hooks(instance, "autoscaling:CompleteLifecycleAction", call)
 
-    def _in_hooks(self, instance: str, action: str, **more: str) -> None:
-        """Call an action for every termination hook; hooks that the instance does not wait in are ignored."""
+    def _in_hooks(self, instance: str, action: str, call: Callable[..., Any]) -> None:
+        """Call an action for every termination hook; hooks that the instance does not wait in are ignored.
+
+        Args:
+            instance: the instance.
+            action: name of the action in IAM's terms.
+            call: makes the call.
+        """
         group = self._group_of(instance)
-        call = {
-            "RecordLifecycleActionHeartbeat": self._autoscaling.record_lifecycle_action_heartbeat,
-            "CompleteLifecycleAction": self._autoscaling.complete_lifecycle_action,
-        }[action]
         for hook in self._termination_hooks(group):  # hook names; the seconds do not matter here
-            with contextlib.suppress(NotWaitingError), explained(f"autoscaling:{action}", f"{group}/{hook}"):
-                call(AutoScalingGroupName=group, LifecycleHookName=hook, InstanceId=instance, **more)
+            with contextlib.suppress(NotWaitingError), explained(action, f"{group}/{hook}"):
+                call(AutoScalingGroupName=group, LifecycleHookName=hook, InstanceId=instance)
 
     def _describe_one(self, pool: str) -> read.Answer:
         if pool not in self._groups:

@@ -57,11 +57,10 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "adaptdl_elastic.agent.terminal.traceback_display": {"Path": files.Path},
     "adaptdl_elastic.agent.cluster.node_reporter": {"time": _C},
     "adaptdl_elastic.agent.terminal.event_recorder": {"time": _C},
-    "adaptdl_elastic.agent.cluster.job_joining": {"time": _C, "threading": _T},
+    "adaptdl_elastic.agent.cluster.job_joining": {"time": _C},
     "adaptdl_elastic.agent.cluster.ended_run": {"time": _C},
     "adaptdl_elastic.agent.cluster.checkpoint_archive": {
         "time": _C,
-        "threading": _T,
         "secrets": _S,
         "kept": None,  # the world's checkpoints
         "Path": files.Path,
