@@ -140,7 +140,6 @@ def test_a_change_that_fails_says_that_training_goes_on(tmp_path: Path) -> None:
     with ElasticRun(arguments, tmp_path) as run:
         run.wait_for_event("epoch")
         says(run, "scale", "job", "--replicas", "2")
-        wait_for_file(tmp_path / "joining", run)
         run.wait_for_event("generation", generation=2)
         assert "generation 1 is withdrawn, training goes on: " in run.text()
         hurry(run)
