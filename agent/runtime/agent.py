@@ -429,8 +429,8 @@ class ElasticAgent(SimpleElasticAgent):
     def _record_survived_loss(self, generation: int, failure: Failure) -> None:
         """Record and report the death of a replica that the others survive."""
         self._survived_losses.add((generation, failure.rank))
-        self._recorder.lost(generation, failure)
         self._say(f"replica {failure.rank} is lost ({failure.message})")
+        self._recorder.lost(generation, failure)
 
     def _write_running(self, generation: int, library: bool, resilient: bool = False) -> None:
         first = min((h.first_step for h in self._replicas.values() if h.first_step), default=None)

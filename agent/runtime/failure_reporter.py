@@ -52,9 +52,9 @@ class FailureReporter:
         """
         self._killed = failure.exit_code < 0
         used = min(restarts_used + 1, self._max_restarts)
-        self._recorder.failure(failure, used, self._max_restarts)
         shown = self._tracebacks.show_cause(ended, failure.rank, alone=alone)
         self._say(failure_reports.summarise(failure, again=shown.repeated, traceback=shown.hidden_in))
+        self._recorder.failure(failure, used, self._max_restarts)
 
     def left(self, record: EndedRecord, ended: Iterable[EndedReplica]) -> None:
         """Tell of an error that a replica has ended with though it was to leave, or was yet to join."""

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from elastic_run import ElasticRun, marked
@@ -30,8 +31,13 @@ class Nodes:
         self.ledger = folder / "ledger"
         self.agents: dict[tuple[str, str], ElasticRun] = {}
         for node in ("n0", "n1"):
-            found = [{"uuid": f"GPU-{node}-{number}-{uuid.uuid4()}"} for number in range(gpus)]
-            (folder / f"{node}.json").write_text(json.dumps(found))
+            self.have(node, [{"uuid": f"GPU-{node}-{number}-{uuid.uuid4()}"} for number in range(gpus)])
+
+    def have(self, node: str, gpus: list[dict[str, Any]]) -> None:
+        """Give a node these GPUs; its agents, which look now and then, find the file whole."""
+        written = self.folder / f"{node}.new"
+        written.write_text(json.dumps(gpus))
+        written.replace(self.folder / f"{node}.json")
 
     def start(self, job: str, node: str, slots: str, *options: str, seconds: str = "0.05") -> ElasticRun:
         command = [
@@ -60,6 +66,10 @@ class Nodes:
     def wait_for_record(self, node: str, job: str, text: str) -> None:
         """Until a node's agent has said so."""
         self._wait_for(Keys().node(node, job), text)
+
+    def wait_for_agent(self, job: str, node: str) -> None:
+        """Until the agent that was started there last takes part: later it would begin another run."""
+        self._wait_for(Keys().node(node, job), f'"pid":{self.agents[job, node].process.pid},')
 
     def _wait_for(self, key: str, text: str) -> None:
         with connect(self.etcd.endpoint) as store:
@@ -123,18 +133,17 @@ def test_a_gpu_that_another_program_fills_is_left_out_and_said(nodes: Nodes) -> 
     run = nodes.start("a", "n0", "1:2")
     run.wait_for_event("generation", replicas=1)
     ((_, _, used, _),) = nodes.entries()
-    file = nodes.folder / "n0.json"
-    gpus = json.loads(file.read_text())
+    gpus = json.loads((nodes.folder / "n0.json").read_text())
     (free,) = (gpu["uuid"] for gpu in gpus if gpu["uuid"] != used)
     # a replica has memory, too: what it has locked is not another program's
-    file.write_text(json.dumps([{**gpu, "used": 40 << 30} for gpu in gpus]))
+    nodes.have("n0", [{**gpu, "used": 40 << 30} for gpu in gpus])
     line = f"{free}: another program has 40 of its 80 GiB"
     assert run.wait_for_event("devices")["unusable"] == [line]
     assert f"a GPU of this node is not used: {line}" in run.text()
     nodes.wait_for_record("n0", "a", line)
     assert f"n0: a GPU is not used: {line}" in nodes.adaptdl("nodes")
     assert line in nodes.adaptdl("doctor", "--node=elsewhere")
-    file.write_text(json.dumps(gpus))
+    nodes.have("n0", gpus)
     seen = len(run.events)
     assert run.wait_for_event("devices", after=seen)["unusable"] == []
     nodes.adaptdl("scale", "a", "--replicas", "2")
@@ -161,14 +170,17 @@ def test_jobs_come_grow_shrink_and_die_and_no_device_has_two_owners(nodes: Nodes
                 with suppress(ProcessLookupError, IndexError):
                     os.kill(chance.choice(nodes.living()), signal.SIGKILL)
             case how:
-                other = nodes.agents[job, "n1" if node == "n0" else "n0"]
-                if other.process.poll() is None:
+                other = "n1" if node == "n0" else "n0"
+                if nodes.agents[job, other].process.poll() is None:
+                    nodes.wait_for_agent(job, other)
                     number = signal.SIGTERM if how == "drain" else signal.SIGKILL
                     nodes.agents[job, node].process.send_signal(number)
                     nodes.agents[job, node].wait()
                     nodes.start(job, node, "1:4", seconds="0.1")
         nodes.check()
     for job in jobs:
+        for node in ("n0", "n1"):
+            nodes.wait_for_agent(job, node)
         nodes.adaptdl("stop", job)
     for run in nodes.agents.values():
         run.wait()

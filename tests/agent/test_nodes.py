@@ -95,7 +95,7 @@ def test_a_node_that_comes_when_the_job_is_done_does_not_train_it_again(cluster:
 def test_a_job_whose_only_node_was_killed_is_lost_within_the_lease_and_a_second(cluster: Cluster) -> None:
     only = cluster.start("only", TRAIN, *LONG)
     only.wait_for_event("epoch")
-    assert json.loads(cluster.ask("ls", "--json"))[0]["state"] == "running"
+    cluster.wait_for_state("running")
     keys = Keys()
     leased = [keys.node("only", JOB), keys.coordinator_leader]
     revision = cluster.store.range(keys.root).revision
@@ -113,5 +113,5 @@ def test_a_job_whose_only_node_was_killed_is_lost_within_the_lease_and_a_second(
     assert row["reason"].startswith("no agent answers (last heard of at ")
     again = cluster.start("only", TRAIN, *LONG)
     again.wait_for_event("epoch")
-    assert json.loads(cluster.ask("ls", "--json"))[0]["state"] == "running"
+    cluster.wait_for_state("running")
     cluster.finish(again)

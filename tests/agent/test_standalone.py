@@ -75,7 +75,7 @@ def test_commands_of_another_terminal(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, "--rdzv-id=job", TRAIN, *LONG], tmp_path, foreign) as run:
         run.wait_for_event("generation", replicas=1)
         assert [process.name() for process in helpers(run) if "etcd" in process.name()] == []
-        assert "running  1 " in says(run, "ls")
+        run.wait_until_adaptdl_says("running  1 ", "ls")
         assert "job   running" in says(run, "status", "job")
         says(run, "scale", "job", "--replicas", "2", "--wait")
         assert says(run, "explain", "job")
@@ -140,7 +140,6 @@ def test_a_change_that_fails_says_that_training_goes_on(tmp_path: Path) -> None:
     with ElasticRun(arguments, tmp_path) as run:
         run.wait_for_event("epoch")
         says(run, "scale", "job", "--replicas", "2")
-        wait_for_file(tmp_path / "joining", run)
         run.wait_for_event("generation", generation=2)
         assert "generation 1 is withdrawn, training goes on: " in run.text()
         hurry(run)
@@ -154,6 +153,8 @@ def test_two_jobs_of_one_user(tmp_path: Path) -> None:
             runs[name] = stack.enter_context(ElasticRun(arguments, tmp_path))
         for run in runs.values():
             run.wait_for_event("epoch")
+        for name in runs:
+            run.wait_until_adaptdl_says(f"{name}   running", "status", name)
         listed = [line.split()[:2] for line in says(run, "ls").splitlines()[1:]]
         assert listed == [["first", "running"], ["second", "running"]]
         says(run, "scale", "first", "--replicas", "2", "--wait")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
-from elastic_run import ElasticRun
+from elastic_run import PATIENCE, ElasticRun
 from etcd_server import EtcdServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -36,7 +37,8 @@ def test_a_job_waits_for_the_slots_of_another_and_takes_them_over(tmp_path: Path
 
 def _until(run: ElasticRun, where: list[str], state: str) -> dict[str, str]:
     """The status of `second` once it has a reason to be in this state."""
-    for _ in range(100):
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
         answer = run.adaptdl("status", "second", *where)
         if answer.returncode == 0:
             found: dict[str, str] = json.loads(answer.stdout)

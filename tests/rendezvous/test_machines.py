@@ -159,15 +159,16 @@ def test_the_environment_is_there_for_every_user(room: Room) -> None:
 
 
 def test_a_room_is_made_and_entered_quickly(room: Room) -> None:
-    began = time.monotonic()
-    with Room(*(f"m{number}" for number in range(4))) as other:
-        made = time.monotonic() - began
+    times: list[tuple[float, float]] = []
+    # of one of three on a busy machine
+    while len(times) < 3 and not (times and max(times[-1]) < 4 * 0.5):
         began = time.monotonic()
-        other.everywhere("true")
-        entered = time.monotonic() - began
+        with Room(*(f"m{number}" for number in range(4))) as other:
+            made = time.monotonic()
+            other.everywhere("true")
+            times.append((made - began, time.monotonic() - made))
     # 0.04 and 0.003 seconds a machine when nothing else runs
-    assert made < 4 * 0.5
-    assert entered < 4 * 0.5
+    assert max(times[-1]) < 4 * 0.5, times
 
 
 def members(spaces: list[str]) -> list[psutil.Process]:

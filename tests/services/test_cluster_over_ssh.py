@@ -69,10 +69,11 @@ class Lab:
 
     def agents(self, job: str) -> dict[str, int]:
         """The processes of a job's agents, by node."""
-        notes = {node: self.directory(node).state / "agents" / f"{job}.json" for node in self.nodes.names}
-        pids = {
-            node: int(json.loads(note.read_text())["pid"]) for node, note in notes.items() if note.exists()
-        }
+        pids = dict[str, int]()
+        for node in self.nodes.names:
+            with contextlib.suppress(FileNotFoundError):  # the note goes with the agent
+                note = (self.directory(node).state / "agents" / f"{job}.json").read_text()
+                pids[node] = int(json.loads(note)["pid"])
         return {node: pid for node, pid in pids.items() if psutil.pid_exists(pid)}
 
     def output(self, node: str, job: str) -> str:
@@ -222,6 +223,7 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     # a job on two nodes that is cancelled moves to neither of them, and every command says that it is
     lab.run("submit", "--name", "two", "--replicas", "2", "train.py", "60", "0.05")
     lab.wait_for(lambda: "[rank1]: epoch" in "".join(lab.output(node, "two") for node in ("node1", "node2")))
+    lab.wait_for(lambda: lab.job("two")["state"] == "running")
     generation = int(str(lab.job("two")["generation"]))
     assert "two is cancelled" in lab.run("cancel", "two")
     lab.wait_for(lambda: lab.job("two")["state"] == "cancelled")
@@ -285,7 +287,7 @@ def test_a_job_costs_processes_only_where_it_has_replicas(lab: Lab) -> None:
     assert set(lab.agents("guest")) == {other}
     assert f"{other} is being drained" in lab.run("drain", other)
     lab.wait_for(lambda: not lab.agents("guest"))
-    assert lab.job("guest")["state"] == "pending"
+    lab.wait_for(lambda: lab.job("guest")["state"] == "pending")
     lab.run("drain", other, "--cancel")
     lab.wait_for(lambda: lab.agents("guest"))
     for job in ("job", "guest"):

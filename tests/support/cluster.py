@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from elastic_run import ElasticRun
+from elastic_run import PATIENCE, ElasticRun
 from etcd_server import EtcdServer
 from history import Recorder, violations
 
@@ -67,6 +69,12 @@ class Cluster:
         done = first.adaptdl(*arguments, "--etcd", self.etcd.endpoint, env=self._env)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def wait_for_state(self, state: str) -> None:
+        """Until `adaptdl ls` says so of the job, which is after the agents have heard of it."""
+        deadline = time.monotonic() + PATIENCE
+        while (found := json.loads(self.ask("ls", "--json"))[0])["state"] != state:
+            assert time.monotonic() < deadline, found
 
     def scale(self, replicas: int, seen_by: ElasticRun) -> dict[str, object]:
         """Until so many replicas train; the generation's event as that agent wrote it."""

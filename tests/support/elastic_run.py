@@ -196,6 +196,13 @@ class ElasticRun:
             check=False,
         )
 
+    def wait_until_adaptdl_says(self, text: str, *arguments: str) -> str:
+        """Ask by a command until its answer has this text: the coordinator says a thing after it is done."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in (said := self.adaptdl(*arguments).stdout):
+            assert time.monotonic() < deadline, f"no {text!r} in {PATIENCE} s: {said}\n{self.text()}"
+        return said
+
     def interrupt(self) -> None:
         """Ctrl-C."""
         self.process.send_signal(signal.SIGINT)

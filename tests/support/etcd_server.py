@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 import urllib3
+from ports import free_port
 
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
 
@@ -84,14 +85,10 @@ def etcd_version(binary: Path) -> tuple[int, int, int]:
 
 def free_ports(count: int) -> list[int]:
     """So many different ports of loopback that nobody listened on a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return list(found)
 
 
 class EtcdServer:
