@@ -159,16 +159,20 @@ def test_the_environment_is_there_for_every_user(room: Room) -> None:
 
 
 def test_a_room_is_made_and_entered_quickly(room: Room) -> None:
-    times: list[tuple[float, float]] = []
-    # of one of three on a busy machine
-    while len(times) < 3 and not (times and max(times[-1]) < 4 * 0.5):
+    began = time.monotonic()
+    for _ in range(20):
+        subprocess.run(["true"], check=True)
+    # of a process, which takes longer where others run, too
+    usual = (time.monotonic() - began) / 20
+    began = time.monotonic()
+    with Room(*(f"m{number}" for number in range(4))) as other:
+        made = time.monotonic() - began
         began = time.monotonic()
-        with Room(*(f"m{number}" for number in range(4))) as other:
-            made = time.monotonic()
-            other.everywhere("true")
-            times.append((made - began, time.monotonic() - made))
-    # 0.04 and 0.003 seconds a machine when nothing else runs
-    assert max(times[-1]) < 4 * 0.5, times
+        other.everywhere("true")
+        entered = time.monotonic() - began
+    # 0.04 and 0.003 seconds a machine when nothing else runs, and a process takes 0.002
+    assert made < 4 * max(0.5, 200 * usual)
+    assert entered < 4 * max(0.5, 200 * usual)
 
 
 def members(spaces: list[str]) -> list[psutil.Process]:
