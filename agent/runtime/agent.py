@@ -499,9 +499,11 @@ class ElasticAgent(SimpleElasticAgent):
     def _exited(
         self, handle: ReplicaHandle, code: int, signalled: bool = True, when: float | None = None
     ) -> None:
-        while select.select([handle], [], [], 0)[0]:  # read its last messages before its end is handled
-            if not self._read_channel(handle):
-                break
+        # what replicas have said by now comes before the end of this one: survivors may be ready for it
+        for replica in select.select([*self._replicas.values()], [], [], 0)[0]:
+            self._read_channel(replica)
+        while select.select([handle], [], [], 0)[0] and self._read_channel(handle):
+            pass
         self._loop.remove(handle)
         self._replicas.pop(handle.number, None)
         handle.close()

@@ -1,24 +1,43 @@
-"""The event `started`: it names all replicas of a generation, whatever has become of them meanwhile."""
+"""The agent's books of its replicas: who has started, and what was said before one ended."""
 
 from __future__ import annotations
 
 from typing import Any
 from unittest.mock import MagicMock
 
+from adaptdl_elastic.agent.core.states import ReplicaExited, ReplicaResilient
 from adaptdl_elastic.agent.runtime.agent import ElasticAgent
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
+from adaptdl_elastic.protocol.messages import Resilient, encode
 from adaptdl_elastic.rendezvous.schema.records import Cause, Placement, Plan, Transition
+
+
+def agent_of(handles: list[ReplicaHandle], monkeypatch: Any) -> Any:
+    monkeypatch.setattr(ElasticAgent, "__init__", lambda self: None)
+    agent: Any = ElasticAgent()  # type: ignore[call-arg]
+    for name in ("_loop", "_recorder", "_view", "_config", "_decide", "_failures"):
+        setattr(agent, name, MagicMock())
+    agent._plan = Plan("job", "run", 0, (Placement("a", 2),), Cause.START, Transition.RESTART, "")
+    agent._replicas, agent._last_exits = dict(enumerate(handles)), []
+    return agent
+
+
+def test_what_survivors_have_said_is_decided_before_the_end_of_another(monkeypatch: Any) -> None:
+    """An unread "resilient" of a survivor made the death of its peer a restart."""
+    handles = [ReplicaHandle(number, 0, number, number, "") for number in (0, 1)]
+    agent = agent_of(handles, monkeypatch)
+    handles[1].theirs.sendall(encode(Resilient(0, "")))
+    agent._exited(handles[0], -9)
+    handles[1].close()
+    events = [type(call.args[0]) for call in agent._decide.call_args_list]
+    assert events == [ReplicaResilient, ReplicaExited]
 
 
 def test_a_replica_that_died_at_once_is_named(monkeypatch: Any) -> None:
     """The last one has started after the first has ended."""
-    monkeypatch.setattr(ElasticAgent, "__init__", lambda self: None)
-    agent: Any = ElasticAgent()  # type: ignore[call-arg]
-    for name in ("_loop", "_recorder", "_view", "_config", "_decide"):
-        setattr(agent, name, MagicMock())
     handles = [ReplicaHandle(number, 0, number, number, "") for number in (0, 1)]
-    plan = agent._plan = Plan("job", "run", 0, (Placement("a", 2),), Cause.START, Transition.RESTART, "")
-    agent._replicas, agent._last_exits = dict(enumerate(handles)), []
+    agent = agent_of(handles, monkeypatch)
+    plan = agent._plan
     agent._spawned(handles[0], 100)
     agent._exited(handles[0], 0)
     agent._spawned(handles[1], 101)
