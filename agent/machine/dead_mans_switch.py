@@ -109,12 +109,16 @@ def decide(before: Silence, look: Look, now: float, limit: float, interval: floa
     passed = min(max(0.0, since), _MOST_INTERVALS * interval)
     steps = before.steps if look.trouble else look.steps
     stalled = before.stalled + passed if steps is not None and steps == before.steps else 0.0
+    so_far = f"no job has made a step on it for {stalled / 60:.0f} min"
     if stalled >= limit:
-        line = f"this node ends itself: no job has made a step on it for {stalled / 60:.0f} min"
-        return Decision(Silence(before.seconds, now, stalled, steps), True, line)
+        return Decision(
+            Silence(before.seconds, now, stalled, steps), True, f"this node ends itself: {so_far}"
+        )
     if not look.missing:
         again = before.looked is not None and before.seconds > 0
         line = "heard again: this node stays" if again else ""
+        if before.stalled < limit / 2 <= stalled:
+            line = f"this node ends itself in {(limit - stalled) / 60:.0f} min: {so_far}"
         return Decision(Silence(0.0, now, stalled, steps), line=line)
     seconds = before.seconds + passed
     silence = Silence(seconds, now, stalled, steps)

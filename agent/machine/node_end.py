@@ -58,11 +58,11 @@ def read_look(store: Store, keys: Keys, instance: str) -> Look:
     """
     autoscaler = store.get(keys.autoscaler_leader) is not None
     coordinator = store.get(keys.coordinator_leader) is not None
-    jobs = _jobs_on(store, keys, instance)
-    if not jobs:
+    plans = _plans_on(store, keys, instance)
+    if not plans:
         return Look("", autoscaler, coordinator, False, _kept(store, keys, instance))
-    steps = tuple((job, step) for job in jobs if (step := _last_step(store, keys, job)) is not None)
-    return Look("", autoscaler, coordinator, True, steps if len(steps) == len(jobs) else None)
+    steps = tuple((plan.job, _last_step(store, keys, plan)) for plan in plans)
+    return Look("", autoscaler, coordinator, True, steps if all(step for _, step in steps) else None)
 
 
 def _kept(store: Store, keys: Keys, instance: str) -> tuple[tuple[str, int], ...]:
@@ -77,17 +77,18 @@ def _kept(store: Store, keys: Keys, instance: str) -> tuple[tuple[str, int], ...
     return (("autoscaler", item.mod_revision),)
 
 
-def _last_step(store: Store, keys: Keys, job: str) -> int | None:
-    """Return the last step that a job has reported; None if it has reported none."""
-    item = store.get(keys.job(job, "hints"))
+def _last_step(store: Store, keys: Keys, plan: Plan) -> int:
+    """Return the last step that a job has reported since it was started; 0 if it has reported none."""
+    item = store.get(keys.job(plan.job, "hints"))
     try:
-        return None if item is None else decode_hints(item.value).step
+        hints = None if item is None else decode_hints(item.value)
     except MalformedHintsError:
-        return None
+        return 0
+    return 0 if hints is None or hints.generation < plan.first else hints.step
 
 
-def _jobs_on(store: Store, keys: Keys, instance: str) -> list[str]:
-    """Return the jobs whose newest plan has replicas on this node, and whose agent is registered."""
+def _plans_on(store: Store, keys: Keys, instance: str) -> list[Plan]:
+    """Return the newest plans of jobs with replicas on this node, and whose agent is registered."""
     found = []
     for item in store.range(keys.nodes).items:
         node = read_record(NodeRecord, item)
@@ -95,7 +96,7 @@ def _jobs_on(store: Store, keys: Keys, instance: str) -> list[str]:
             continue
         plan = read_record(Plan, store.get(keys.job(node.job, "plan")))
         if plan is not None and plan.run == node.run and any(p.node == node.node for p in plan.placements):
-            found.append(node.job)
+            found.append(plan)
     return found
 
 

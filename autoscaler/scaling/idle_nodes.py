@@ -8,10 +8,11 @@ doubles each time, until it gets more replicas than it had. Pure functions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
-from adaptdl_elastic.autoscaler.scaling.economics import buy, taken
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings, buy, taken
 from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket
 from adaptdl_elastic.autoscaler.scaling.observed_history import lacking, running_replicas
 from adaptdl_elastic.autoscaler.scaling.scaling_types import InVain, Memory
@@ -25,29 +26,48 @@ _ALL_SLOTS = 1 << 30
 def release_idle(market: NodeMarket) -> Memory:
     """Choose the nodes that leave because they have had no replica for `idle_after`."""
     seen, settings, memory = market.seen, market.settings, market.memory
-    known, found = dict(memory.known), False
+    known, found, short = dict(memory.known), False, lacking(seen, memory)
+    waits_since = _waits_since(market) if short else 0.0
     spare = {pool.name: market.supply(pool) - pool.minimum for pool in seen.capacity.pools}
     total = market.have() - settings.min_nodes
     for pool in seen.capacity.pools:
         for instance in market.staying(pool):
             entry = known[instance.id]
-            idle = 0.0 if entry.idle_since is None else seen.now - entry.idle_since
-            found |= idle >= settings.idle_after
-            stays = entry.leaving or entry.exchange or idle < settings.idle_after
-            if stays or min(spare[pool.name], total) <= 0:
+            idle = 0.0 if entry.idle_since is None else seen.now - max(entry.idle_since, waits_since)
+            stays = not entry.leaving and min(spare[pool.name], total) <= 0
+            if idle < settings.idle_after or entry.exchange or stays:
                 continue
-            why = f"it has had no replica for {idle / 60:.0f} min (--idle-minutes)"
-            known[instance.id] = replace(entry, leaving=why, leaving_since=seen.now, replace=False)
-            spare[pool.name], total = spare[pool.name] - 1, total - 1
-    running, short = running_replicas(seen), lacking(seen, memory)
-    names = {job.name for job in seen.jobs}
-    vain = {n: v for n, v in memory.vain.items() if n in names and running.get(n, 0) <= v.running}
+            found = True
+            if not entry.leaving:
+                why = f"it has had no replica for {idle / 60:.0f} min (--idle-minutes)"
+                known[instance.id] = replace(entry, leaving=why, leaving_since=seen.now, replace=False)
+                spare[pool.name], total = spare[pool.name] - 1, total - 1
+    running, names = running_replicas(seen), {job.name for job in seen.jobs}
+    vain = {
+        name: entry
+        for name, entry in memory.vain.items()
+        if name in names and running.get(name, 0) <= entry.running and seen.runs.get(name, "") == entry.run
+    }
     for name in short if found else ():
         old = vain.get(name, InVain())
         if old.until <= seen.now:
             wait = min(settings.idle_after * 2 ** min(old.times, 10), _MOST_WAIT_SECONDS)
-            vain[name] = InVain(old.times + 1, seen.now + wait, running.get(name, 0))
+            vain[name] = InVain(old.times + 1, seen.now + wait, running.get(name, 0), seen.runs.get(name, ""))
     return replace(memory, known=known, vain=vain)
+
+
+def _waits_since(market: NodeMarket) -> float:
+    """Return when the last node came that a waiting job may start with; now, while more are on their way.
+
+    A job that needs several nodes starts when the last one is there, so the others are not idle before.
+    """
+    seen, memory = market.seen, market.memory
+    entries = [memory.known[i.id] for i in seen.capacity.instances]
+    booting = any(entry.registered is None and not entry.leaving for entry in entries)
+    coming = booting or any(market.pending(pool) for pool in seen.capacity.pools)
+    if coming and seen.now - memory.changed < market.settings.boot_timeout:
+        return seen.now
+    return max((entry.became or 0.0 for entry in entries if entry.idle_since is not None), default=0.0)
 
 
 def jobs_to_serve(market: NodeMarket) -> tuple[tuple[JobInfo, ...], list[str]]:
@@ -77,13 +97,22 @@ def jobs_to_serve(market: NodeMarket) -> tuple[tuple[JobInfo, ...], list[str]]:
                 continue
             job = replace(job, requested_replicas=size)
         elif several and not size and (apart > nodes or least > slots):
+            what, can = (f"{apart} nodes", nodes) if apart > nodes else (f"{least} slots", slots)
             warnings.append(
-                f"{job.name}: needs {max(apart, 1)} nodes and {least} slots to run, and {max(0, nodes)} "
-                f"nodes with {max(0, slots)} slots can be had: nothing is bought for it. Raise --max-nodes "
-                f"({settings.max_nodes}), --max-hourly-cost ({settings.max_hourly_cost:g}) or the Max of a "
-                "group, or let it run on fewer"
+                f"{job.name}: needs {what} to run, and {max(0, can)} can be had now: nothing is bought for "
+                f"it. Raise {_limits(settings)}, or let it run on fewer"
             )
             continue
         nodes, slots = nodes - apart, slots - least
         served[job.name] = job
     return tuple(served[job.name] for job in seen.jobs if job.name in served), warnings
+
+
+def _limits(settings: ScalingSettings) -> str:
+    """Return the limits that may keep a job from running."""
+    found = ["the Max of a group"]
+    if settings.max_hourly_cost < math.inf:
+        found.insert(0, f"--max-hourly-cost ({settings.max_hourly_cost:g})")
+    if settings.max_nodes < ScalingSettings.max_nodes:
+        found.insert(0, f"--max-nodes ({settings.max_nodes})")
+    return " or ".join(found)

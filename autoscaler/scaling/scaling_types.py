@@ -124,6 +124,7 @@ class InVain:
     times: int = 0
     until: Moment = -math.inf  # nothing more is bought for it before this time
     running: int = 0  # its replicas at that time
+    run: str = ""  # empty: the job was not in the store yet
 
 
 @dataclass(frozen=True)

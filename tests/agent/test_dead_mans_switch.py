@@ -136,6 +136,14 @@ def test_the_log_says_why_at_the_beginning_half_way_and_at_the_end() -> None:
         f"this node ends itself: {nothing} for 60 min: the store cannot be read (no answer)",
     ]
     assert why == said[-1]
+    said, now[0] = [], 0.0
+    why = watch(lambda: accounted((JOB, 1)), said.append, lambda: now[0], wait, HOUR, INTERVAL)
+    nothing = "no job has made a step on it"
+    assert said == [
+        f"this node ends itself in 30 min: {nothing} for 30 min",
+        f"this node ends itself: {nothing} for 60 min",
+    ]
+    assert why == said[-1]
 
 
 # What the store shows
@@ -147,7 +155,7 @@ def node(instance: str, run: str = "run") -> NodeRecord:
 
 def plan(*instances: str) -> Plan:
     placements = tuple(Placement(f"node-of-{one}", 1) for one in instances)
-    return Plan(JOB, "run", 1, placements, Cause.START, Transition.RESTART, "")
+    return Plan(JOB, "run", 1, placements, Cause.START, Transition.RESTART, "", first=1)
 
 
 def test_what_a_look_reads() -> None:
@@ -167,6 +175,10 @@ def test_what_a_look_reads() -> None:
         assert read_look(store, keys, "i-3") == Look(coordinator=True, steps=()), "it waits for work"
         store.put(keys.job(JOB, "hints"), encode_hints(JobHints(JOB, 1, 1, 1, 32, 32, 32, step=7)))
         assert read_look(store, keys, "i-1").steps == ((JOB, 7),)
+        store.put(keys.job(JOB, "hints"), encode_hints(JobHints(JOB, 0, 1, 1, 32, 32, 32, step=7)))
+        assert read_look(store, keys, "i-1").steps is None, "reported by an earlier run of this name"
+        store.put(keys.job(JOB, "hints"), encode_hints(JobHints(JOB, 1, 1, 1, 32, 32, 32, step=0)))
+        assert read_look(store, keys, "i-1").steps is None, "no step yet"
         store.put(keys.node("node-of-i-1", JOB), encode(node("i-1", run="another")))
         store.put(keys.node("node-of-i-4", JOB), "garbage")
         assert read_look(store, keys, "i-1") == Look(coordinator=True, steps=()), "the plan is of another run"

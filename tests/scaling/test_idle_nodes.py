@@ -60,7 +60,7 @@ def test_nothing_is_bought_for_a_job_whose_least_nodes_cannot_be_had(
     world.run(600)
     assert world.provider.launched == 0
     (warning,) = world.tick().warnings
-    assert "train: needs 4 nodes and 4 slots to run, and 3 nodes with 3 slots can be had" in warning
+    assert "train: needs 4 nodes to run, and 3 can be had now" in warning
     assert limit in warning
 
 
@@ -69,6 +69,83 @@ def test_where_they_can_be_had_they_are_bought_and_another_job_takes_none_of_the
     world.jobs = (FOUR, replace(FOUR, name="other"), waiting("small", 1))
     world.until(lambda: len(world.running) == 5)
     assert next(w for w in world.tick().warnings if "can be had" in w).startswith("other: needs 4 nodes")
+
+
+@pytest.mark.parametrize(
+    "job", [FOUR, JobInfo("train", min_replicas=4, max_replicas=4)], ids=["nodes", "slots of several nodes"]
+)
+def test_nodes_outside_the_provider_count(job: JobInfo) -> None:
+    world = World(DEMAND, settings=ScalingSettings(max_nodes=3))
+    world.jobs = (job,)
+    world.run(600)
+    assert world.provider.launched == 0
+    world.others = 1
+    world.run(600)
+    assert world.provider.launched == 3
+
+
+def test_two_jobs_of_several_nodes_share_no_node() -> None:
+    world = World(replace(DEMAND, slots=4), settings=ScalingSettings(max_nodes=3))
+    two = JobInfo("train", min_replicas=2, max_replicas=2, min_nodes=2)
+    world.jobs = (two, replace(two, name="other"))
+    world.run(600)
+    assert "other: needs 2 nodes to run, and 1 can be had now" in " ".join(world.tick().warnings)
+    assert world.provider.launched == 2
+
+
+def test_a_job_that_runs_comes_before_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(DEMAND, settings=ScalingSettings(max_nodes=4))
+    world.jobs = (FOUR,)
+    world.until(lambda: len(world.running) == 4)
+    works = world.nodes_in_use()
+    monkeypatch.setattr(world, "nodes_in_use", lambda: works)
+    world.jobs = (JobInfo("new", min_replicas=3, max_replicas=3, min_nodes=3), FOUR)
+    world.run(3600)
+    assert (world.provider.launched, len(world.running)) == (4, 4)
+    (warning,) = world.tick().warnings
+    assert warning.startswith("new: needs 3 nodes to run, and 0 can be had now")
+
+
+def start_together(world: World, monkeypatch: pytest.MonkeyPatch, job: JobInfo) -> None:
+    """Give nodes replicas of `job` half a minute after there are as many as it needs."""
+    works, complete = world.nodes_in_use, list[float]()
+
+    def nodes() -> dict[str, NodeUse]:
+        found = works()
+        if job in world.jobs and len(found) >= job.min_nodes:
+            complete.append(world.now)
+        starts = bool(complete) and world.now - complete[0] >= 30
+        return {name: replace(use, replicas={job.name: 1} if starts else {}) for name, use in found.items()}
+
+    monkeypatch.setattr(world, "nodes_in_use", nodes)
+
+
+@pytest.mark.parametrize(
+    ("pool", "settings"),
+    [(DEMAND, ScalingSettings(min_nodes=2)), (replace(DEMAND, minimum=2, desired=2), ScalingSettings())],
+    ids=["--min-nodes", "Min"],
+)
+def test_nodes_that_were_idle_for_long_are_used_by_a_job_that_needs_more(
+    pool: Pool, settings: ScalingSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(pool, settings=settings)
+    start_together(world, monkeypatch, FOUR)
+    world.run(1800)
+    world.jobs = (FOUR,)
+    world.run(150)
+    assert [use.replicas for use in world.nodes_in_use().values()] == [{"train": 1}] * 4
+    assert world.provider.launched == 4
+
+
+def test_nodes_that_wait_for_the_boot_of_others_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(DEMAND, name="slow", hourly_price=1.1)
+    world = World(replace(DEMAND, maximum=2), slow)
+    world.provider.boots = {"slow": 420.0}
+    start_together(world, monkeypatch, FOUR)
+    world.jobs = (FOUR,)
+    world.run(510)
+    assert [use.replicas for use in world.nodes_in_use().values()] == [{"train": 1}] * 4
+    assert world.provider.launched == 4
 
 
 # Not for long
@@ -109,6 +186,7 @@ def test_what_a_person_asked_to_have_stays(
     world.jobs = (waiting(replicas=7),)
     world.run(3600)
     assert len(world.running) == 8
+    assert world.provider.launched == 8
 
 
 def test_nodes_on_which_nothing_is_placed_are_bought_again_less_and_less(
@@ -124,6 +202,30 @@ def test_nodes_on_which_nothing_is_placed_are_bought_again_less_and_less(
     world.until(lambda: len(world.running) == 2, seconds=7300)
     world.run(60)
     assert world.memory.vain == {}
+
+
+def test_a_job_that_runs_keeps_its_nodes_while_no_more_are_bought_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    idling(monkeypatch, world, *(f"demand-{number}" for number in range(3, 100)))
+    world.jobs = (waiting(replicas=4),)
+    world.run(8 * 3600)
+    assert world.provider.launched == 2 + 2 * 8
+    assert {"demand-1", "demand-2"} <= set(world.running)
+
+
+def test_a_job_that_was_expected_begins_afresh_when_it_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(DEMAND)
+    idling(monkeypatch, world, *(f"demand-{number}" for number in range(100)))
+    world.jobs = (waiting(replicas=2),)
+    world.run(8000)
+    assert world.memory.vain["train"].until > world.now + 1000
+    world.runs = {"train": "run"}
+    world.run(120)
+    assert len(world.running) == 2
 
 
 def test_nothing_is_bought_from_a_pool_whose_instances_cannot_be_released(store: MemoryStore) -> None:

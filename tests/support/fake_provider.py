@@ -37,6 +37,7 @@ class FakeProvider(Provider):
     hooks: bool = False  # leaving instances wait until `let_go`
     outage: dict[str, str] = field(default_factory=dict)
     dead_on_arrival: set[str] = field(default_factory=set)
+    boots: dict[str, float] = field(default_factory=dict)  # pool → seconds, if others than `boot_seconds`
     # pool → instances that the cloud has of it
     most: dict[str, int] = field(default_factory=dict)
     # pool → price of new instances, if it differs from the announced one
@@ -161,7 +162,9 @@ class FakeProvider(Provider):
         """Start, boot and end what is due by now."""
         now = self.clock()
         for instance in list(self.instances.values()):
-            if instance.state is InstanceState.PENDING and now >= instance.launched + self.boot_seconds:
+            if instance.state is InstanceState.PENDING and now >= instance.launched + self.boots.get(
+                instance.pool, self.boot_seconds
+            ):
                 if instance.pool in self.dead_on_arrival:
                     self.instances.pop(instance.id)
                 else:

@@ -61,6 +61,8 @@ class World:
         self.memory = Memory()
         self.jobs: tuple[JobInfo, ...] = ()
         self.unsettled: frozenset[str] = frozenset()
+        self.others = 0  # nodes of one slot that are not the provider's
+        self.runs: dict[str, str] = {}
         self.broken = False
         self.hidden: set[str] = set()  # instances whose registration is away
         self.stuck: set[str] = set()  # instances whose replicas do not leave
@@ -75,7 +77,15 @@ class World:
         capacity = self.look()
         nodes = {} if self.broken else self.nodes_in_use()
         seen = Observation(
-            self.now, capacity, nodes, self.jobs, self.provider.signals(), unsettled=self.unsettled
+            self.now,
+            capacity,
+            nodes,
+            self.jobs,
+            self.provider.signals(),
+            other_slots=self.others,
+            other_nodes=self.others,
+            runs=self.runs,
+            unsettled=self.unsettled,
         )
         done = step(seen, self.memory, self.settings)
         self.memory = done.memory
