@@ -330,7 +330,7 @@ def test_a_static_cluster_is_watched_and_left_alone(store: MemoryStore) -> None:
     cluster.submit(nodes=2)
     cluster.tick()
     assert cluster.status().provider == "static"
-    assert "0 nodes with 0 slots can be had" in cluster.status().warnings[0]
+    assert "needs 2 nodes to run, and 0 can be had now" in cluster.status().warnings[0]
 
 
 def test_events_reach_the_store(store: MemoryStore) -> None:
