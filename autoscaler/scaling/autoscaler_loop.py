@@ -28,6 +28,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
     ProviderError,
     Signal,
     TryLaterError,
+    UnknownInstanceError,
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
@@ -289,7 +290,7 @@ class Autoscaler:
         pool, now = "", self._clock()
         if isinstance(action, Request) and isinstance(error, TryLaterError):
             pool = action.pool
-        elif isinstance(action, Release) and not isinstance(error, TryLaterError):
+        elif isinstance(action, Release) and not isinstance(error, (TryLaterError, UnknownInstanceError)):
             pool = self.memory.known[action.instance].pool
         if pool and self.memory.pools.get(pool, PoolMemory()).until <= now:
             self.memory = refused(self.memory, pool, str(error), now, self._settings)
@@ -466,7 +467,10 @@ class Autoscaler:
             logger.warning("what the last autoscaler knew cannot be read, and is forgotten: %s", error)
             return Memory()
         self._drained |= self._requested(memory)
-        pools = {name: replace(pool, failures=0, closed="") for name, pool in memory.pools.items()}
+        pools = {
+            name: replace(pool, failures=0, closed="", wasted=0, spent=0.0, gained=0.0)
+            for name, pool in memory.pools.items()
+        }
         return replace(memory, pools=pools)
 
     def _requested(self, memory: Memory) -> set[str]:
