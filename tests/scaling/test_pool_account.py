@@ -9,10 +9,19 @@ import pytest
 from scaling_cluster import KEYS, Cluster
 from scaling_world import World, job, waiting
 
-from adaptdl_elastic.autoscaler.providers.base import Pool, UnknownInstanceError
+from adaptdl_elastic.autoscaler.providers.base import Capacity, Pool, UnknownInstanceError
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket
+from adaptdl_elastic.autoscaler.scaling.observed_history import remember
 from adaptdl_elastic.autoscaler.scaling.pool_account import given_back, lost, surcharge, turns_told
-from adaptdl_elastic.autoscaler.scaling.scaling_types import CHEAPER, Known, PoolMemory, Release
+from adaptdl_elastic.autoscaler.scaling.scaling_types import (
+    CHEAPER,
+    Known,
+    Memory,
+    Observation,
+    PoolMemory,
+    Release,
+)
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0)
@@ -94,6 +103,11 @@ def test_time_without_a_replica_is_not_counted() -> None:
     assert loss(PoolMemory(), told, now=later) == PoolMemory()
 
 
+def test_a_node_that_drained_for_long_was_not_idle() -> None:
+    told = replace(NODE, leaving="spot interruption", leaving_since=END, deadline=END, idle_since=END)
+    assert minutes(loss(PoolMemory(), told, now=END + 10 * MINUTE)) == (31, 27)
+
+
 def test_a_node_whose_agent_was_absent_for_long_was_not_idle() -> None:
     gone = replace(NODE, idle_since=END, absent=END)
     assert minutes(loss(PoolMemory(), gone, now=END + 10 * MINUTE)) == (31, 20)
@@ -132,12 +146,23 @@ def test_older_nodes_count_with_their_work_since_the_last_verdict() -> None:
     assert minutes(loss(pool, NODE, NODE, replace(older, pool="other"))) == (31, 20)
 
 
-@pytest.mark.parametrize(("nodes", "shut"), [(8, False), (2, True)])
+def test_older_nodes_that_are_lost_at_the_same_time_do_not_live_on() -> None:
+    known = {"new": NODE, "old": replace(NODE, first_seen=HOUR)}
+    memory = Memory(known, {"pool": PoolMemory(judged=9 * HOUR)}, updated=END - 10)
+    after = remember(memory, Observation(END, Capacity((), ()), {}, ()), SETTINGS)
+    # each without a notice, one of them with a boot of ten minutes at most
+    assert minutes(after.pools["pool"]) == (31 + 40, 20 + 20)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "vanishes", "shut"), [(8, True, False), (8, False, False), (2, True, True)]
+)
 def test_the_loss_of_one_replacement_after_another_is_judged_beside_the_nodes_at_work(
-    nodes: int, shut: bool
+    nodes: int, vanishes: bool, shut: bool
 ) -> None:
     """Three lost replacements closed a pool with seven nodes at work for days, on 0.48 of 200 dollars."""
-    world = World(DEMAND)
+    # a node without an agent is idle, too: with the default it would be released before it counts as lost
+    world = World(DEMAND, settings=ScalingSettings(idle_after=1200.0))
     world.jobs = (waiting(replicas=nodes),)
     world.run(24 * HOUR, 60)
     old = set(world.running[1:])
@@ -146,7 +171,9 @@ def test_the_loss_of_one_replacement_after_another_is_judged_beside_the_nodes_at
         world.tick(60)
         for instance in world.look().instances:
             if instance.id not in old and world.now - instance.launched >= 8 * MINUTE:
-                world.provider.vanish(instance.id)
+                if vanishes:
+                    world.provider.vanish(instance.id)
+                world.hidden.add(instance.id)
     pool = world.memory.pools["demand"]
     assert old <= set(world.running)
     assert pool.closed == ""
@@ -192,6 +219,11 @@ def test_after_a_turn_another_pool_is_chosen_and_jobs_are_sized_by_real_prices()
 
     few = sizes(0, 0.0)[0]
     assert sizes(0, 2.0)[0] == few, "sized by what a node costs"
+    world = World(SPOT)
+    world.memory = Memory(pools={"spot": PoolMemory(turns=2.0)})
+    assert any(text.startswith("spot: its price has risen") for text in world.tick().warnings)
+    seen = Observation(world.now, world.look(), {}, ())
+    assert NodeMarket(seen, world.memory, SETTINGS).usual()[1] == SPOT.hourly_price
     beside, _ = sizes(2, 0.0)
     turned, desired = sizes(2, 2.0)
     assert (turned, desired["demand"]) == (beside, 2)
