@@ -455,7 +455,11 @@ class Autoscaler:
         return self._written
 
     def recall(self) -> Memory:
-        """Return the memory of the last autoscaler; pools that it had closed are tried again."""
+        """Return the memory of the last autoscaler; pools that it had closed are tried again.
+
+        The account of such a pool begins anew. Other pools keep theirs: a program that is restarted again and
+        again must not forget how soon nodes are lost.
+        """
         item = self._store.get(self._keys.autoscaler_status)
         self._written = 0 if item is None else item.mod_revision
         if item is None:
@@ -468,10 +472,10 @@ class Autoscaler:
             return Memory()
         self._drained |= self._requested(memory)
         pools = {
-            name: replace(pool, failures=0, closed="", wasted=0, spent=0.0, gained=0.0)
+            name: replace(pool, closed="", wasted=0, spent=0.0, gained=0.0) if pool.closed else pool
             for name, pool in memory.pools.items()
         }
-        return replace(memory, pools=pools)
+        return replace(memory, pools={name: replace(pool, failures=0) for name, pool in pools.items()})
 
     def _requested(self, memory: Memory) -> set[str]:
         """Return nodes with drain requests of the last autoscaler, which this one takes over."""
