@@ -28,6 +28,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
     ProviderError,
     Signal,
     TryLaterError,
+    UnknownInstanceError,
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
@@ -289,7 +290,7 @@ class Autoscaler:
         pool, now = "", self._clock()
         if isinstance(action, Request) and isinstance(error, TryLaterError):
             pool = action.pool
-        elif isinstance(action, Release) and not isinstance(error, TryLaterError):
+        elif isinstance(action, Release) and not isinstance(error, (TryLaterError, UnknownInstanceError)):
             pool = self.memory.known[action.instance].pool
         if pool and self.memory.pools.get(pool, PoolMemory()).until <= now:
             self.memory = refused(self.memory, pool, str(error), now, self._settings)
@@ -454,7 +455,11 @@ class Autoscaler:
         return self._written
 
     def recall(self) -> Memory:
-        """Return the memory of the last autoscaler; pools that it had closed are tried again."""
+        """Return the memory of the last autoscaler; pools that it had closed are tried again.
+
+        The account of such a pool begins anew. Other pools keep theirs: a program that is restarted again and
+        again must not forget how soon nodes are lost.
+        """
         item = self._store.get(self._keys.autoscaler_status)
         self._written = 0 if item is None else item.mod_revision
         if item is None:
@@ -466,8 +471,11 @@ class Autoscaler:
             logger.warning("what the last autoscaler knew cannot be read, and is forgotten: %s", error)
             return Memory()
         self._drained |= self._requested(memory)
-        pools = {name: replace(pool, failures=0, closed="") for name, pool in memory.pools.items()}
-        return replace(memory, pools=pools)
+        pools = {
+            name: replace(pool, closed="", wasted=0, spent=0.0, gained=0.0) if pool.closed else pool
+            for name, pool in memory.pools.items()
+        }
+        return replace(memory, pools={name: replace(pool, failures=0) for name, pool in pools.items()})
 
     def _requested(self, memory: Memory) -> set[str]:
         """Return nodes with drain requests of the last autoscaler, which this one takes over."""

@@ -424,6 +424,7 @@ class Offer:
     highest_price: float = 0.0  # that the node may cost per hour instead; 0: `hourly_price`
     node_type: str = ""
     speed: float = 1.0  # goodput of a slot, of those that the jobs' sizes are chosen for
+    surcharge: float = 0.0  # fraction by which it counts as dearer in a choice, and is not
 
     @property
     def limit_price(self) -> float:
@@ -432,6 +433,11 @@ class Offer:
 
     @property
     def slot_price(self) -> float:
+        """Price that offers are compared by: of a useful slot hour, with the surcharge."""
+        return self.hourly_price * (1 + self.overhead + self.surcharge) / self.slots / self.speed
+
+    @property
+    def paid_price(self) -> float:
         """Price of one useful slot hour, or of as much goodput where types differ in speed."""
         return self.hourly_price * (1 + self.overhead) / self.slots / self.speed
 

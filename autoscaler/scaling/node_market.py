@@ -230,11 +230,11 @@ class NodeMarket:
         return found
 
     def _offer(self, pool: Pool, available: int) -> Offer:
-        overhead = self._overhead(pool) + surcharge(self.pool(pool.name))
+        overhead, dearer = self._overhead(pool), surcharge(self.pool(pool.name))
         price, highest = pool.hourly_price, self.limit_price(pool)
         kind, speed = self.type_of(pool), self.speed(pool)
         return Offer(
-            pool.name, available, pool.slots, price, pool.preemptible, overhead, highest, kind, speed
+            pool.name, available, pool.slots, price, pool.preemptible, overhead, highest, kind, speed, dearer
         )
 
     def limit_price(self, pool: Pool) -> float:
@@ -259,7 +259,7 @@ class NodeMarket:
         if offers:
             best = min(offers, key=lambda o: (o.slot_price, o.preemptible, o.pool))
             boot = self.pool(best.pool).boot
-            return best.slots, best.slot_price, self.settings.boot if boot is None else boot
+            return best.slots, best.paid_price, self.settings.boot if boot is None else boot
         there = [i for i in self.seen.capacity.instances if i.state is not InstanceState.LEAVING]
         if there:
             dearest = max(there, key=lambda i: i.hourly_price / i.slots)
@@ -269,8 +269,15 @@ class NodeMarket:
         return slots, price, self.settings.boot
 
     def levels(self) -> list[Level]:
-        """Return slots by price: the present supply, then what can be bought."""
-        offers = [Level(offer.slot_price, offer.available * offer.slots) for offer in self.offers()]
+        """Return slots by price: the present supply, then what can be bought.
+
+        Prices are without surcharges. An offer costs at least what those cost that are bought before it: jobs
+        are not made larger for cheap nodes where dear ones are chosen.
+        """
+        offers, price = list[Level](), 0.0
+        for offer in sorted(self.offers(), key=lambda o: (o.slot_price, o.preemptible, o.pool)):
+            price = max(price, offer.paid_price)
+            offers.append(Level(price, offer.available * offer.slots))
         return [*self.current_supply(), *offers] or [Level(self.usual()[1], 0)]
 
     def current_supply(self) -> list[Level]:

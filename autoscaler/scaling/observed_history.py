@@ -273,9 +273,9 @@ def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
     """Record instances that are gone, as interrupted or as lost before they became nodes."""
     there = {instance.id for instance in seen.capacity.instances}
     looked = memory.updated is not None and seen.now - memory.updated <= settings.gap
-    known, pools = dict(memory.known), dict(memory.pools)
-    for identifier in [name for name in known if name not in there]:
-        entry = known.pop(identifier)
+    known = {name: entry for name, entry in memory.known.items() if name in there}
+    pools = dict(memory.pools)
+    for entry in [entry for name, entry in memory.known.items() if name not in there]:
         pool = pools.get(entry.pool, PoolMemory())
         if not looked:
             continue  # after a long gap the reason is unknown: a person may have emptied the group
@@ -288,7 +288,8 @@ def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
         elif not interrupted and not entry.worked and not entry.leaving:
             pools[entry.pool] = _one_more_failure(pool, settings, "vanish before they do any work")
         if entry.registered is not None and not ours and (entry.worked or interrupted):
-            pools[entry.pool] = lost(pools.get(entry.pool, pool), entry, seen.now, settings)
+            pool = pools.get(entry.pool, pool)
+            pools[entry.pool] = lost(pool, entry, seen.now, settings, known.values())
         elif ours and not entry.replace:
             pools[entry.pool] = given_back(pool, entry)
     return replace(memory, known=known, pools=pools)
@@ -344,7 +345,7 @@ def _fail(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
         if not entry.worked:  # an instance that has worked is not defective; the job's script may have failed
             pool = _one_more_failure(pool, settings, f"had no agent for {settings.boot_timeout:.0f} s")
         else:
-            pool = lost(pool, entry, seen.now, settings)
+            pool = lost(pool, entry, seen.now, settings, known.values())
         pools[entry.pool] = pool
         known[instance.id] = replace(
             entry, leaving=f"it {text}", leaving_since=seen.now, replace=not pool.closed

@@ -101,7 +101,8 @@ class PoolMemory:
     gained: float = 0.0  # the part of it that bought useful work
     wasted: int = 0  # purchases in a row after which too little of it was useful
     judged: Moment = 0.0  # when a purchase was last judged
-    turns: float = 0.0  # nodes given up because their price rose; decays with time
+    turns: float = 0.0  # how often nodes were given up because their price rose; decays with time
+    turned: Moment = 0.0  # when the first node of the last such turn was given up
     highest_price: float = 0.0  # that one of its instances has cost per hour within a day
     highest_seen: Moment = 0.0
     troubles: int = 0  # requests in a row that it could not meet

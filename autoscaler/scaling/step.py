@@ -27,6 +27,7 @@ from adaptdl_elastic.autoscaler.scaling.idle_nodes import jobs_to_serve, release
 from adaptdl_elastic.autoscaler.scaling.job_budget import hourly_costs, jobs_to_stop, unknown_jobs
 from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, cost_of_loss, learn_types
 from adaptdl_elastic.autoscaler.scaling.observed_history import released, remember, running_replicas
+from adaptdl_elastic.autoscaler.scaling.pool_account import turns_told
 from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Action,
     Drain,
@@ -165,6 +166,7 @@ def _resize(market: NodeMarket, goal: Target) -> tuple[Memory, list[Action], lis
     warnings: list[str] = []
     for pool in seen.capacity.pools:
         entry = market.pool(pool.name)
+        warnings += [f"{pool.name}: {text}" for text in turns_told(entry)]
         if entry.closed:
             warnings.append(f"{pool.name}: {entry.closed}")
         elif entry.until > seen.now:

@@ -151,6 +151,20 @@ def lost_after(minutes: float) -> Callable[[Fault, float], None]:
     return happen
 
 
+def interrupted_after(minutes: float) -> Callable[[Fault, float], None]:
+    """Announce each node's end two minutes before it has been up for `minutes`, its boot not counted."""
+
+    def happen(world: Fault, seconds: float) -> None:
+        for instance in list(world.provider.instances.values()):
+            age = world.now - instance.launched - world.provider.boot_seconds
+            if age == minutes * 60 - 120:
+                world.provider.interrupt(instance.id, 120)
+            elif age >= minutes * 60:
+                world.provider.vanish(instance.id)
+
+    return happen
+
+
 def three_of_four(world: Fault, seconds: float) -> None:
     world.provider.most = {"spot": 3, "on-demand": 0}
 
@@ -166,6 +180,10 @@ def release_denied(world: Fault, seconds: float) -> None:
 
 def price_flips(world: Fault, seconds: float) -> None:
     world.provider.reprice("spot", 0.3 if seconds // QUARTER % 2 == 0 else 2.0)
+
+
+def one_peak(world: Fault, seconds: float) -> None:
+    world.provider.reprice("spot", 2.0 if 3600 <= seconds < 5400 else 0.3)
 
 
 def half_of_the_calls_fail(world: Fault, seconds: float) -> None:
@@ -212,8 +230,18 @@ LONG_FAULTS = {
     "after an hour nothing is placed, and no node can be released": Long(release_denied, "AccessDenied"),
     "every node vanishes after 11 minutes of work": Long(lost_after(11), "bought useful work"),
     "every node vanishes after 30 minutes of work": Long(lost_after(30), "bought useful work"),
+    "every node is interrupted with notice after 5 minutes of work": Long(
+        interrupted_after(5), "bought useful work"
+    ),
+    "every node is interrupted with notice after 11 minutes of work": Long(
+        interrupted_after(11), "bought useful work"
+    ),
+    "every node is interrupted with notice after 30 minutes of work": Long(interrupted_after(30), ""),
     "spot costs 0.3 and 2.0 by turns, 15 minutes each": Long(
-        price_flips, "", limits=ScalingSettings(max_nodes=5)
+        price_flips, "its price has risen", limits=ScalingSettings(max_nodes=5)
+    ),
+    "spot costs 2.0 for half an hour, else 0.3": Long(
+        one_peak, "its price has risen", limits=ScalingSettings(max_nodes=5)
     ),
 }
 

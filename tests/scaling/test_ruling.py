@@ -319,7 +319,7 @@ def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
             idle_since=36.0,
         )
     }
-    pools = {"p": PoolMemory(until=60.0, trouble_seen=70.0, judged=5.0, highest_seen=15.0)}
+    pools = {"p": PoolMemory(until=60.0, trouble_seen=70.0, judged=5.0, turned=6.0, highest_seen=15.0)}
     memory = Memory(
         known,
         pools,
@@ -342,7 +342,9 @@ def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
         exchange_since=1035.0,
         idle_since=1036.0,
     )
-    assert later.pools["p"] == replace(pools["p"], until=1060.0, judged=1005.0, highest_seen=1015.0)
+    assert later.pools["p"] == replace(
+        pools["p"], until=1060.0, judged=1005.0, turned=1006.0, highest_seen=1015.0
+    )
     assert (later.updated, later.changed, later.low_since, later.broke_until) == (1080, 1090, 1095, 1099)
     assert later.vain == {"train": InVain(1, 1098.0)}
     assert later.exchanged == 1091
