@@ -104,14 +104,11 @@ def _best(market: NodeMarket, wanted: Sequence[Want]) -> tuple[Instance, Offer] 
     """
     seen, known = market.seen, market.memory.known
     pools = {pool.name: pool for pool in seen.capacity.pools}
-    nodes = [
-        i
-        for i in seen.capacity.instances
-        if i.id in seen.nodes
-        and (seen.nodes[i.id].busy or not (market.can_use(market.type_of(i)) or seen.unsettled))
-        and not seen.nodes[i.id].draining
-        and market.supply(pools[i.pool]) > pools[i.pool].minimum
-    ]
+    types = {market.type_of(i) for i in seen.capacity.instances}
+    usable = {name for name in types if any(market.can_use(job, name) for job in seen.jobs)}
+    there = [(i, seen.nodes[i.id], pools[i.pool]) for i in seen.capacity.instances if i.id in seen.nodes]
+    there = [(i, n, pool) for i, n, pool in there if not n.draining and market.supply(pool) > pool.minimum]
+    nodes = [i for i, n, _ in there if n.busy or not (seen.unsettled or market.type_of(i) in usable)]
     price = {i.id: i.hourly_price / i.slots / market.speed(i) for i in nodes}
     nodes.sort(key=lambda i: (-price[i.id], cost_of_loss(i, known[i.id], seen)))
     offers = sorted(market.every_offer(), key=lambda o: (o.slot_price, o.preemptible, o.pool))
@@ -130,10 +127,10 @@ def _speed_there(market: NodeMarket, instance: Instance, offer: Offer, jobs: Col
     idle node may be replaced by any node of a type at work.
     """
     here, there = market.type_of(instance), offer.node_type
-    if here == there:
-        return 1.0
     if not jobs:
         return math.inf if there in market.types_at_work.values() else 0.0
+    if here == there:
+        return 1.0
     rates = [market.rates.get(job, {}) for job in jobs]
     return min(rate[there] / rate[here] if here in rate and there in rate else 0.0 for rate in rates)
 
@@ -155,7 +152,7 @@ def _pays(market: NodeMarket, instance: Instance, offer: Offer, wanted: Sequence
         return False
     now_costs = market.useful_price(instance)
     saving = now_costs - offer.slot_price * offer.speed * offer.slots / speed
-    if saving < settings.exchange_saving * now_costs:
+    if saving <= 0 or saving < settings.exchange_saving * now_costs:
         return False
     left = [want.seconds_left for want in wanted if want.job in jobs]
     ends = [seconds for seconds in left if seconds is not None]
@@ -173,9 +170,6 @@ def _pays(market: NodeMarket, instance: Instance, offer: Offer, wanted: Sequence
 
 def _hourly_price_of(market: NodeMarket, job: str) -> float:
     """Return the price per hour of all nodes on which the job runs."""
-    seen = market.seen
-    return sum(
-        i.hourly_price
-        for i in seen.capacity.instances
-        if i.id in seen.nodes and seen.nodes[i.id].replicas.get(job)
-    )
+    nodes = market.seen.nodes
+    there = [i for i in market.seen.capacity.instances if i.id in nodes]
+    return sum(i.hourly_price for i in there if nodes[i.id].replicas.get(job))
