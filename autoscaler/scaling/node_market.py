@@ -143,7 +143,7 @@ class NodeMarket:
     def rates(self) -> dict[str, dict[str, float]]:
         """Return for each job its goodput on every type here that is measured; empty where there is one."""
         pools = self.seen.capacity.pools
-        names = {*map(self.type_of, (*pools, *self.seen.capacity.instances))}
+        names = {*map(self.type_of, pools), *map(self.type_of, self.seen.capacity.instances)}
         slots, jobs = max((p.slots for p in pools), default=1), self.seen.jobs if len(names) > 1 else ()
         return {job.name: rates_by_type(job, slots, names) for job in jobs}
 
@@ -241,10 +241,9 @@ class NodeMarket:
         bought = Counter[str]()
         for lack, offers in self.claims or [(slots, self.offers())]:
             left = [replace(offer, available=offer.available - bought[offer.pool]) for offer in offers]
-            more = buy(left, min(lack, slots), nodes, budget)
+            more = buy(left, min(lack, slots), nodes - bought.total(), budget)
             bought.update(more)
             slots -= min(lack, sum(o.slots * more.get(o.pool, 0) for o in offers))
-            nodes -= sum(more.values())
             budget -= sum(o.limit_price * more.get(o.pool, 0) for o in offers)
         return dict(bought)
 
@@ -258,24 +257,29 @@ class NodeMarket:
     def offers_for(self, job: JobInfo) -> list[Offer]:
         """Return what may be bought now for the job: of the types that it can use, if any is for sale.
 
-        The speed of these offers is the job's goodput. If no type is measured for the job, the speeds of
-        other jobs count. Of a type that is not measured it gets as many nodes as it needs to run, mostly one.
-        That type has to have the lowest price of a slot, and there has to be no measured one for the job. If
+        If none is, a job that runs gets a slower type only where it is faster with more replicas of that. It
+        gets no type that is not measured. The speed of these offers is the job's goodput. If no type is
+        measured for the job, the speeds of other jobs count.
+
+        Of a type that is not measured a job gets as many nodes as it needs to run, mostly one. The type has
+        to have the lowest price of a slot, and the job must have measured none, or none that is for sale. If
         no type that the pools sell is measured, only the type with the lowest price of a slot is bought.
         """
-        rates = self.rates.get(job.name) or self._speeds
-        every = self.every_offer()
-        usable = [offer for offer in every if self.can_use(job, offer.node_type)] or every
+        rates, here = self.rates.get(job.name) or self._speeds, self.types_at_work.get(job.name, "")
+        running, size = running_replicas(self.seen).get(job.name, 0), self.memory.wanted.get(job.name, 0)
+        least = rates.get(here, 0.0) * running / max(size, 1)
+        every = [o for o in self.every_offer() if not (here and rates) or o.node_type in rates]
+        usable = [offer for offer in every if self.can_use(job, offer.node_type)]
+        usable = usable or [offer for offer in every if rates.get(offer.node_type, math.inf) > least]
         if not any(self.type_of(pool) in rates for pool in self.seen.capacity.pools):
             return [offer for offer in usable if offer.node_type == usable[0].node_type]
         known = [replace(offer, speed=rates[offer.node_type]) for offer in usable if offer.node_type in rates]
         if not usable or usable[0].node_type in rates or (known and job.measured):
             return known
         first = usable[0]
-        running = running_replicas(self.seen).get(job.name, 0) + self._idle[first.node_type]
+        running += self._idle[first.node_type]
         most = -((running - max(job.min_nodes * first.slots, job.min_replicas)) // first.slots)
-        tried = [replace(first, available=min(first.available, most))] if most > 0 else []
-        return [*tried, *known]
+        return [replace(first, available=min(first.available, most)), *known] if most > 0 else known
 
     def every_offer(self) -> list[Offer]:
         """Return what all pools could give, whatever its type. The lowest price of a slot comes first."""
@@ -445,10 +449,14 @@ class NodeMarket:
 
 
 def learn_types(memory: Memory, seen: Observation) -> Memory:
-    """Remember the type that the agents on each family of instance types report."""
+    """Remember a type that the agents on each family of instance types report.
+
+    Where they differ the type does not change while one of them reports it.
+    """
     there = [i for i in seen.capacity.instances if i.id in seen.nodes]
-    told = {_family(i.instance_type): seen.nodes[i.id].node_type for i in there}
-    return replace(memory, node_types={**memory.node_types, **told})
+    told = [(_family(i.instance_type), seen.nodes[i.id].node_type) for i in there]
+    kept = {family: name for family, name in memory.node_types.items() if (family, name) in told}
+    return replace(memory, node_types={**memory.node_types, **dict(told), **kept})
 
 
 def _family(instance_type: str) -> str:

@@ -201,17 +201,16 @@ def _grow(market: NodeMarket, slots: int, goal: Target) -> tuple[Memory, dict[st
 
 def _why_not(market: NodeMarket, slots: int, nodes: int, bought: dict[str, int], broke: bool) -> str:
     """Return why no more nodes could be bought."""
-    settings = market.settings
-    limit = f"--max-hourly-cost {settings.max_hourly_cost:g}"
+    limit = f"--max-hourly-cost {market.settings.max_hourly_cost:g}"
     if broke:
         return f"{limit} was exceeded just now"
     if sum(market.purchase(slots, nodes, math.inf).values()) > sum(bought.values()):
         cheapest = min(offer.limit_price for offer in market.offers())
-        if cheapest > settings.max_hourly_cost:
+        if cheapest > market.settings.max_hourly_cost:
             return f"{limit} is less than one node costs ({cheapest:g})"
         return f"{limit} is reached"
     if nodes <= sum(bought.values()):
-        return f"--max-nodes {settings.max_nodes} is reached"
+        return f"--max-nodes {market.settings.max_nodes} is reached"
     return "no pool has any to give"
 
 
