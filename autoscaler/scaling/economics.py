@@ -320,9 +320,10 @@ def _curves(
     return found
 
 
-def rates_by_type(job: JobInfo, slots: int) -> dict[str, float]:
-    """Return a job's goodput on every type that is measured for it, at the largest profiled size."""
-    models = {name: model for name in sorted(job.measured) if (model := job.model_on(name)) is not None}
+def rates_by_type(job: JobInfo, slots: int, types: Collection[str]) -> dict[str, float]:
+    """Return a job's goodput on those of `types` that are measured for it, at the largest profiled size."""
+    names = sorted(job.measured.intersection(types))
+    models = {name: model for name in names if (model := job.model_on(name)) is not None}
     count = max(1, job.max_profiled_replicas)
     rates = goodputs(list(models.values()), -(-count // slots), count).goodput[:, 0]
     return {name: float(rate) for name, rate in zip(models, rates, strict=True) if rate > 0}

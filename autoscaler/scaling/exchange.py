@@ -35,10 +35,8 @@ def follow_exchange(market: NodeMarket) -> Memory:
         if not entry.exchange:
             continue
         pool = pools.get(entry.exchange)
-        fresh = [] if pool is None else market.staying(pool)
-        fresh = [
-            i for i in fresh if known[i.id].first_seen > entry.exchange_since and not market.is_leaving(i)
-        ]
+        fresh = [i for i in market.staying(pool) if not market.is_leaving(i)] if pool is not None else []
+        fresh = [i for i in fresh if known[i.id].first_seen > entry.exchange_since]
         coming = bool(fresh) or (pool is not None and market.pending(pool) > 0)
         unseen = not coming and seen.now - entry.exchange_since > _UNSEEN_SECONDS
         gone = entry.leaving or instance.state is InstanceState.LEAVING
@@ -103,15 +101,11 @@ def _best(market: NodeMarket, wanted: Sequence[Want]) -> tuple[Instance, Offer] 
     It is at work, or of a type that no job can use.
     """
     seen, known = market.seen, market.memory.known
-    pools = {pool.name: pool for pool in seen.capacity.pools}
-    nodes = [
-        i
-        for i in seen.capacity.instances
-        if i.id in seen.nodes
-        and (seen.nodes[i.id].busy or not (market.can_use(market.type_of(i)) or seen.unsettled))
-        and not seen.nodes[i.id].draining
-        and market.supply(pools[i.pool]) > pools[i.pool].minimum
-    ]
+    spare = {pool.name: market.supply(pool) > pool.minimum for pool in seen.capacity.pools}
+    there = [(i, seen.nodes[i.id], market.type_of(i)) for i in seen.capacity.instances if i.id in seen.nodes]
+    usable = {name for _, _, name in there if any(market.can_use(job, name) for job in seen.jobs)}
+    nodes = [i for i, n, name in there if n.busy or not (seen.unsettled or name in usable)]
+    nodes = [i for i in nodes if spare[i.pool] and not seen.nodes[i.id].draining]
     price = {i.id: i.hourly_price / i.slots / market.speed(i) for i in nodes}
     nodes.sort(key=lambda i: (-price[i.id], cost_of_loss(i, known[i.id], seen)))
     offers = sorted(market.every_offer(), key=lambda o: (o.slot_price, o.preemptible, o.pool))
@@ -126,16 +120,19 @@ def _best(market: NodeMarket, wanted: Sequence[Want]) -> tuple[Instance, Offer] 
 def _speed_there(market: NodeMarket, instance: Instance, offer: Offer, jobs: Collection[str]) -> float:
     """Return the speed of the jobs of a node on the type offered, relative to their present type.
 
-    Of several jobs the one that loses most counts. It is 0 across types without a measurement of both. An
-    idle node may be replaced by any node of a type at work.
+    Of several jobs the one that loses most counts. It is 0 across types without a measurement of both,
+    and while the jobs have nodes of a third type: these run at the pace of the slowest, too. An idle node may
+    be replaced by any node of a type at work.
     """
     here, there = market.type_of(instance), offer.node_type
-    if here == there:
-        return 1.0
     if not jobs:
         return math.inf if there in market.types_at_work.values() else 0.0
+    if here == there:
+        return 1.0
+    both = {here, there}
+    mixed = any(market.type_of(i) not in both for i in _nodes_of(market, jobs))
     rates = [market.rates.get(job, {}) for job in jobs]
-    return min(rate[there] / rate[here] if here in rate and there in rate else 0.0 for rate in rates)
+    return min(0.0 if mixed or both - rate.keys() else rate[there] / rate[here] for rate in rates)
 
 
 def _can_spare(market: NodeMarket, instance: Instance) -> bool:
@@ -155,7 +152,7 @@ def _pays(market: NodeMarket, instance: Instance, offer: Offer, wanted: Sequence
         return False
     now_costs = market.useful_price(instance)
     saving = now_costs - offer.slot_price * offer.speed * offer.slots / speed
-    if saving < settings.exchange_saving * now_costs:
+    if saving <= 0 or saving < settings.exchange_saving * now_costs:
         return False
     left = [want.seconds_left for want in wanted if want.job in jobs]
     ends = [seconds for seconds in left if seconds is not None]
@@ -167,15 +164,12 @@ def _pays(market: NodeMarket, instance: Instance, offer: Offer, wanted: Sequence
             pause = settings.pause if job.pause is None else job.pause
             # until all nodes of the job are exchanged it runs at the pace of the slowest
             mixed = settings.exchange_after * (1 - min(speed, 1 / speed))
-            cost += max(2 * pause, mixed) * _hourly_price_of(market, job.name)
+            cost += max(2 * pause, mixed) * sum(i.hourly_price for i in _nodes_of(market, {job.name}))
     return saving * horizon / HOUR >= _PAYS_TIMES * cost / HOUR
 
 
-def _hourly_price_of(market: NodeMarket, job: str) -> float:
-    """Return the price per hour of all nodes on which the job runs."""
-    seen = market.seen
-    return sum(
-        i.hourly_price
-        for i in seen.capacity.instances
-        if i.id in seen.nodes and seen.nodes[i.id].replicas.get(job)
-    )
+def _nodes_of(market: NodeMarket, jobs: Collection[str]) -> list[Instance]:
+    """Return the instances on which one of the jobs runs."""
+    nodes = market.seen.nodes
+    there = [i for i in market.seen.capacity.instances if i.id in nodes]
+    return [i for i in there if any(nodes[i.id].replicas.get(job) for job in jobs)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool
 from adaptdl_elastic.autoscaler.scaling.economics import (
     Demand,
@@ -14,6 +16,7 @@ from adaptdl_elastic.autoscaler.scaling.economics import (
     ScalingSettings,
     Target,
     Want,
+    buy,
     clear,
     least_nodes,
     rates_by_type,
@@ -22,6 +25,7 @@ from adaptdl_elastic.autoscaler.scaling.economics import (
 from adaptdl_elastic.autoscaler.scaling.observed_history import (
     counts,
     interruptions_per_hour,
+    lacking,
     running_replicas,
 )
 from adaptdl_elastic.autoscaler.scaling.pool_account import surcharge
@@ -137,11 +141,11 @@ class NodeMarket:
 
     @cached_property
     def rates(self) -> dict[str, dict[str, float]]:
-        """Return for each job its goodput on every type measured for it; empty where there is one type."""
-        pools, there = self.seen.capacity.pools, self.seen.capacity.instances
-        several = len({*map(self.type_of, pools), *map(self.type_of, there)}) > 1
-        slots = max((pool.slots for pool in pools), default=1)
-        return {job.name: rates_by_type(job, slots) for job in self.seen.jobs} if several else {}
+        """Return for each job its goodput on every type here that is measured; empty where there is one."""
+        pools = self.seen.capacity.pools
+        names = {*map(self.type_of, pools), *map(self.type_of, self.seen.capacity.instances)}
+        slots, jobs = max((p.slots for p in pools), default=1), self.seen.jobs if len(names) > 1 else ()
+        return {job.name: rates_by_type(job, slots, names) for job in jobs}
 
     @cached_property
     def types_at_work(self) -> dict[str, str]:
@@ -185,49 +189,104 @@ class NodeMarket:
         """Return the relative goodput of a slot of an instance or a pool's next one; 1 if not measured."""
         return self._speeds.get(self.type_of(one), 1.0)
 
-    def can_use(self, node_type: str) -> bool:
-        """Return whether a node of the type is of use: some job waits, or a type at work is no faster.
+    @cached_property
+    def _idle(self) -> Counter[str]:
+        """Return the slots of each type that have no replica, those of pending nodes included."""
+        found, nodes = Counter[str](), self.seen.nodes
+        for pool in self.seen.capacity.pools:
+            found[self.type_of(pool)] += (self.pending(pool) - self.early(pool)) * pool.slots
+            for i in self.staying(pool):
+                used = sum(nodes[i.id].replicas.values()) if i.id in nodes else 0
+                found[self.type_of(i)] += 0 if self.is_leaving(i) else i.slots - used
+        return found
 
-        A job runs at the pace of its slowest node, so a slower one is of no use to a job that runs.
+    def can_use(self, job: JobInfo, node_type: str) -> bool:
+        """Return whether a node of the type is of use to the job.
+
+        A job that waits can use each type that is measured for it, or any type if none is. A job runs at the
+        pace of its slowest node. So a job that runs can use its present type, and those that are measured to
+        be at least as fast.
         """
-        at_work = set(self.types_at_work.values())
-        if node_type in at_work or any(job.name not in self.types_at_work for job in self.seen.jobs):
-            return True
-        slowest = min((self._speeds.get(name, math.inf) for name in at_work), default=0.0)
-        return self._speeds.get(node_type, 0.0) >= slowest
+        here, rates = self.types_at_work.get(job.name, ""), self.rates.get(job.name, {})
+        slowest = rates.get(here, math.inf) if here else 0.0
+        return here == node_type or rates.get(node_type, -1.0 if rates or here else 0.0) >= slowest
+
+    @cached_property
+    def claims(self) -> list[tuple[int, list[Offer]]]:
+        """Return (slots to buy, offers) for each job that lacks slots, where there are several types.
+
+        Waiting jobs come first. Idle slots that a job can use are not bought, nor do replicas count that are
+        on leaving nodes.
+        """
+        staying = {i.id for p in self.seen.capacity.pools for i in self.staying(p) if not self.is_leaving(i)}
+        nodes = {name: node for name, node in self.seen.nodes.items() if name in staying}
+        lacks = lacking(replace(self.seen, nodes=nodes), self.memory) if self.rates else {}
+        idle, found = self._idle.copy(), []
+        for job in sorted(self.seen.jobs, key=lambda job: job.name in self.types_at_work):
+            lack = lacks.get(job.name, 0)
+            for name in [name for name in idle if self.can_use(job, name)]:
+                used = min(lack, max(0, idle[name]))
+                idle[name], lack = idle[name] - used, lack - used
+            found += [(lack, self.offers_for(job))] if lack else []
+        return found
+
+    def purchase(self, slots: int, nodes: int, budget: float) -> dict[str, int]:
+        """Return how many nodes of each pool to buy, job by job; of any type where no job lacks slots.
+
+        Args:
+            slots: Slots to buy at most.
+            nodes: Nodes to buy at most.
+            budget: What these may cost per hour.
+        """
+        bought = Counter[str]()
+        for lack, offers in self.claims or [(slots, self.offers())]:
+            left = [replace(offer, available=offer.available - bought[offer.pool]) for offer in offers]
+            more = buy(left, min(lack, slots), nodes - bought.total(), budget)
+            bought.update(more)
+            slots -= min(lack, sum(o.slots * more.get(o.pool, 0) for o in offers))
+            budget -= sum(o.limit_price * more.get(o.pool, 0) for o in offers)
+        return dict(bought)
 
     def offers(self) -> list[Offer]:
-        """Return what may be bought now, of the types that jobs can use.
-
-        Of a type that no job has measured so many nodes are bought as a waiting job needs, mostly one. It has
-        to have the lowest price of a slot, and there has to be a waiting job that has measured no type:
-        others would use it together with nodes of a faster type. If no type that the pools sell is measured,
-        only the type with the lowest price of a slot is bought.
-        """
+        """Return what may be bought now for any job, else the type with the lowest price of a slot."""
         every = self.every_offer()
-        found = [offer for offer in every if self.can_use(offer.node_type)] or every
-        first = min(found, key=lambda o: (o.slot_price * o.speed, o.preemptible, o.pool), default=None)
-        pools = self.seen.capacity.pools
-        if first is None or not any(self.type_of(pool) in self._speeds for pool in pools):
-            return [offer for offer in found if first is None or offer.node_type == first.node_type]
-        waiting = [job for job in self.seen.jobs if job.name not in self.types_at_work]
-        most = max((max(j.min_nodes, -(-j.min_replicas // first.slots)) for j in waiting), default=1)
-        most -= sum(self.supply(pool) for pool in pools if self.type_of(pool) == first.node_type)
-        known = [offer for offer in found if offer.node_type in self._speeds]
-        if first in known or most <= 0 or (known and all(job.measured for job in waiting)):
+        types = {offer.node_type for job in self.seen.jobs for offer in self.offers_for(job)}
+        types = types or {offer.node_type for offer in every[:1]}
+        return [offer for offer in every if offer.node_type in types]
+
+    def offers_for(self, job: JobInfo) -> list[Offer]:
+        """Return what may be bought now for the job: of the types that it can use, if any is for sale.
+
+        If none is, a job that runs gets a slower type only where it is faster with more replicas of that. It
+        gets no type that is not measured. The speed of these offers is the job's goodput. If no type is
+        measured for the job, the speeds of other jobs count.
+
+        Of a type that is not measured a job gets as many nodes as it needs to run, mostly one. The type has
+        to have the lowest price of a slot, and the job must have measured none, or none that is for sale. If
+        no type that the pools sell is measured, only the type with the lowest price of a slot is bought.
+        """
+        rates, here = self.rates.get(job.name) or self._speeds, self.types_at_work.get(job.name, "")
+        running, size = running_replicas(self.seen).get(job.name, 0), self.memory.wanted.get(job.name, 0)
+        least = rates.get(here, 0.0) * running / max(size, 1)
+        every = [o for o in self.every_offer() if not (here and rates) or o.node_type in rates]
+        usable = [offer for offer in every if self.can_use(job, offer.node_type)]
+        usable = usable or [offer for offer in every if rates.get(offer.node_type, math.inf) > least]
+        if not any(self.type_of(pool) in rates for pool in self.seen.capacity.pools):
+            return [offer for offer in usable if offer.node_type == usable[0].node_type]
+        known = [replace(offer, speed=rates[offer.node_type]) for offer in usable if offer.node_type in rates]
+        if not usable or usable[0].node_type in rates or (known and job.measured):
             return known
-        return [replace(first, available=min(first.available, most)), *known]
+        first = usable[0]
+        running += self._idle[first.node_type]
+        most = -((running - max(job.min_nodes * first.slots, job.min_replicas)) // first.slots)
+        return [replace(first, available=min(first.available, most)), *known] if most > 0 else known
 
     def every_offer(self) -> list[Offer]:
-        """Return what all pools could give, whatever its type."""
-        found = []
-        for pool in self.seen.capacity.pools:
-            if self.shut(pool):
-                continue
-            available = pool.maximum - max(pool.desired, len(self.staying(pool)))
-            if available > 0:
-                found.append(self._offer(pool, available))
-        return found
+        """Return what all pools could give, whatever its type. The lowest price of a slot comes first."""
+        pools = [pool for pool in self.seen.capacity.pools if not self.shut(pool)]
+        rooms = [(pool, pool.maximum - max(pool.desired, len(self.staying(pool)))) for pool in pools]
+        found = [self._offer(pool, room) for pool, room in rooms if room > 0]
+        return sorted(found, key=lambda o: (o.slot_price * o.speed, o.preemptible, o.pool))
 
     def _offer(self, pool: Pool, available: int) -> Offer:
         overhead, dearer = self._overhead(pool), surcharge(self.pool(pool.name))
@@ -397,10 +456,14 @@ class NodeMarket:
 
 
 def learn_types(memory: Memory, seen: Observation) -> Memory:
-    """Remember the type that the agents on each family of instance types report."""
+    """Remember a type that the agents on each family of instance types report.
+
+    Where they differ the type does not change while one of them reports it.
+    """
     there = [i for i in seen.capacity.instances if i.id in seen.nodes]
-    told = {_family(i.instance_type): seen.nodes[i.id].node_type for i in there}
-    return replace(memory, node_types={**memory.node_types, **told})
+    told = [(_family(i.instance_type), seen.nodes[i.id].node_type) for i in there]
+    kept = {family: name for family, name in memory.node_types.items() if (family, name) in told}
+    return replace(memory, node_types={**memory.node_types, **dict(told), **kept})
 
 
 def _family(instance_type: str) -> str:

@@ -13,15 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState
-from adaptdl_elastic.autoscaler.scaling.economics import (
-    Offer,
-    ScalingSettings,
-    Target,
-    Want,
-    buy,
-    deadline_of,
-    going,
-)
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings, Target, Want, deadline_of, going
 from adaptdl_elastic.autoscaler.scaling.exchange import begin_exchange, follow_exchange
 from adaptdl_elastic.autoscaler.scaling.idle_nodes import jobs_to_serve, release_idle
 from adaptdl_elastic.autoscaler.scaling.job_budget import hourly_costs, jobs_to_stop, unknown_jobs
@@ -64,6 +56,8 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     seen = replace(seen, jobs=jobs)
     market = NodeMarket(seen, memory, settings)
     wanted, worth = market.wants()
+    memory = replace(memory, wanted={want.job: want.replicas for want in wanted})
+    market = replace(market, memory=memory)
     goal = market.target(worth)
     affordable = market.afford(goal)
     if affordable.nodes < goal.nodes:  # the budget does not allow the goal: buy no node for `broke_for`
@@ -79,11 +73,7 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     notes = [*seen.capacity.warnings, *seen.warnings, *unserved, *short, *warnings, *overdue, *late]
     notes += [*_misjudged(seen), *unknown_jobs(everything, settings)]
     return Step(
-        replace(
-            memory,
-            low_since=_low_since(seen, memory, goal, settings),
-            wanted={want.job: want.replicas for want in wanted},
-        ),
+        replace(memory, low_since=_low_since(seen, memory, goal, settings)),
         tuple(actions),
         goal.nodes,
         goal.reason,
@@ -194,8 +184,8 @@ def _grow(market: NodeMarket, slots: int, goal: Target) -> tuple[Memory, dict[st
     broke = market.seen.now < market.memory.broke_until
     there, hourly = market.present()
     nodes, budget = settings.max_nodes - there, settings.max_hourly_cost - hourly
-    offers = market.offers()
-    bought = {} if broke else buy(offers, slots, nodes, budget)
+    slots = min(slots, sum(lack for lack, _ in market.claims) or slots)
+    bought = {} if broke else market.purchase(slots, nodes, budget)
     requests = {
         name: Request(name, pools[name].desired + market.surplus(pools[name]) + count, goal.reason)
         for name, count in bought.items()
@@ -203,7 +193,7 @@ def _grow(market: NodeMarket, slots: int, goal: Target) -> tuple[Memory, dict[st
     got = sum(pools[name].slots * count for name, count in bought.items())
     warnings = []
     if got < slots:
-        why = _why_not(settings, offers, slots, nodes, bought, broke)
+        why = _why_not(market, slots, nodes, bought, broke)
         leaving = there - market.have()
         why += f", {leaving} that still leave included" if leaving > 0 and not broke else ""
         warnings.append(f"{slots - got} slots are wanted that cannot be had: {why}")
@@ -211,25 +201,18 @@ def _grow(market: NodeMarket, slots: int, goal: Target) -> tuple[Memory, dict[st
     return memory, requests, warnings
 
 
-def _why_not(
-    settings: ScalingSettings,
-    offers: list[Offer],
-    slots: int,
-    nodes: int,
-    bought: dict[str, int],
-    broke: bool,
-) -> str:
+def _why_not(market: NodeMarket, slots: int, nodes: int, bought: dict[str, int], broke: bool) -> str:
     """Return why no more nodes could be bought."""
-    limit = f"--max-hourly-cost {settings.max_hourly_cost:g}"
+    limit = f"--max-hourly-cost {market.settings.max_hourly_cost:g}"
     if broke:
         return f"{limit} was exceeded just now"
-    if sum(buy(offers, slots, nodes, math.inf).values()) > sum(bought.values()):
-        cheapest = min(offer.limit_price for offer in offers)
-        if cheapest > settings.max_hourly_cost:
+    if sum(market.purchase(slots, nodes, math.inf).values()) > sum(bought.values()):
+        cheapest = min(offer.limit_price for offer in market.offers())
+        if cheapest > market.settings.max_hourly_cost:
             return f"{limit} is less than one node costs ({cheapest:g})"
         return f"{limit} is reached"
     if nodes <= sum(bought.values()):
-        return f"--max-nodes {settings.max_nodes} is reached"
+        return f"--max-nodes {market.settings.max_nodes} is reached"
     return "no pool has any to give"
 
 

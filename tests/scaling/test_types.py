@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +16,8 @@ from scaling_world import MODEL, World, job, waiting
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.scaling_types import Memory, NodeUse
+from adaptdl_elastic.autoscaler.scaling.node_market import learn_types
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Memory, NodeUse, Observation
 from adaptdl_elastic.goodput import PerfParams
 
 A100 = Pool("a100", desired=0, maximum=10, hourly_price=3.0, instance_type="p4d.24xlarge")
@@ -21,6 +25,7 @@ T4 = Pool("t4", desired=0, maximum=10, hourly_price=1.0, instance_type="g4dn.xla
 NODE_TYPES = {"a100": "NVIDIA A100", "t4": "Tesla T4"}
 BOTH = frozenset(NODE_TYPES.values())
 ONLY_A100 = frozenset({"NVIDIA A100"})
+ONLY_T4 = frozenset({"Tesla T4"})
 HOUR = 3600
 
 
@@ -63,6 +68,132 @@ def world(*, on_a100: int = 0, on_t4: int = 0, **more: float) -> TypedWorld:
     found = TypedWorld(*pools, settings=ScalingSettings(**more))  # type: ignore[arg-type]
     found.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4"})
     return found
+
+
+class Apart(TypedWorld):
+    """Each job runs only on nodes of `accepts`, one replica on each."""
+
+    accepts: Mapping[str, Collection[str]] = MappingProxyType({})
+
+    def nodes_in_use(self) -> dict[str, NodeUse]:
+        found = {name: replace(use, replicas={}) for name, use in super().nodes_in_use().items()}
+        free = sorted(name for name, use in found.items() if not use.draining)
+        for one in self.jobs:
+            size = one.requested_replicas or self.memory.wanted.get(one.name, 1)
+            for name in [n for n in free if n.partition("-")[0] in self.accepts[one.name]][:size]:
+                found[name] = replace(found[name], replicas={one.name: 1})
+                free.remove(name)
+        return found
+
+
+def two_jobs(on_a100: int, on_t4: int, *jobs: JobInfo, **more: object) -> Apart:
+    """Return a world in which `jobs` run: train on A100 only, small on T4 only."""
+    found = Apart(
+        replace(A100, desired=on_a100),
+        replace(T4, desired=on_t4),
+        settings=ScalingSettings(**more),  # type: ignore[arg-type]
+    )
+    found.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4"})
+    found.accepts = {"train": {"a100"}, "small": {"t4"}}
+    found.jobs = jobs
+    found.run(200)
+    return found
+
+
+def small(replicas: int, measured: frozenset[str] = ONLY_T4) -> JobInfo:
+    """Return a job that is as fast on T4 as on A100, where both are measured."""
+    return replace(typed(1, measured, requested_replicas=replicas, max_replicas=replicas), name="small")
+
+
+@pytest.mark.parametrize("measured", [BOTH, ONLY_A100])
+@pytest.mark.parametrize("others", [1, 4])
+def test_a_job_grows_on_its_type_beside_one_that_runs_on_another(
+    measured: frozenset[str], others: int
+) -> None:
+    """T4s were bought for it, stayed idle and were released, again and again."""
+    cluster = two_jobs(2, others, typed(10, measured, requested_replicas=2), small(others))
+    cluster.jobs = (typed(10, measured), small(others))
+    cluster.run(2 * HOUR)
+    assert cluster.bought() == {"a100": 4, "t4": others}
+    assert cluster.provider.launched == 4 + others
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (0, 1)])
+@pytest.mark.parametrize("measured", [BOTH, ONLY_T4])
+def test_two_jobs_that_lack_nodes_get_each_its_type(
+    measured: frozenset[str], before: int, after: int
+) -> None:
+    """The second job grows as well, or starts to wait."""
+    running = (small(before, measured),) if before else ()
+    cluster = two_jobs(2, before, typed(10, requested_replicas=2), *running)
+    cluster.jobs = (typed(10), small(after, measured))
+    cluster.run(2 * HOUR)
+    assert cluster.bought() == {"a100": 4, "t4": after}
+    assert cluster.provider.launched == 4 + after
+
+
+def test_a_new_job_that_measured_nothing_waits_beside_one_that_grows() -> None:
+    """It gets what is left: no type is reserved for it."""
+    cluster = two_jobs(2, 0, typed(10, requested_replicas=2))
+    cluster.accepts = {"train": {"a100"}, "new": {"a100", "t4"}}
+    cluster.jobs = (typed(10, ONLY_A100), waiting("new", 3))
+    cluster.run(2 * HOUR)
+    assert cluster.bought() == {"a100": 6, "t4": 1}
+    assert cluster.provider.launched == 7
+
+
+def test_a_job_gets_its_type_while_the_type_of_another_cannot_be_had() -> None:
+    cluster = two_jobs(2, 1, typed(10, requested_replicas=2), small(1))
+    cluster.provider.outage["a100"] = "no capacity"
+    cluster.jobs = (typed(10), small(2))
+    cluster.run(2 * HOUR)
+    assert cluster.bought() == {"a100": 2, "t4": 2}
+    assert cluster.provider.launched == 4
+
+
+def test_a_job_with_a_deadline_grows_on_its_type() -> None:
+    facts = {"requested_replicas": None, "max_replicas": 8, "min_replicas": 1, "remaining": 3e7}
+    free = typed(10, **facts)
+    cluster = two_jobs(1, 1, typed(10, requested_replicas=1), small(1), deadlines={"train": 30_000.0})
+    cluster.jobs = (free, small(1))
+    cluster.run(HOUR)
+    assert cluster.bought() == {"a100": cluster.memory.wanted["train"], "t4": 1}
+    assert cluster.provider.launched == 1 + cluster.bought()["a100"]
+    assert cluster.bought()["a100"] > 1
+
+
+@pytest.mark.parametrize("other", [0.0, 1.0])
+def test_free_nodes_are_not_exchanged_for_free_ones(other: float) -> None:
+    """They were, every five minutes."""
+    cluster = TypedWorld(replace(A100, hourly_price=0.0), replace(T4, hourly_price=other))
+    cluster.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4"})
+    cluster.jobs = (typed(1),)
+    cluster.run(2 * HOUR)
+    assert cluster.provider.launched == 4
+
+
+def test_no_node_is_exchanged_for_a_slower_one_while_the_job_has_a_third_type() -> None:
+    """The slower node stayed idle and was released, and the faster one was bought again."""
+    third = Pool("l4", desired=1, maximum=1, hourly_price=1.5, instance_type="g6.xlarge")
+    cluster = TypedWorld(replace(A100, desired=2), replace(T4, hourly_price=0.9), third)
+    cluster.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4", "g6": "l4"})
+    models = {"NVIDIA A100": MODEL, "Tesla T4": slower(2), "l4": MODEL}
+    cluster.jobs = (
+        job(models=models, measured=frozenset(models), requested_replicas=3, max_replicas=3, remaining=1e9),
+    )
+    cluster.run(2 * HOUR)
+    assert cluster.bought() == {"a100": 2, "t4": 0, "l4": 1}
+
+
+def test_the_type_of_a_family_of_two_does_not_change_with_the_order_of_its_nodes() -> None:
+    cluster = TypedWorld(*(replace(T4, name=name, desired=2, instance_type="g5.xlarge") for name in "ab"))
+    for seed in range(40):
+        cluster.tick()
+        instances = list(cluster.look().instances)
+        random.Random(seed).shuffle(instances)
+        capacity = replace(cluster.look(), instances=tuple(instances))
+        seen = Observation(cluster.now, capacity, cluster.nodes_in_use(), ())
+        assert learn_types(cluster.memory, seen).node_types == cluster.memory.node_types
 
 
 def test_a_type_that_was_measured_as_ten_times_slower_is_not_bought() -> None:
@@ -136,9 +267,10 @@ def test_a_job_that_runs_grows_on_its_own_type_while_that_is_for_sale() -> None:
         cluster.run(HOUR)
         assert cluster.desired == {"a100": 4, "t4": 0}
     cluster.provider.outage["a100"] = "no capacity"
-    cluster.jobs = (typed(2, requested_replicas=6, max_replicas=6),)
-    cluster.run(HOUR / 4)
-    assert cluster.bought() == {"a100": 4, "t4": 2}
+    for factor, bought in ((2, 0), (1.2, 2)):  # six are slower than four on A100, or faster
+        cluster.jobs = (typed(factor, requested_replicas=6, max_replicas=6),)
+        cluster.run(240)
+        assert cluster.bought() == {"a100": 4, "t4": bought}
 
 
 @pytest.mark.parametrize(
