@@ -11,14 +11,16 @@ from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.protocol.messages import Resilient, encode
 from adaptdl_elastic.rendezvous.schema.records import Cause, Placement, Plan, Transition
 
+PLAN = Plan("job", "run", 0, (Placement("a", 2),), Cause.START, Transition.RESTART, "")
+
 
 def agent_of(handles: list[ReplicaHandle], monkeypatch: Any) -> Any:
     monkeypatch.setattr(ElasticAgent, "__init__", lambda self: None)
     agent: Any = ElasticAgent()  # type: ignore[call-arg]
-    for name in ("_loop", "_recorder", "_view", "_config", "_decide", "_failures"):
-        setattr(agent, name, MagicMock())
-    agent._plan = Plan("job", "run", 0, (Placement("a", 2),), Cause.START, Transition.RESTART, "")
-    agent._replicas, agent._last_exits = dict(enumerate(handles)), []
+    state: dict[str, Any] = {"_plan": PLAN, "_replicas": dict(enumerate(handles)), "_last_exits": []}
+    mocks = ("_loop", "_recorder", "_view", "_config", "_decide", "_failures")
+    for name, value in {**{mock: MagicMock() for mock in mocks}, **state}.items():
+        setattr(agent, name, value)
     return agent
 
 
@@ -37,10 +39,9 @@ def test_a_replica_that_died_at_once_is_named(monkeypatch: Any) -> None:
     """The last one has started after the first has ended."""
     handles = [ReplicaHandle(number, 0, number, number, "") for number in (0, 1)]
     agent = agent_of(handles, monkeypatch)
-    plan = agent._plan
     agent._spawned(handles[0], 100)
     agent._exited(handles[0], 0)
     agent._spawned(handles[1], 101)
     handles[1].close()
     (begun, pids, _), _ = agent._recorder.started.call_args
-    assert (begun, pids) == (plan, {0: 100, 1: 101})
+    assert (begun, pids) == (PLAN, {0: 100, 1: 101})
