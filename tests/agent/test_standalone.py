@@ -161,7 +161,7 @@ def test_two_jobs_of_one_user(tmp_path: Path) -> None:
         assert "size          2 replicas" in says(run, "status", "first")
         assert "size          1 replica " in says(run, "status", "second")
         (node, *_) = (line.split()[0] for line in says(run, "nodes").splitlines()[1:])
-        assert "the standalone jobs first, second all run on" in run.adaptdl("drain", node).stderr
+        assert "2 standalone jobs run on this machine: first" in run.adaptdl("drain", node).stderr
         says(run, "stop", "first", "--wait")
         assert runs["first"].wait() == 143
         assert [line.split()[0] for line in says(run, "ls").splitlines()[1:]] == ["second"]
