@@ -104,6 +104,7 @@ def _best(market: NodeMarket, wanted: Sequence[Want]) -> tuple[Instance, Offer] 
     spare = {pool.name: market.supply(pool) > pool.minimum for pool in seen.capacity.pools}
     there = [(i, seen.nodes[i.id], market.type_of(i)) for i in seen.capacity.instances if i.id in seen.nodes]
     usable = {name for _, _, name in there if any(market.can_use(job, name) for job in seen.jobs)}
+    usable |= {*market.types_at_work.values()}
     nodes = [i for i, n, name in there if n.busy or not (seen.unsettled or name in usable)]
     nodes = [i for i in nodes if spare[i.pool] and not seen.nodes[i.id].draining]
     price = {i.id: i.hourly_price / i.slots / market.speed(i) for i in nodes}
@@ -125,10 +126,10 @@ def _speed_there(market: NodeMarket, instance: Instance, offer: Offer, jobs: Col
     be replaced by any node of a type at work.
     """
     here, there = market.type_of(instance), offer.node_type
-    if not jobs:
-        return math.inf if there in market.types_at_work.values() else 0.0
     if here == there:
         return 1.0
+    if not jobs:
+        return math.inf if there in market.types_at_work.values() else 0.0
     both = {here, there}
     mixed = any(market.type_of(i) not in both for i in _nodes_of(market, jobs))
     rates = [market.rates.get(job, {}) for job in jobs]

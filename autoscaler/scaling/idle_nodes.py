@@ -26,7 +26,7 @@ _ALL_SLOTS = 1 << 30
 def release_idle(market: NodeMarket) -> Memory:
     """Choose the nodes that leave because they have had no replica for `idle_after`."""
     seen, settings, memory = market.seen, market.settings, market.memory
-    known, found, short = dict(memory.known), False, lacking(seen, memory)
+    known, short, blamed = dict(memory.known), lacking(seen, memory), set[str]()
     waits_since = _waits_since(market) if short else 0.0
     spare = {pool.name: market.supply(pool) - pool.minimum for pool in seen.capacity.pools}
     total = market.have() - settings.min_nodes
@@ -37,7 +37,8 @@ def release_idle(market: NodeMarket) -> Memory:
             stays = not entry.leaving and min(spare[pool.name], total) <= 0
             if idle < settings.idle_after or entry.exchange or stays:
                 continue
-            found = True
+            # one that cannot be released is no fault of jobs that came later
+            blamed |= short.keys() & memory.vain.keys() if entry.leaving else short.keys()
             if not entry.leaving:
                 why = f"it has had no replica for {idle / 60:.0f} min (--idle-minutes)"
                 known[instance.id] = replace(entry, leaving=why, leaving_since=seen.now, replace=False)
@@ -48,7 +49,7 @@ def release_idle(market: NodeMarket) -> Memory:
         for name, entry in memory.vain.items()
         if name in names and running.get(name, 0) <= entry.running and seen.runs.get(name, "") == entry.run
     }
-    for name in short if found else ():
+    for name in blamed:
         old = vain.get(name, InVain())
         if old.until <= seen.now:
             wait = min(settings.idle_after * 2 ** min(old.times, 10), _MOST_WAIT_SECONDS)

@@ -197,7 +197,7 @@ class NodeMarket:
             found[self.type_of(pool)] += (self.pending(pool) - self.early(pool)) * pool.slots
             for i in self.staying(pool):
                 used = sum(nodes[i.id].replicas.values()) if i.id in nodes else 0
-                found[self.type_of(i)] += 0 if self.is_leaving(i) else i.slots - used
+                found[self.type_of(i)] += 0 if self.is_leaving(i) else max(0, i.slots - used)
         return found
 
     def can_use(self, job: JobInfo, node_type: str) -> bool:
@@ -223,15 +223,17 @@ class NodeMarket:
         lacks = lacking(replace(self.seen, nodes=nodes), self.memory) if self.rates else {}
         idle, found = self._idle.copy(), []
         for job in sorted(self.seen.jobs, key=lambda job: job.name in self.types_at_work):
-            lack = lacks.get(job.name, 0)
+            lack, offers = lacks.get(job.name, 0), self.offers_for(job)
+            if lack and job.min_nodes > 1 and job.name not in self.types_at_work:
+                lack = max(lack, job.min_nodes * min((offer.slots for offer in offers), default=0))
             for name in [name for name in idle if self.can_use(job, name)]:
                 used = min(lack, max(0, idle[name]))
                 idle[name], lack = idle[name] - used, lack - used
-            found += [(lack, self.offers_for(job))] if lack else []
+            found += [(lack, offers)] if lack else []
         return found
 
     def purchase(self, slots: int, nodes: int, budget: float) -> dict[str, int]:
-        """Return how many nodes of each pool to buy, job by job; of any type where no job lacks slots.
+        """Return how many nodes of each pool to buy, job by job, then for --min-nodes.
 
         Args:
             slots: Slots to buy at most.
@@ -245,6 +247,9 @@ class NodeMarket:
             bought.update(more)
             slots -= min(lack, sum(o.slots * more.get(o.pool, 0) for o in offers))
             budget -= sum(o.limit_price * more.get(o.pool, 0) for o in offers)
+        least = min(self.settings.min_nodes - self.have(), nodes) - bought.total()
+        left = [replace(offer, available=offer.available - bought[offer.pool]) for offer in self.offers()]
+        bought.update(buy(left, least * max((o.slots for o in left), default=0), least, budget))
         return dict(bought)
 
     def offers(self) -> list[Offer]:
@@ -265,16 +270,20 @@ class NodeMarket:
         to have the lowest price of a slot, and the job must have measured none, or none that is for sale. If
         no type that the pools sell is measured, only the type with the lowest price of a slot is bought.
         """
-        rates, here = self.rates.get(job.name) or self._speeds, self.types_at_work.get(job.name, "")
+        own, here = self.rates.get(job.name, {}), self.types_at_work.get(job.name, "")
+        rates, sold = own or self._speeds, {self.type_of(pool) for pool in self.seen.capacity.pools}
         running, size = running_replicas(self.seen).get(job.name, 0), self.memory.wanted.get(job.name, 0)
         least = rates.get(here, 0.0) * running / max(size, 1)
-        every = [o for o in self.every_offer() if not (here and rates) or o.node_type in rates]
+        bound = here and not sold.isdisjoint(own)
+        every = [offer for offer in self.every_offer() if not bound or offer.node_type in own]
+        sure = set(own) or {*rates, here}
         usable = [offer for offer in every if self.can_use(job, offer.node_type)]
         usable = usable or [offer for offer in every if rates.get(offer.node_type, math.inf) > least]
-        if not any(self.type_of(pool) in rates for pool in self.seen.capacity.pools):
+        if sold.isdisjoint(rates):
             return [offer for offer in usable if offer.node_type == usable[0].node_type]
-        known = [replace(offer, speed=rates[offer.node_type]) for offer in usable if offer.node_type in rates]
-        if not usable or usable[0].node_type in rates or (known and job.measured):
+        known = [offer for offer in usable if offer.node_type in sure]
+        known = [replace(offer, speed=rates.get(offer.node_type, offer.speed)) for offer in known]
+        if not usable or usable[0].node_type in sure or (known and job.measured):
             return known
         first = usable[0]
         running += self._idle[first.node_type]

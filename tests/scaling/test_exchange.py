@@ -159,3 +159,24 @@ def test_a_new_node_that_never_registers_keeps_the_old_one() -> None:
     assert world.provider.launched - bought <= 1 + ScalingSettings().max_replacements + 2
     assert world.desired == {"demand": 4, "spot": 0}
     assert any("start-up script" in warning for warning in world.tick().warnings)
+
+
+def test_an_idle_node_is_not_exchanged_for_a_dearer_one_while_its_job_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job is no longer to be served, and its replicas are still there."""
+    dearer = replace(DEMAND, name="dearer", hourly_price=1.1)
+    world = World(replace(DEMAND, desired=3), dearer, settings=ScalingSettings(min_nodes=3))
+    works = world.nodes_in_use
+
+    def nodes() -> dict[str, NodeUse]:
+        found = {name: replace(use, replicas={}) for name, use in works().items()}
+        busy = sorted(found)[:2]
+        return {name: replace(use, replicas={"train": name in busy}) for name, use in found.items()}
+
+    monkeypatch.setattr(world, "nodes_in_use", nodes)
+    world.jobs = (waiting(replicas=2),)
+    world.run(1200)
+    world.jobs = ()
+    world.run(60)
+    assert world.desired == {"demand": 3, "dearer": 0}

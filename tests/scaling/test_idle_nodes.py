@@ -241,6 +241,24 @@ def test_nothing_is_bought_from_a_pool_whose_instances_cannot_be_released(store:
     assert cluster.ruler.memory.pools["workers"].until > cluster.now
 
 
+def test_a_node_that_cannot_be_released_is_no_fault_of_a_job_that_comes_later(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.submit("first")
+    cluster.tick()
+    (stuck,) = cluster.instances
+    cluster.register(stuck)
+    for _ in range(20):
+        cluster.provider.errors["release"] = [ProviderError("AccessDenied")]
+        cluster.tick(30)
+    memory = cluster.ruler.memory
+    assert memory.known[stuck].leaving
+    assert memory.vain["first"].times
+    cluster.submit("second")
+    cluster.provider.errors["release"] = [ProviderError("AccessDenied")]
+    cluster.tick(30)
+    assert cluster.ruler.memory.vain.keys() == {"first"}
+
+
 # On the bill
 
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from scaling_world import MODEL, World, job, waiting
 
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo
-from adaptdl_elastic.autoscaler.providers.base import Pool
+from adaptdl_elastic.autoscaler.providers.base import Capacity, Pool
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.autoscaler.scaling.node_market import learn_types
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Memory, NodeUse, Observation
@@ -340,3 +340,53 @@ def test_with_equal_speeds_nothing_differs_from_one_type(
         cluster.run(1200, every=30)
         found.append([repr(action) for action in cluster.log])
     assert found[0] == found[1]
+
+
+class OtherType(World):
+    """The group labelled g5 gives g6: its cheapest type is not the one that it can have."""
+
+    def look(self) -> Capacity:
+        for name, instance in self.provider.instances.items():
+            self.provider.instances[name] = replace(instance, instance_type="g6.xlarge")
+        return self.provider.capacity()
+
+    def nodes_in_use(self) -> dict[str, NodeUse]:
+        return {name: replace(use, node_type="L4") for name, use in super().nodes_in_use().items()}
+
+
+def test_a_job_grows_where_a_group_gives_another_type_than_its_cheapest() -> None:
+    found = OtherType(Pool("spot", desired=1, maximum=8, hourly_price=0.4, instance_type="g5.xlarge"))
+    on_l4 = job(models={"L4": MODEL}, measured=frozenset({"L4"}), max_replicas=4, remaining=1e9)
+    found.jobs = (replace(on_l4, requested_replicas=1),)
+    found.run(200)
+    found.jobs = (replace(on_l4, requested_replicas=4),)
+    found.run(HOUR)
+    assert len(found.running) == 4
+
+
+def test_a_job_that_has_measured_nothing_grows_on_its_own_type() -> None:
+    train = typed(10, ONLY_A100, requested_replicas=2)
+    cluster = two_jobs(2, 1, train, waiting("small", 1))
+    cluster.jobs = (train, waiting("small", 3))
+    cluster.run(HOUR)
+    assert cluster.bought() == {"a100": 2, "t4": 3}
+    assert cluster.provider.launched == 5
+
+
+def test_the_least_nodes_are_had_while_a_job_lacks_a_type_that_nobody_sells() -> None:
+    cluster = world(on_a100=1)
+    cluster.run(100)
+    cluster.provider.outage["a100"] = "no capacity"
+    cluster.settings = ScalingSettings(min_nodes=5)
+    cluster.jobs = (typed(10, ONLY_A100, requested_replicas=2),)
+    cluster.run(HOUR)
+    assert cluster.bought() == {"a100": 1, "t4": 4}
+
+
+def test_all_nodes_of_a_job_that_needs_several_are_bought_at_once() -> None:
+    large = replace(A100, slots=8, hourly_price=24.0)
+    found = TypedWorld(large, replace(T4, slots=8, hourly_price=8.0))
+    found.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4"})
+    found.jobs = (typed(10, min_nodes=4, min_replicas=4),)
+    found.tick()
+    assert found.desired == {"a100": 4, "t4": 0}
