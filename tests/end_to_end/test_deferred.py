@@ -26,7 +26,8 @@ def job(tmp_path: Path, **variables: str) -> ElasticRun:
 @pytest.mark.exhaustive
 def test_a_job_whose_self_test_passes_changes_in_place_and_survives(tmp_path: Path) -> None:
     with job(tmp_path) as run:
-        run.wait_for_event("metrics")
+        # the coordinator hears of the self-test by the job's next report
+        run.wait_until_adaptdl_says("assumed: in place", "explain", "like-nccl")
         assert run.adaptdl("scale", "like-nccl", "--replicas", "2").returncode == 0
         grown = run.wait_for_event("generation", replicas=2)
         assert grown["transition"] == "inplace"

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ dist: Any = torch.distributed
 # bytes of what replicas send first when they connect, of signatures in a store, and of tags of frames
 _INTRODUCTION, _SIGNATURE, _TAG = 56, 32, 16
 _PAUSE = 0.001  # seconds between two rounds of mischief
+_PATIENCE = timedelta(seconds=10)  # with a store that does not answer
 _GENERATION = re.compile(r"/?adaptdl/(\d{1,3})/")
 _SILENT = 20  # connections that it leaves open at once
 
@@ -167,7 +169,8 @@ class Attacker:
         """This thread's connection to a store."""
         known = self._clients.__dict__
         if str(port) not in known:
-            known[str(port)] = dist.TCPStore("127.0.0.1", port, is_master=False)
+            # a store may end between the look at its port and this
+            known[str(port)] = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
         return known[str(port)]
 
     def _listening(self) -> set[int]:
