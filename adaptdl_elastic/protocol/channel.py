@@ -78,6 +78,10 @@ class Channel:
             return False
         return True
 
+    def read_now(self, size: int) -> bytes:
+        """Return at most `size` bytes that have arrived; BlockingIOError if there are none."""
+        return self._socket.recv(size, socket.MSG_DONTWAIT)
+
     def orders(self) -> Iterator[AgentMessage]:
         """Yield the agent's messages until the agent is gone. For a replica."""
         return self._received(decode_order)

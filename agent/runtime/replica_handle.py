@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import (
@@ -41,9 +40,11 @@ class ReplicaHandle:
         return self.channel.fileno()
 
     def receive(self) -> list[ReplicaMessage] | None:
-        """Return the messages that have arrived; None if the other end is closed."""
+        """Return the messages that have arrived; None if the other end is closed. Never block."""
         try:
-            data = os.read(self.channel.fileno(), _CHUNK)
+            data = self.channel.read_now(_CHUNK)
+        except BlockingIOError:
+            return []
         except OSError:
             data = b""
         if not data:

@@ -35,6 +35,17 @@ def test_what_survivors_have_said_is_decided_before_the_end_of_another(monkeypat
     assert events == [ReplicaResilient, ReplicaExited]
 
 
+def test_a_channel_that_was_read_already_does_not_block() -> None:
+    """The end of one replica reads the channels of all, which the same look has found readable."""
+    handle = ReplicaHandle(0, 0, 0, 0, "")
+    handle.theirs.sendall(encode(Resilient(0, "")))
+    assert handle.receive() == [Resilient(0, "")]
+    assert handle.receive() == []
+    handle.theirs.close()
+    assert handle.receive() is None
+    handle.close()
+
+
 def test_a_replica_that_died_at_once_is_named(monkeypatch: Any) -> None:
     """The last one has started after the first has ended."""
     handles = [ReplicaHandle(number, 0, number, number, "") for number in (0, 1)]
