@@ -500,7 +500,7 @@ class ElasticAgent(SimpleElasticAgent):
         self, handle: ReplicaHandle, code: int, signalled: bool = True, when: float | None = None
     ) -> None:
         # what replicas have said by now comes before the end of this one: survivors may be ready for it
-        for replica in select.select([*self._replicas.values()], [], [], 0)[0]:
+        for replica in list(self._replicas.values()):
             self._read_channel(replica)
         while select.select([handle], [], [], 0)[0] and self._read_channel(handle):
             pass

@@ -100,18 +100,24 @@ def test_a_group_that_keeps_relaunching_what_dies_is_stopped() -> None:
     assert world.desired == {"demand": 0}
 
 
-@pytest.mark.parametrize("minutes", [1, 11])
-def test_a_pool_whose_nodes_are_lost_soon_is_asked_less_and_at_last_never_again(minutes: int) -> None:
-    """Work resets the count of failures, so such nodes were bought for ever: 320, or 74, in eight hours."""
-    world = World(DEMAND, boot=60)
-    world.jobs = (waiting(replicas=2),)
+def eight_hours_of_lives(world: World, seconds: float) -> set[str]:
+    """Let each node vanish after so many seconds of work; return all warnings."""
     worked: dict[str, float] = {}
     warnings = set[str]()
     for _ in range(8 * 360):
         warnings.update(world.tick(10).warnings)
         for name in world.running:
-            if world.now - worked.setdefault(name, world.now) >= minutes * 60:
+            if world.now - worked.setdefault(name, world.now) >= seconds:
                 world.provider.vanish(name)
+    return warnings
+
+
+@pytest.mark.parametrize("minutes", [1, 11])
+def test_a_pool_whose_nodes_are_lost_soon_is_asked_less_and_at_last_never_again(minutes: int) -> None:
+    """Work resets the count of failures, so such nodes were bought for ever: 320, or 74, in eight hours."""
+    world = World(DEMAND, boot=60)
+    world.jobs = (waiting(replicas=2),)
+    warnings = eight_hours_of_lives(world, minutes * 60)
     # for each purchase of two nodes the group launches two more by itself, before anybody looks
     assert world.provider.launched <= 4 * ScalingSettings().max_wasted
     assert world.desired == {"demand": 0}
@@ -133,13 +139,7 @@ def test_nodes_that_are_lost_after_they_have_worked_for_long_are_replaced_at_onc
 def test_a_pool_whose_nodes_live_for_half_an_hour_is_asked_less_and_is_not_closed() -> None:
     world = World(DEMAND, boot=60)
     world.jobs = (waiting(replicas=2),)
-    worked: dict[str, float] = {}
-    warnings = set[str]()
-    for _ in range(8 * 360):
-        warnings.update(world.tick(10).warnings)
-        for name in world.running:
-            if world.now - worked.setdefault(name, world.now) >= 1800:
-                world.provider.vanish(name)
+    warnings = eight_hours_of_lives(world, 1800)
     waits = [int(w.split("asked again in ")[1].split(" ")[0]) for w in warnings if "lost too soon" in w]
     assert max(waits) > 400
     assert world.memory.pools["demand"].closed == ""
