@@ -109,7 +109,7 @@ def _best(market: NodeMarket, wanted: Sequence[Want]) -> tuple[Instance, Offer] 
     nodes = [i for i in nodes if spare[i.pool] and not seen.nodes[i.id].draining]
     price = {i.id: i.hourly_price / i.slots / market.speed(i) for i in nodes}
     nodes.sort(key=lambda i: (-price[i.id], cost_of_loss(i, known[i.id], seen)))
-    offers = sorted(market.every_offer(), key=lambda o: (o.slot_price, o.preemptible, o.pool))
+    offers = sorted(market.every_offer, key=lambda o: (o.slot_price, o.preemptible, o.pool))
     for instance in nodes:
         for offer in offers:
             fits = offer.slots == instance.slots and offer.pool != instance.pool

@@ -75,7 +75,7 @@ def jobs_to_serve(market: NodeMarket) -> tuple[tuple[JobInfo, ...], list[str]]:
     """Return the jobs for which nodes are bought and kept, and warnings about the others."""
     seen, settings = market.seen, market.settings
     there, hourly = market.present()
-    offers = {offer.pool: offer for offer in market.offers()}
+    offers = {offer.pool: offer for offer in market.offers}
     room, budget = settings.max_nodes - there, settings.max_hourly_cost - hourly
     more = buy(list(offers.values()), _ALL_SLOTS, room, budget)
     nodes = market.have() + sum(more.values()) + seen.other_nodes

@@ -190,6 +190,11 @@ class NodeMarket:
         return self._speeds.get(self.type_of(one), 1.0)
 
     @cached_property
+    def _running(self) -> dict[str, int]:
+        """Return the replicas of each job."""
+        return running_replicas(self.seen)
+
+    @cached_property
     def _idle(self) -> Counter[str]:
         """Return the slots of each type that have no replica, those of pending nodes included."""
         found, nodes = Counter[str](), self.seen.nodes
@@ -241,20 +246,21 @@ class NodeMarket:
             budget: What these may cost per hour.
         """
         bought = Counter[str]()
-        for lack, offers in self.claims or [(slots, self.offers())]:
+        for lack, offers in self.claims or [(slots, self.offers)]:
             left = [replace(offer, available=offer.available - bought[offer.pool]) for offer in offers]
             more = buy(left, min(lack, slots), nodes - bought.total(), budget)
             bought.update(more)
             slots -= min(lack, sum(o.slots * more.get(o.pool, 0) for o in offers))
             budget -= sum(o.limit_price * more.get(o.pool, 0) for o in offers)
         least = min(self.settings.min_nodes - self.have(), nodes) - bought.total()
-        left = [replace(offer, available=offer.available - bought[offer.pool]) for offer in self.offers()]
+        left = [replace(offer, available=offer.available - bought[offer.pool]) for offer in self.offers]
         bought.update(buy(left, least * max((o.slots for o in left), default=0), least, budget))
         return dict(bought)
 
+    @cached_property
     def offers(self) -> list[Offer]:
         """Return what may be bought now for any job, else the type with the lowest price of a slot."""
-        every = self.every_offer()
+        every = self.every_offer
         types = {offer.node_type for job in self.seen.jobs for offer in self.offers_for(job)}
         types = types or {offer.node_type for offer in every[:1]}
         return [offer for offer in every if offer.node_type in types]
@@ -272,10 +278,10 @@ class NodeMarket:
         """
         own, here = self.rates.get(job.name, {}), self.types_at_work.get(job.name, "")
         rates, sold = own or self._speeds, {self.type_of(pool) for pool in self.seen.capacity.pools}
-        running, size = running_replicas(self.seen).get(job.name, 0), self.memory.wanted.get(job.name, 0)
+        running, size = self._running.get(job.name, 0), self.memory.wanted.get(job.name, 0)
         least = rates.get(here, 0.0) * running / max(size, 1)
         bound = here and not sold.isdisjoint(own)
-        every = [offer for offer in self.every_offer() if not bound or offer.node_type in own]
+        every = [offer for offer in self.every_offer if not bound or offer.node_type in own]
         sure = set(own) or {*rates, here}
         usable = [offer for offer in every if self.can_use(job, offer.node_type)]
         usable = usable or [offer for offer in every if rates.get(offer.node_type, math.inf) > least]
@@ -290,6 +296,7 @@ class NodeMarket:
         most = -((running - max(job.min_nodes * first.slots, job.min_replicas)) // first.slots)
         return [replace(first, available=min(first.available, most)), *known] if most > 0 else known
 
+    @cached_property
     def every_offer(self) -> list[Offer]:
         """Return what all pools could give, whatever its type. The lowest price of a slot comes first."""
         pools = [pool for pool in self.seen.capacity.pools if not self.shut(pool)]
@@ -323,7 +330,7 @@ class NodeMarket:
 
         Where nothing is offered the dearest present instance stands for it.
         """
-        offers = self.offers()
+        offers = self.offers
         if offers:
             best = min(offers, key=lambda o: (o.slot_price, o.preemptible, o.pool))
             boot = self.pool(best.pool).boot
@@ -343,7 +350,7 @@ class NodeMarket:
         are not made larger for cheap nodes where dear ones are chosen.
         """
         offers, price = list[Level](), 0.0
-        for offer in sorted(self.offers(), key=lambda o: (o.slot_price, o.preemptible, o.pool)):
+        for offer in sorted(self.offers, key=lambda o: (o.slot_price, o.preemptible, o.pool)):
             price = max(price, offer.paid_price)
             offers.append(Level(price, offer.available * offer.slots))
         return [*self.current_supply(), *offers] or [Level(self.usual()[1], 0)]
@@ -372,7 +379,6 @@ class NodeMarket:
         most = min(most, self.settings.max_nodes * largest) + self.seen.other_slots
         seen = self.seen
         slots, _, boot = self.usual()
-        running = running_replicas(seen)
         there = sum(level.slots for level in self.current_supply()) + seen.other_slots
         demand = Demand(
             [replace(job, model=job.model_on(self._references.get(job.name, ""))) for job in seen.jobs],
@@ -382,8 +388,8 @@ class NodeMarket:
             most,
             self.memory.wanted,
             seen.unsettled,
-            running,
-            max(0, there - sum(running.values())),
+            self._running,
+            max(0, there - sum(self._running.values())),
             boot,
         )
         return clear(demand, self.levels(), self.seen.other_slots)

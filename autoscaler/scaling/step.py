@@ -207,7 +207,7 @@ def _why_not(market: NodeMarket, slots: int, nodes: int, bought: dict[str, int],
     if broke:
         return f"{limit} was exceeded just now"
     if sum(market.purchase(slots, nodes, math.inf).values()) > sum(bought.values()):
-        cheapest = min(offer.limit_price for offer in market.offers())
+        cheapest = min(offer.limit_price for offer in market.offers)
         if cheapest > market.settings.max_hourly_cost:
             return f"{limit} is less than one node costs ({cheapest:g})"
         return f"{limit} is reached"
