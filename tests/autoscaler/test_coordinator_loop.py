@@ -106,6 +106,10 @@ def worlds() -> Iterator[list[World]]:
     yield made
     for world in made:
         world.term.close()
+    # a round may have been begun while the thread of the one before was still ending, perhaps with an error
+    for thread in threading.enumerate():
+        if thread.name == "coordinator-policy":
+            thread.join(120)
 
 
 def test_a_policy_that_hangs_is_given_up_said_and_not_asked_twice_at_once(worlds: list[World]) -> None:
