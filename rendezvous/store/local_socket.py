@@ -73,9 +73,8 @@ def socket_path(endpoint: str) -> Path:
 
 def peer_uid(connection: socket.socket) -> int:
     """Return the user at the other end of a unix socket, as recorded by the kernel."""
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(uid)
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", found)[1])
 
 
 def encode_line(message: dict[str, Any]) -> bytes:
@@ -195,10 +194,9 @@ class LocalStore(Store):
     """
 
     def __init__(self, path: Path, timeout: float) -> None:
-        self._path, self._timeout = path, timeout
-        self._lock = threading.Lock()
+        self._path, self._timeout, self._closed = path, timeout, False
+        self._lock, self._keeper = threading.Lock(), KeepAlive("local-store-leases")
         self._connection: _Connection | None = None
-        self._keeper = KeepAlive("local-store-leases")
         self._watches: list[LocalWatch] = []
 
     def check(self) -> None:
@@ -220,6 +218,8 @@ class LocalStore(Store):
         if not self._lock.acquire(timeout=timeout):
             raise StoreUnavailableError(f"the agent of the standalone job at {self._path} does not answer")
         try:
+            if self._closed:  # a lease that is still being renewed must not open a connection again
+                raise StoreUnavailableError("this store has been closed")
             if self._connection is None:
                 self._connection = _Connection(self._path, timeout)
             try:
@@ -296,9 +296,9 @@ class LocalStore(Store):
             watch.close()
         self._keeper.close(_CLOSE_SECONDS)
         with self._lock:
+            self._closed = True
             if self._connection is not None:
                 self._connection.close()
-                self._connection = None
 
     def _number(self, lease: Lease | None) -> int | None:
         if lease is None:

@@ -33,6 +33,8 @@ from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 from adaptdl_elastic.rendezvous.store.local_socket import LocalStore, socket_path
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError
 
+PATIENCE = 100.0  # seconds, for what is only waited for when a test fails
+PATIENT = StoreOptions(timeout=PATIENCE)
 SERVER = """
 import sys
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
@@ -46,7 +48,7 @@ from pathlib import Path
 from typing import Any
 from adaptdl_elastic.rendezvous.store.connect import connect
 with connect(sys.argv[1]) as store:
-    store.put("/leader", "me", store.lease(1.0))
+    store.put("/leader", "me", store.lease(5.0))
     watch = store.watch("/")
     print("there", flush=True)
     sys.stdin.read()
@@ -75,7 +77,7 @@ def server() -> Iterator[LocalServer]:
 
 @pytest.fixture
 def store(server: LocalServer) -> Iterator[LocalStore]:
-    with LocalStore(socket_path(server.endpoint), 10.0) as made:
+    with LocalStore(socket_path(server.endpoint), PATIENCE) as made:
         yield made
 
 
@@ -129,7 +131,15 @@ def test_another_user_is_kept_out_twice(server: LocalServer) -> None:
 def test_a_server_of_another_user_is_refused(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     with pytest.raises(StoreAuthError, match=f"belongs to user {os.getuid()}, not 4711"):
-        connect(server.endpoint, options=StoreOptions())
+        connect(server.endpoint, options=PATIENT)
+
+
+def test_a_store_that_was_closed_opens_no_connection_again(store: LocalStore) -> None:
+    """As the thread that renews leases would, whose connection nobody would close."""
+    store.put("/a", "1")
+    store.close()
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        store.get("/a")
 
 
 @pytest.mark.processes
@@ -170,7 +180,7 @@ def test_garbage_ends_its_own_connection_only(server: LocalServer, store: LocalS
 
 def test_a_request_is_bounded(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_server, "MAX_REQUEST_BYTES", 1000)
-    with LocalStore(socket_path(server.endpoint), 10.0) as store:
+    with LocalStore(socket_path(server.endpoint), PATIENCE) as store:
         store.put("/a", "x" * 900)
         with pytest.raises(StoreUnavailableError):
             store.put("/a", "x" * 1001)
@@ -178,7 +188,7 @@ def test_a_request_is_bounded(server: LocalServer, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_watch_is_sent_what_happened_before_the_end(server: LocalServer, collect: Any) -> None:
-    with connect(server.endpoint, options=StoreOptions()) as store:
+    with connect(server.endpoint, options=PATIENT) as store:
         seen = collect(store.watch("/job/"))
         for number in range(1000):
             server.store.put("/job/status", str(number))
@@ -188,12 +198,12 @@ def test_a_watch_is_sent_what_happened_before_the_end(server: LocalServer, colle
         with pytest.raises(StoreUnavailableError, match="has ended, and its store with it"):
             store.get("/job/status")
     with pytest.raises(StoreUnavailableError, match="has ended"):
-        connect(server.endpoint, options=StoreOptions())
+        connect(server.endpoint, options=PATIENT)
 
 
 def test_a_reader_that_sleeps_holds_up_nobody_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_server, "MOST_CHANGES", 10)
-    with LocalServer() as server, LocalStore(socket_path(server.endpoint), 10.0) as store:
+    with LocalServer() as server, LocalStore(socket_path(server.endpoint), PATIENCE) as store:
         watch = store.watch("/")
         large = "x" * 100_000  # more than the socket takes
         for _ in range(100):
@@ -206,7 +216,7 @@ def test_a_reader_that_sleeps_holds_up_nobody_and_is_told(monkeypatch: pytest.Mo
 
 @pytest.mark.processes
 def test_an_answer_that_comes_late_is_not_taken_for_another() -> None:
-    with run(SERVER) as server, LocalStore(socket_path(said(server)), 30.0) as store:
+    with run(SERVER) as server, LocalStore(socket_path(said(server)), PATIENCE) as store:
         store.put("/a", "1")
         store.put("/b", "2")
         server.send_signal(signal.SIGSTOP)
@@ -256,13 +266,13 @@ def test_a_lease_that_has_run_out_on_the_server_is_lost(store: LocalStore) -> No
 def test_what_a_killed_server_leaves_is_no_trouble() -> None:
     with run(SERVER) as server:
         path = socket_path(said(server))
-        store = LocalStore(path, 30.0)
+        store = LocalStore(path, PATIENCE)
         store.lease(60)
         server.kill()
         server.wait()
     started = time.monotonic()
     store.close()
-    assert time.monotonic() - started < 10, "a lease that nobody has any more was waited for"
+    assert time.monotonic() - started < 50, "a lease that nobody has any more was waited for"
     assert path.exists()
     with LocalServer():
         assert not path.parent.exists()
@@ -276,4 +286,4 @@ def test_a_path_that_no_socket_can_have_is_said(monkeypatch: pytest.MonkeyPatch,
         LocalServer()
     assert not list(deep.iterdir())
     with pytest.raises(StoreOptionError, match="not of the form unix:/path"):
-        connect("unix:relative", options=StoreOptions())
+        connect("unix:relative", options=PATIENT)
