@@ -51,7 +51,7 @@ class World:
         if self.memory is not None:
             store = self.memory.client()
         else:
-            wanted = StoreOptions(**{"timeout": 10.0, **options})  # type: ignore[arg-type]
+            wanted = StoreOptions(**{"timeout": 60.0, **options})  # type: ignore[arg-type]
             store = connect(endpoint or self.endpoint, api=self.api, options=wanted)
         self.clients.append(store)
         return store
