@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
@@ -32,9 +34,12 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.rendezvous.torchrun import gathering as gathering_module
 from adaptdl_elastic.rendezvous.torchrun import handler as module
 from adaptdl_elastic.rendezvous.torchrun import membership as m
+from adaptdl_elastic.rendezvous.torchrun import roster as roster_module
 
 PREFIX = "/adaptdl/v1/default/torchrun/job/"
-SLACK = 10.0  # seconds that a busy machine may be late
+SLACK = 60.0  # seconds that a busy machine may be late
+SOON = 120.0  # seconds, for what is only waited for when a test fails
+LONG = "600"  # seconds of a time-out that is over when a test has put the clock on
 MASTER = PREFIX + "rounds/1/master"
 NODES, ROUND = PREFIX + "nodes/", PREFIX + "round"
 
@@ -66,6 +71,14 @@ class Group:
         self.store = MemoryStore()
         self.away = threading.Event()
         monkeypatch.setattr(module, "connect", lambda *_, **__: self._client())
+        self._ahead = 0.0
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self._ahead)
+        for user in (module, roster_module):
+            monkeypatch.setattr(user, "time", clock)
+        self.gatherings: list[gathering_module.Gathering] = []
+        monkeypatch.setattr(module, "Gathering", self._gathering)
+        self.asks_for_rank_0 = threading.Event()  # a handler is in a round
+        monkeypatch.setattr(roster_module.Roster, "master_of", self._asked(roster_module.Roster.master_of))
         self.handlers: list[module.AdaptdlEtcdHandler] = []
         self._pool = ThreadPoolExecutor(8)
 
@@ -75,7 +88,7 @@ class Group:
         return client
 
     def handler(self, nodes: tuple[int, int] = (2, 2), **config: str) -> module.AdaptdlEtcdHandler:
-        settings = {"last_call": "0.1", "grace": "0.2", "timeout": "20", **config}
+        settings = {"last_call": "0.1", "grace": "0.2", "timeout": "200", **config}
         made = torchrun.create_handler(
             RendezvousParameters("adaptdl-etcd", "127.0.0.1:1", "job", *nodes, "127.0.0.1", **settings)
         )
@@ -87,10 +100,21 @@ class Group:
         return [self._pool.submit(handler.next_rendezvous) for handler in handlers]
 
     def wait_for(self, reached: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + SOON
         while not reached():
             assert time.monotonic() < deadline, what
             time.sleep(0.01)
+
+    def _gathering(self, *given: Any) -> gathering_module.Gathering:
+        self.gatherings.append(gathering_module.Gathering(*given))
+        return self.gatherings[-1]
+
+    def _asked(self, master_of: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (self.asks_for_rank_0.set(), master_of(*given))[1]
+
+    def put_the_clock_on(self, seconds: float) -> None:
+        """Of all handlers, which look at it twice a second."""
+        self._ahead += seconds
 
     def members(self) -> dict[str, m.Member]:
         found = self.store.range(NODES).items
@@ -140,11 +164,16 @@ class Ghost:
         self.lease.abandon()
 
 
+def knows(handler: module.AdaptdlEtcdHandler, members: int) -> bool:
+    """Whether a handler has seen that so many nodes are there."""
+    return handler.connection is not None and len(handler.connection.roster.view().members) == members
+
+
 @contextlib.contextmanager
-def silent_port() -> Iterator[int]:
+def silent_port() -> Iterator[socket.socket]:
     """Connections are taken, and nobody ever answers on them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
+        yield server
 
 
 @contextlib.contextmanager
@@ -163,6 +192,13 @@ def outcome(entering: Future[RendezvousInfo], timeout: float, started: float) ->
     return error
 
 
+def outcome_at_the_end(group: Group, entering: Future[RendezvousInfo]) -> RendezvousError:
+    """The same of a call with LONG, from whose end on."""
+    started = time.monotonic()
+    group.put_the_clock_on(float(LONG))
+    return outcome(entering, 0, started)
+
+
 @contextlib.contextmanager
 def quiet(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, most: int) -> Iterator[None]:
     """At most so many lines, torch's own from C++ included."""
@@ -178,7 +214,7 @@ def test_the_store_of_a_living_rank_0_vanishes(
 ):
     """Seen before: 193 s and 90,000 lines."""
     ghost = Ghost(group)
-    handler, started = group.handler(timeout="4"), time.monotonic()
+    handler, started = group.handler(timeout="15"), time.monotonic()
     with quiet(capfd, caplog, most=100):  # torch prints one backtrace
         (entering,) = group.enter(handler)
         servers = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
@@ -186,49 +222,50 @@ def test_the_store_of_a_living_rank_0_vanishes(
         key = "/adaptdl/job/1/here/1"
         group.wait_for(lambda: servers[0].check([key]), "the other to come to the store")
         servers.clear()
-        error = outcome(entering, 4, started)
+        error = outcome(entering, 15, started)
     assert isinstance(error, RendezvousTimeoutError)
-    assert re.search(r"within 4 s .*rank 0's node cannot be reached at 127\.0\.0\.1", str(error))
+    assert re.search(r"within 15 s .*rank 0's node cannot be reached at 127\.0\.0\.1", str(error))
 
 
 def test_a_port_that_takes_connections_and_never_answers(
     group: Group, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     ghost = Ghost(group)
-    handler, started = group.handler(timeout="4"), time.monotonic()
-    with silent_port() as port, quiet(capfd, caplog, most=10):
+    handler = group.handler(timeout=LONG)
+    with silent_port() as server, quiet(capfd, caplog, most=10):
+        port = server.getsockname()[1]
         (entering,) = group.enter(handler)
         ghost.invite(port=port)
-        error = outcome(entering, 4, started)
+        server.accept()[0].close()
+        error = outcome_at_the_end(group, entering)
     assert isinstance(error, RendezvousTimeoutError)
     assert f"rank 0's node does not answer at 127.0.0.1:{port}" in str(error)
 
 
 def test_rank_0_never_says_where_it_is(group: Group):
     ghost = Ghost(group)
-    handler, started = group.handler(timeout="3"), time.monotonic()
-    (entering,) = group.enter(handler)
+    (entering,) = group.enter(group.handler(timeout=LONG))
     ghost.invite(port=None)
-    error = outcome(entering, 3, started)
+    assert group.asks_for_rank_0.wait(SOON)
+    error = outcome_at_the_end(group, entering)
     assert isinstance(error, RendezvousTimeoutError)
     assert "rank 0 (10.9.9.9) did not come" in str(error)
 
 
 def test_a_member_that_never_comes(group: Group):
     """This node has rank 0, and waits for the other one's connection."""
-    handler, started = group.handler(timeout="3"), time.monotonic()
-    (entering,) = group.enter(handler)
+    (entering,) = group.enter(group.handler(timeout=LONG))
     group.wait_for(lambda: len(group.members()) == 1, "the handler to come")
     lease = group.store.lease(60)
     group.store.put(NODES + "late", encode(m.Member("late", "10.9.9.9")), lease)
-    error = outcome(entering, 3, started)
+    group.wait_for(lambda: any(one.reached for one in group.gatherings), "the handler to be there itself")
+    error = outcome_at_the_end(group, entering)
     assert isinstance(error, RendezvousTimeoutError)
     assert "rank 1 (10.9.9.9) did not come" in str(error)
 
 
 def test_a_stranger_who_writes_the_keys_of_an_absent_member_is_not_taken_for_it(group: Group):
-    handler, started = group.handler(timeout="3"), time.monotonic()
-    (entering,) = group.enter(handler)
+    (entering,) = group.enter(group.handler(timeout=LONG))
     group.wait_for(lambda: len(group.members()) == 1, "the handler to come")
     lease = group.store.lease(60)
     group.store.put(NODES + "late", encode(m.Member("late", "10.9.9.9")), lease)
@@ -236,7 +273,8 @@ def test_a_stranger_who_writes_the_keys_of_an_absent_member_is_not_taken_for_it(
     master = decode(MasterRecord, group.store.get(MASTER).value, MASTER)
     stranger = TCPStore(master.host, master.port, is_master=False, wait_for_workers=False)
     stranger.set("/adaptdl/job/1/here/1", "1")
-    error = outcome(entering, 3, started)
+    group.wait_for(lambda: group.gatherings[-1].forged == (1,), "what the stranger wrote to be seen")
+    error = outcome_at_the_end(group, entering)
     assert isinstance(error, RendezvousTimeoutError)
     assert "rank 1 (10.9.9.9) did not come; a stranger has written the keys of ranks 1" in str(error)
 
@@ -251,8 +289,8 @@ def test_a_port_behind_a_wall_ends_all_members_in_time(
     with closed_port() as wall, quiet(capfd, caplog, most=60):
         serve = module.serve
         monkeypatch.setattr(module, "serve", lambda *given: (wall, serve(*given)[1]))
-        handlers, started = [group.handler(timeout="4") for _ in range(2)], time.monotonic()
-        errors = [outcome(entering, 4, started) for entering in group.enter(*handlers)]
+        handlers, started = [group.handler(timeout="15") for _ in range(2)], time.monotonic()
+        errors = [outcome(entering, 15, started) for entering in group.enter(*handlers)]
     assert all(isinstance(error, RendezvousTimeoutError) for error in errors), errors
     last = group.round()
     assert last is not None
@@ -264,7 +302,7 @@ def test_a_node_that_cannot_reach_rank_0_gives_up_so_that_others_go_on(
 ):
     """The others have no way to find out that it is the one."""
     alone = group.handler((1, 2))
-    (info,) = [entering.result(20) for entering in group.enter(alone)]
+    (info,) = [entering.result(SOON) for entering in group.enter(alone)]
     assert info.world_size == 1
     monkeypatch.setattr(module, "REACH_SECONDS", 0.3)
     connect = gathering_module.Gathering.connect
@@ -275,16 +313,16 @@ def test_a_node_that_cannot_reach_rank_0_gives_up_so_that_others_go_on(
         return connect(self)
 
     monkeypatch.setattr(gathering_module.Gathering, "connect", refused)
-    (entering,) = group.enter(misfit := group.handler((1, 2), read_timeout="1", timeout="60"))
+    (entering,) = group.enter(misfit := group.handler((1, 2), read_timeout="1", timeout="600"))
     group.wait_for(lambda: alone.num_nodes_waiting() > 0, "the newcomer to be noticed")
     (again,) = group.enter(alone)
     with pytest.raises(RendezvousConnectionError, match=r"cannot be reached at .*behind a wall \(for 1 s"):
-        entering.result(30)
+        entering.result(SOON)
     try:
         raise RendezvousConnectionError("as torch's launcher does")
     except RendezvousConnectionError:
         misfit.shutdown()
-    info = again.result(30)
+    info = again.result(SOON)
     assert (info.rank, info.world_size) == (0, 1)
     assert not alone.is_closed()
 
@@ -304,7 +342,7 @@ def test_a_slow_member_is_waited_for(group: Group, monkeypatch: pytest.MonkeyPat
     release, connect = threading.Event(), gathering_module.Gathering.connect
 
     def slowly(self: gathering_module.Gathering) -> TCPStore:
-        assert release.wait(30)
+        assert release.wait(SOON)
         return connect(self)
 
     monkeypatch.setattr(gathering_module.Gathering, "connect", slowly)
@@ -312,17 +350,20 @@ def test_a_slow_member_is_waited_for(group: Group, monkeypatch: pytest.MonkeyPat
     group.wait_for(lambda: group.round() is not None, "a round")
     assert not any(one.done() for one in entering)
     release.set()
-    assert sorted(one.result(30).rank for one in entering) == [0, 1]
+    assert sorted(one.result(SOON).rank for one in entering) == [0, 1]
     assert group.round() == replace(group.round(), number=1), "one round was enough"
 
 
 def test_who_gave_up_is_not_waited_for_and_can_come_again(group: Group):
-    first = group.handler(timeout="0.3")
+    first = group.handler(timeout=LONG)
+    (entering,) = group.enter(first)
+    group.wait_for(lambda: knows(first, 1), "it to come")
+    group.put_the_clock_on(float(LONG))
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes"):
-        first.next_rendezvous()
+        entering.result(SOON)
     group.wait_for(lambda: all(one.leaving for one in group.members().values()), "it to say so")
     pair = [group.handler(), group.handler()]
-    assert sorted(one.result(20).rank for one in group.enter(*pair)) == [0, 1]
+    assert sorted(one.result(SOON).rank for one in group.enter(*pair)) == [0, 1]
     for handler in pair:
         handler.set_closed()
     with pytest.raises(RendezvousClosedError):
@@ -344,39 +385,46 @@ def test_a_store_that_goes_away_while_nodes_wait_and_comes_back(
     assert not first.done()
     assert not second.done()
     group.away.clear()
-    assert sorted(entering.result(20).rank for entering in (first, second)) == [0, 1]
+    assert sorted(entering.result(SOON).rank for entering in (first, second)) == [0, 1]
 
 
 def test_a_store_that_stays_away_is_the_reason(group: Group):
-    handler, started = group.handler((1, 1), timeout="2"), time.monotonic()
+    handler = group.handler((1, 1), timeout=LONG)
     handler.is_closed()  # it has a connection
     group.away.set()
-    error = outcome(group.enter(handler)[0], 2, started)
+    (entering,) = group.enter(handler)
+    group.wait_for(lambda: handler.connection.roster.trouble is not None, "the store to be asked")
+    error = outcome_at_the_end(group, entering)
     assert isinstance(error, RendezvousTimeoutError)
     assert "nobody answers" in str(error)
     group.away.clear()
 
 
 def test_nodes_that_trickle_in_share_the_first_round(group: Group):
-    handlers = [group.handler((1, 4), last_call="3") for _ in range(3)]
+    handlers = [group.handler((1, 4), last_call="600", timeout="2000") for _ in range(3)]
     entering = []
     for count, handler in enumerate(handlers, 1):
         entering += group.enter(handler)
         group.wait_for(lambda count=count: len(group.members()) == count, "it to come")
-    infos = [one.result(30) for one in entering]
+    group.wait_for(lambda: all(knows(handler, 3) for handler in handlers), "each to know of all")
+    group.put_the_clock_on(700)
+    infos = [one.result(SOON) for one in entering]
     assert sorted((info.rank, info.world_size) for info in infos) == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_the_whole_of_the_maximum_needs_no_last_call(group: Group):
     started = time.monotonic()
     entering = group.enter(*(group.handler((1, 2), last_call="600", timeout="2000") for _ in range(2)))
-    assert sorted(one.result(60).rank for one in entering) == [0, 1]
-    assert time.monotonic() - started < 60
+    assert sorted(one.result(SOON).rank for one in entering) == [0, 1]
+    assert time.monotonic() - started < SOON
 
 
 def test_the_last_call_ends_before_the_time_does(group: Group):
-    (info,) = [one.result(20) for one in group.enter(group.handler((1, 4), last_call="600", timeout="2"))]
-    assert info.world_size == 1
+    handler = group.handler((1, 4), last_call="600", timeout=LONG)
+    (entering,) = group.enter(handler)
+    group.wait_for(lambda: knows(handler, 1), "it to come")
+    group.put_the_clock_on(0.6 * float(LONG))
+    assert entering.result(SOON).world_size == 1
 
 
 # The end of a run --------------------------------------------------------------------------------
@@ -384,7 +432,7 @@ def test_the_last_call_ends_before_the_time_does(group: Group):
 
 def test_a_handler_is_closed_after_its_shutdown(group: Group):
     handler = group.handler((1, 1))
-    group.enter(handler)[0].result(20)
+    group.enter(handler)[0].result(SOON)
     assert not handler.is_closed()
     assert handler.shutdown()
     assert handler.is_closed()
@@ -402,7 +450,7 @@ def test_a_run_that_is_closed_before_the_first_round_is_closed_for_everybody(gro
     closer.set_closed()
     assert closer.is_closed()
     with pytest.raises(RendezvousClosedError):
-        entering.result(20)
+        entering.result(SOON)
     assert waiting.is_closed()
     late = group.handler((1, 1), close_timeout="0.5")
     assert late.is_closed()
@@ -414,11 +462,11 @@ def test_a_run_that_is_closed_before_the_first_round_is_closed_for_everybody(gro
 
 def test_a_closed_run_raises_torchs_exception_which_ends_torchrun_with_0(group: Group):
     one, spare = group.handler((1, 1)), group.handler((1, 1))
-    group.enter(one)[0].result(20)
+    group.enter(one)[0].result(SOON)
     (waiting,) = group.enter(spare)
     group.wait_for(lambda: len(group.members()) == 2, "the spare to come")
     one.shutdown()
-    error = waiting.exception(20)
+    error = waiting.exception(SOON)
     assert isinstance(error, RendezvousClosedError)
     assert isinstance(error, SystemExit)
     assert error.code == 0
@@ -427,7 +475,7 @@ def test_a_closed_run_raises_torchs_exception_which_ends_torchrun_with_0(group: 
 def test_a_failed_run_is_no_quiet_exit(group: Group):
     pair = [group.handler(), group.handler()]
     for one in group.enter(*pair):
-        one.result(20)
+        one.result(SOON)
     try:
         raise RuntimeError("a worker failed")
     except RuntimeError:
@@ -439,22 +487,22 @@ def test_a_failed_run_is_no_quiet_exit(group: Group):
 
 
 def test_the_end_is_announced_though_the_store_was_away(group: Group):
-    pair = [group.handler(close_timeout="20"), group.handler()]
+    pair = [group.handler(close_timeout="200"), group.handler()]
     for one in group.enter(*pair):
-        one.result(20)
+        one.result(SOON)
     group.away.set()
     AwayStore.asked = 0
     closing = threading.Thread(target=pair[0].set_closed)
     closing.start()
     group.wait_for(lambda: AwayStore.asked >= 3, "the store to be asked again")
     group.away.clear()
-    closing.join(20)
+    closing.join(SOON)
     group.wait_for(pair[1].is_closed, "the other to be told")
 
 
 def test_a_run_that_cannot_be_closed_says_so_in_time(group: Group):
     handler = group.handler((1, 1), close_timeout="0.5")
-    group.enter(handler)[0].result(20)
+    group.enter(handler)[0].result(SOON)
     group.away.set()
     with pytest.raises(RendezvousConnectionError, match="could not be closed: nobody answers"):
         handler.set_closed()
@@ -465,7 +513,7 @@ def test_a_run_that_cannot_be_closed_says_so_in_time(group: Group):
 def test_an_id_is_used_again_in_the_same_process(group: Group):
     for _ in range(3):
         handler = group.handler((1, 1))
-        assert group.enter(handler)[0].result(20).world_size == 1
+        assert group.enter(handler)[0].result(SOON).world_size == 1
         handler.shutdown()
 
 
@@ -476,19 +524,19 @@ def test_a_handler_that_is_dropped_leaves_the_run(group: Group):
     group.handlers.clear()
     del dropped
     gc.collect()
-    assert group.enter(group.handler((1, 1), leave_timeout="600"))[0].result(20).world_size == 1
+    assert group.enter(group.handler((1, 1), leave_timeout="600"))[0].result(SOON).world_size == 1
 
 
 def test_two_handlers_of_one_process_are_two_nodes(group: Group):
     pair = [group.handler(), group.handler()]
-    assert sorted(one.result(20).rank for one in group.enter(*pair)) == [0, 1]
+    assert sorted(one.result(SOON).rank for one in group.enter(*pair)) == [0, 1]
     assert len(group.members()) == 2
 
 
 def test_workers_may_be_told_to_keep_a_store_of_their_own(group: Group, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     pair = [group.handler(), group.handler()]
-    infos = [one.result(20) for one in group.enter(*pair)]
+    infos = [one.result(SOON) for one in group.enter(*pair)]
     assert not any(handler.use_agent_store for handler in pair)
     where = {(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos}
     ((host, port),) = where

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from adaptdl_elastic.rendezvous.schema.records import encode
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.rendezvous.torchrun import handler as module
 from adaptdl_elastic.rendezvous.torchrun import membership as m
+from adaptdl_elastic.rendezvous.torchrun import roster as roster_module
 
 PREFIX = "/adaptdl/v1/default/torchrun/job/"
 PATIENCE = 120.0  # seconds, for what is only waited for when a test fails
@@ -148,7 +150,7 @@ def test_a_round_with_a_ghost_does_not_come_together(group: Group):
 
 def test_the_rounds_store_listens_on_the_nodes_address_only(group: Group):
     handler = group.handler((1, 1))
-    (info,) = [future.result(30) for future in group.enter(handler)]
+    (info,) = [future.result(PATIENCE) for future in group.enter(handler)]
     mine = psutil.Process().net_connections("inet")
     found = {c.laddr.ip for c in mine if c.status == psutil.CONN_LISTEN and c.laddr.port == master_port(info)}
     assert found == {"127.0.0.1"}
@@ -159,9 +161,9 @@ def test_a_range_of_ports_is_kept_to_and_named_when_it_is_full(group: Group):
     with socket.create_server(("127.0.0.1", port)):
         handler = group.handler((1, 1), port_range=str(port))
         with pytest.raises(RendezvousConnectionError, match=f"{port}.*port_range=FIRST-LAST"):
-            group.enter(handler)[0].result(30)
+            group.enter(handler)[0].result(PATIENCE)
         handler.leave()
-    (info,) = [future.result(30) for future in group.enter(group.handler((1, 1), port_range=str(port)))]
+    (info,) = [future.result(PATIENCE) for future in group.enter(group.handler((1, 1), port_range=str(port)))]
     assert master_port(info) == port
 
 
@@ -191,10 +193,20 @@ def test_options_that_can_not_be_used_are_named(group: Group, name: str, value: 
     assert "--rdzv-conf" in str(caught.value)
 
 
-def test_too_few_nodes_in_time(group: Group):
-    lonely = group.handler((2, 2), timeout="0.3")
-    with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2 nodes came within 0\.3 s"):
-        lonely.next_rendezvous()
+def test_too_few_nodes_in_time(group: Group, monkeypatch: pytest.MonkeyPatch):
+    ahead = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+    for user in (module, roster_module):
+        monkeypatch.setattr(user, "time", clock)
+    lonely = group.handler((2, 2), timeout="599.5")
+    (entering,) = group.enter(lonely)
+    deadline = time.monotonic() + PATIENCE
+    while lonely.connection is None or not lonely.connection.roster.view().members:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ahead[0] = 600.0
+    with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2 nodes came within 599\.5 s"):
+        entering.result(PATIENCE)
 
 
 def test_spares_leave_as_the_job_does(group: Group):
@@ -207,7 +219,7 @@ def test_spares_leave_as_the_job_does(group: Group):
     assert one.num_nodes_waiting() == 0
     one.shutdown()
     with pytest.raises(SystemExit) as left:
-        waiting[0].result(20)
+        waiting[0].result(PATIENCE)
     assert left.value.code == 0
 
 
@@ -225,7 +237,7 @@ def test_a_failed_job_is_closed_as_failed(group: Group):
 
 
 def test_a_lapsed_lease_disturbs_nobody(group: Group):
-    handlers = [group.handler((2, 2), grace="5") for _ in range(2)]
+    handlers = [group.handler((2, 2), grace="600") for _ in range(2)]
     group.ranks(group.enter(*handlers))
     roster = handlers[0].connection.roster
     lapsed = roster.lease
