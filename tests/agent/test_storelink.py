@@ -32,7 +32,7 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 KEYS = Keys("test")
 NODE = NodeRecord("here", "job", "run-1", "agent-1", "127.0.0.1", 1, version="1.0", pid=11)
 OTHER = replace(NODE, agent="agent-2", host="10.0.0.2", pid=22)
-SOON = 20.0  # seconds, for what is only waited for when a test fails
+SOON = 100.0  # seconds, for what is only waited for when a test fails
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def test_threads_that_are_refused_together_renew_a_credential_once() -> None:
     answers: list[bool] = []
 
     def renew() -> None:
-        barrier.wait(20)
+        barrier.wait(100)
         answers.append(credential.renew(refused))
 
     threads = [threading.Thread(target=renew) for _ in range(4)]

@@ -91,7 +91,7 @@ class CuttingProxy:
         with self._changes:
             self._mode = mode
             self._wake.send(b"x")
-            self._changes.wait_for(lambda: self._applied == mode, timeout=10)
+            assert self._changes.wait_for(lambda: self._applied == mode, timeout=60)
 
     _applied = "pass"
 

@@ -108,7 +108,7 @@ class EtcdServer:
         args: Sequence[str] = (),
         heartbeat_ms: int = 10,
         election_ms: int = 50,
-        start_timeout: float = 20.0,
+        start_timeout: float = 120.0,
     ) -> None:
         self.binary = Path(binary) if binary else find_etcd()
         self.v2 = v2 and etcd_version(self.binary) < (3, 6, 0)

@@ -1,7 +1,8 @@
 """A training script that writes down which samples it applied: one line per optimizer step and replica.
 
 Each dataset item is its own index, so the file says exactly which samples each step's gradient held. Until
-there is a file `hurry` in the working directory a step takes a while, so that an epoch outlasts a rescale.
+there is a file `hurry` in the working directory a step takes a while, and the longer the nearer the end of
+the epoch is, so that an epoch outlasts a rescale.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def main() -> None:
                 adl.report(steps=step, replicas=adl.world_size())
             if generation == "0" and step == args.crash_at and adl.rank() == adl.world_size() - 1:
                 os.kill(os.getpid(), 9)
-            time.sleep(0 if Path("hurry").exists() else args.pace)
+            late = 8 * getattr(adl.current_dataloader(), "current_index", 0) / args.size
+            time.sleep(0 if Path("hurry").exists() else args.pace * max(1.0, late))
     (args.out / f"parameters-{adl.rank()}").write_text(repr(net.state_dict()))
 
 
