@@ -20,12 +20,14 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
 WIDTH = 100
 # as tqdm writes it: the carriage return stands before each state, and a new line behind the last
 BAR = """
-import sys, time
+import os, sys, time
 print("begins", flush=True)
 for done in range(31):
     sys.stderr.write(f"\\r{done * 100 // 30:3d}%|{'#' * (done // 3):<10}| {done}/30 [10.0it/s]")
     sys.stderr.flush()
     time.sleep(0.1)  # longer than the time after which a state is shown
+    while done in (10, 20) and os.path.exists("watched") and os.path.getsize("watched") < done / 10:
+        time.sleep(0.01)
 sys.stderr.write("\\n")
 print("ends", flush=True)
 """
@@ -33,6 +35,7 @@ print("ends", flush=True)
 
 def on_a_terminal(directory: Path, *arguments: str) -> tuple[int, str]:
     """The exit code of `adaptdl-run`, and everything that it and its replicas write to their terminal."""
+    (directory / "watched").touch()
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, WIDTH, 0, 0))
     variables = environment(XDG_RUNTIME_DIR=str(directory), TERM="xterm")
@@ -45,6 +48,8 @@ def on_a_terminal(directory: Path, *arguments: str) -> tuple[int, str]:
     try:
         while data := os.read(ours, 1 << 16):
             written += data
+            # the bar waits for what is seen of it: one state more in each third
+            (directory / "watched").write_bytes(b"x" * len(set(re.findall(rb"\d+/30", written))))
     except OSError:  # Linux's end of a pseudo-terminal
         pass
     os.close(ours)

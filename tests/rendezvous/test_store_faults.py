@@ -64,7 +64,7 @@ def test_what_was_written_while_a_watch_was_cut_off_comes(own_world, collect):
 
 
 def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world):
-    _pause(own_world, ttl=1, seconds=3.0)
+    _pause(own_world, ttl=6, seconds=7.0)
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_partition_costs_the_lease_and_both_sides_learn_it(own_world, collect)
     with CuttingProxy(own_world.real.endpoint) as proxy:
         apart, together = own_world.client(proxy.endpoint, timeout=5.0), own_world.client()
         seen = collect(together.watch(own_world.prefix))
-        lease = apart.lease(3)
+        lease = apart.lease(8)
         apart.put(own_world.prefix + "mine", "1", lease)
         seen.wait(1)
         proxy.freeze()
@@ -222,7 +222,7 @@ def test_the_next_endpoint_is_tried(own_world, collect):
     (nobody,) = free_ports(1)
     real = own_world.real.endpoint
     with CuttingProxy(real) as one, CuttingProxy(real) as two:
-        store = own_world.client(f"127.0.0.1:{nobody},{one.endpoint},{two.endpoint}", timeout=8.0)
+        store = own_world.client(f"127.0.0.1:{nobody},{one.endpoint},{two.endpoint}", timeout=20.0)
         seen = collect(store.watch(own_world.prefix))
         store.put(own_world.prefix + "a", "1")
         seen.wait(1)
@@ -286,7 +286,7 @@ def test_a_store_that_was_closed_says_so(own_world):
 
 def test_the_api_is_found_out():
     binary = etcd_binary("3.5") or pytest.skip("no etcd 3.5")
-    quick = StoreOptions(timeout=20)
+    quick = StoreOptions(timeout=60)
     with EtcdServer(binary=binary, v2=False) as server:
         with connect(server.endpoint, options=quick) as store:
             assert isinstance(store, EtcdV3Store)

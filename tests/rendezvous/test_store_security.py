@@ -38,8 +38,8 @@ def test_tls_with_client_certificates(api, version, pems, monkeypatch, collect):
     tls = ServerTls(pems.server.cert, pems.server.key, client_ca=pems.ca)
     ours = {"ca": pems.ca, "cert": pems.client.cert, "key": pems.client.key}
     with EtcdServer(binary=binary_or_skip(version), tls=tls) as server:
-        with connect(server.endpoint, api=api, options=StoreOptions(timeout=10, **ours)) as store:
-            lease = store.lease(5)
+        with connect(server.endpoint, api=api, options=StoreOptions(timeout=60, **ours)) as store:
+            lease = store.lease(12)
             revision = store.put("/adaptdl/v1/c/a", "1", lease)
             seen = collect(store.watch("/adaptdl/v1/c/", revision))
             store.put("/adaptdl/v1/c/a", "2")
@@ -50,10 +50,10 @@ def test_tls_with_client_certificates(api, version, pems, monkeypatch, collect):
             assert seen.wait(3)[2].value == "3"
         with pytest.raises(StoreAuthError, match=r"TLS with etcd is refused .*CERTIFICATE_VERIFY_FAILED"):
             connect(
-                server.endpoint, api=api, options=StoreOptions(timeout=2, **{**ours, "ca": pems.other_ca})
+                server.endpoint, api=api, options=StoreOptions(timeout=60, **{**ours, "ca": pems.other_ca})
             )
         with pytest.raises(StoreAuthError, match="the client certificate is not accepted"):
-            connect(server.endpoint, api=api, options=StoreOptions(timeout=10, ca=pems.ca))
+            connect(server.endpoint, api=api, options=StoreOptions(timeout=60, ca=pems.ca))
         server.kill()
         with pytest.raises(StoreUnavailableError, match="cannot be reached"):
             connect(server.endpoint, api=api, options=StoreOptions(timeout=1, **ours))
@@ -66,7 +66,7 @@ def test_tls_with_client_certificates(api, version, pems, monkeypatch, collect):
 def _v3(server: EtcdServer, path: str, **body: object) -> dict[str, object]:
     with requests.Session() as session:
         session.trust_env = False
-        answer = session.post(f"http://{server.endpoint}/v3/{path}", json=body, timeout=10)
+        answer = session.post(f"http://{server.endpoint}/v3/{path}", json=body, timeout=60)
         answer.raise_for_status()
         return answer.json()
 
@@ -90,9 +90,9 @@ def guarded(request: pytest.FixtureRequest) -> EtcdServer:
 
 
 def test_users_and_roles(guarded, collect):
-    ours = StoreOptions(timeout=5, user="adaptdl", password="adaptdl-secret")
+    ours = StoreOptions(timeout=60, user="adaptdl", password="adaptdl-secret")
     with connect(guarded.endpoint, options=ours) as store:
-        lease = store.lease(5)
+        lease = store.lease(12)
         revision = store.put("/adaptdl/v1/one/a", "1", lease)
         seen = collect(store.watch("/adaptdl/v1/one/", revision))
         assert store.compare_and_swap("/adaptdl/v1/one/a", "2", revision, lease)
@@ -102,7 +102,7 @@ def test_users_and_roles(guarded, collect):
         guarded.start()
         store.put("/adaptdl/v1/one/a", "3")
         assert seen.wait(3)[2].value == "3"
-        assert not lease.lost.wait(2.5)
+        assert not lease.lost.wait(5.0)  # it is renewed after four
         for forbidden in (
             lambda: store.put("/adaptdl/v1/two/a", "1"),
             lambda: store.range("/adaptdl/v1/"),
@@ -122,7 +122,7 @@ def test_users_and_roles(guarded, collect):
 )
 def test_wrong_credentials_are_found_out_at_once(guarded, options, wanted):
     with pytest.raises(StoreAuthError, match=wanted) as caught:
-        connect(guarded.endpoint, options=StoreOptions(timeout=5, **options))
+        connect(guarded.endpoint, options=StoreOptions(timeout=60, **options))
     assert "secret" not in str(caught.value)
 
 
@@ -140,18 +140,18 @@ def test_users_and_roles_of_the_v2_api(version, collect):
             ("enable", None),
             ("roles/guest", {"role": "guest", "revoke": {"kv": {"read": ["/*"], "write": ["/*"]}}}),
         ):
-            session.put(f"{url}/{path}", json=body, auth=root, timeout=10).raise_for_status()
-        ours = StoreOptions(timeout=5, user="adaptdl", password="adaptdl-secret")
+            session.put(f"{url}/{path}", json=body, auth=root, timeout=60).raise_for_status()
+        ours = StoreOptions(timeout=60, user="adaptdl", password="adaptdl-secret")
         with connect(server.endpoint, api="v2", options=ours) as store:
-            revision = store.put("/adaptdl/v1/one/a", "1", store.lease(5))
+            revision = store.put("/adaptdl/v1/one/a", "1", store.lease(12))
             seen = collect(store.watch("/adaptdl/v1/one/", revision))
             assert store.compare_and_swap("/adaptdl/v1/one/a", "2", revision)
             seen.wait(2)
             with pytest.raises(StoreAuthError, match="v2 role does not cover"):
                 store.put("/adaptdl/v1/two/a", "1")
         with pytest.raises(StoreAuthError):
-            connect(server.endpoint, api="v2", options=StoreOptions(timeout=5))
-        wrong = StoreOptions(timeout=5, user="adaptdl", password="wrong-secret")
+            connect(server.endpoint, api="v2", options=StoreOptions(timeout=60))
+        wrong = StoreOptions(timeout=60, user="adaptdl", password="wrong-secret")
         with (
             connect(server.endpoint, api="v2", options=wrong) as store,
             pytest.raises(StoreAuthError, match="password is wrong") as caught,
