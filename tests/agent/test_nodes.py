@@ -18,7 +18,7 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
 LONG = ("60", "0.1")  # epochs, seconds per step
-SLACK = 60.0  # seconds of a busy machine
+SLACK = 20.0  # seconds of a busy machine
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
