@@ -57,7 +57,7 @@ class World:
         self.etcd, self.keys, self.stack = etcd, keys, stack
         self.store = self.client()
         self.coordinator = Coordinator(
-            self.client(), keys, CoordinatorSettings(interval=0.5, min_gap=0.0), share_policy, ttl=5.0
+            self.client(), keys, CoordinatorSettings(interval=0.5, min_gap=0.0), share_policy, ttl=60.0
         )
         thread = threading.Thread(target=self.coordinator.run, daemon=True)
         thread.start()

@@ -77,9 +77,11 @@ class Cluster:
                 assert left > 0, f"waited in vain for {what or done}: {self.plans[-3:]}"
                 self.changed.wait(min(left, 0.5))
 
-    def coordinator(self, policy: Policy = share_policy, ttl: float = 5.0, **settings: object) -> Coordinator:
-        """One in a thread of this process."""
-        fields: dict[str, object] = {"interval": 1.0, "min_gap": 0.0}
+    def coordinator(
+        self, policy: Policy = share_policy, ttl: float = 60.0, **settings: object
+    ) -> Coordinator:
+        """One in a thread of this process, which a busy machine does not take its office from."""
+        fields: dict[str, object] = {"interval": 1.0, "min_gap": 0.0, "policy_timeout": 600.0}
         served = Coordinator(
             self.client(),
             self.keys,
@@ -232,7 +234,7 @@ def test_kill_9_of_the_leader_leaves_training_alone(cluster: Cluster) -> None:
     first.send_signal(signal.SIGKILL)
     ran = list(agent.history)
     assert successor.leads.wait(PATIENCE)
-    cluster.until(lambda: len({plan.fence for plan in cluster.plans}) == 2)
+    cluster.until(lambda: len({plan.fence for plan in cluster.plans}) >= 2)
     assert agent.history == ran
     cluster.scaled("a", 1)
     assert fences_never_fall(cluster.plans)
@@ -244,7 +246,7 @@ def test_who_stands_by_has_seen_who_was_lost_with_the_leader(cluster: Cluster) -
     cluster.until(cluster.leader, "a leader")
     agents = [cluster.job("a", slots=1), cluster.agent("n1", "a", 1)]
     cluster.until(lambda: cluster.size("a") == 2 and all(agent.running is not None for agent in agents))
-    successor = cluster.coordinator(ttl=60.0, node_ttl=10_000.0, steady=0.0)
+    successor = cluster.coordinator(node_ttl=10_000.0, steady=0.0)
     assert successor.stands_by.wait(PATIENCE)
     (standby,) = cluster.store.range(cluster.keys.coordinator_standby("")).items
     assert records.decode(LeaderRecord, standby.value).id == successor.identity
@@ -278,7 +280,7 @@ def test_who_stands_by_while_the_store_is_away_evicts_nobody(keys: Keys) -> None
             stack.callback(agent.stop)
         cluster.until(lambda: cluster.size("a") == 2 and all(agent.running is not None for agent in agents))
         # those who were lost get a minute to come back, more than a busy machine needs
-        successor = cluster.coordinator(steady=10_000.0, node_ttl=60.0)
+        successor = cluster.coordinator(ttl=5.0, steady=10_000.0, node_ttl=60.0)
         assert successor.stands_by.wait(PATIENCE)
         plan = cluster.plans[-1]
         server.pause()
@@ -327,8 +329,7 @@ def test_a_leader_that_another_one_follows_stands_by_though_its_lease_still_runs
     served = cluster.coordinator()
     assert served.leads.wait(PATIENCE)
     key = cluster.keys.coordinator_leader
-    cluster.store.delete(key)
-    cluster.store.compare_and_swap(key, records.encode(LeaderRecord("another", "host", 1)), 0)
+    cluster.store.put(key, records.encode(LeaderRecord("another", "host", 1)))  # at once: it would claim it
     assert served.stands_by.wait(PATIENCE)
     assert not served.leads.is_set()
     cluster.store.delete(key)
@@ -339,7 +340,7 @@ def test_the_store_is_restarted_and_paused_and_nobody_is_evicted(keys: Keys) -> 
     with ExitStack() as stack:
         server = stack.enter_context(EtcdServer())
         cluster = Cluster(server, keys, stack)
-        cluster.coordinator()
+        cluster.coordinator(ttl=5.0)
         agents = [cluster.job("a", slots=1), cluster.agent("n1", "a", 1)]
         cluster.until(lambda: cluster.size("a") == 2 and all(a.running is not None for a in agents))
         generation = cluster.plans[-1].generation
