@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from adaptdl_elastic.autoscaler.cli import adaptdl
+from adaptdl_elastic.autoscaler.cli import Where, adaptdl
 from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFile
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
@@ -144,7 +145,10 @@ def test_a_job_that_ends_meanwhile_or_hangs_hides_no_other(
     jobs.start("hangs")
     jobs.start("runs")
     jobs.servers["ended"].close()  # its note is still there
-    monkeypatch.setenv("ADAPTDL_ETCD_TIMEOUT", "0.3")
+    options = Where.options
+    monkeypatch.setattr(
+        Where, "options", lambda *of: replace(options(*of), timeout=0.3 if of[1].job == "hangs" else 100.0)
+    )
     with jobs.servers["hangs"].store.shared.changed:
         result = jobs.run("ls", "--json")
     assert [row["job"] for row in json.loads(result.stdout)] == ["runs"]
