@@ -96,9 +96,18 @@ def test_variables_that_are_read_early_need_an_agent_of_their_own() -> None:
         assert not can_fork({name: "x"})
 
 
-def test_nothing_is_forked_for_a_service_that_has_ended_meanwhile(tmp_path: Path) -> None:
+def test_nothing_is_forked_for_a_service_that_has_ended_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = ForkServer.start(dict(os.environ), lasting=True)
-    path = tmp_path / "begun"
+    path, wait = tmp_path / "begun", server.process.wait
+    os.kill(server.process.pid, signal.SIGSTOP)  # it reads the request only when the connection is closed
+
+    def go_on(timeout: float) -> None:
+        os.kill(server.process.pid, signal.SIGCONT)
+        wait(timeout)
+
+    monkeypatch.setattr(server.process, "wait", go_on)
     server.spawn(0, Command("exec", ("touch", str(path)), str(tmp_path), dict(os.environ), independent=True))
-    server.close(200)  # while the server imports torch
+    server.close(200)
     assert not path.exists()
