@@ -50,7 +50,7 @@ def http(body: bytes) -> bytes:
 
 def say(endpoint: str, *options: str, **environ: str) -> str:
     """The lines about the store."""
-    result = CliRunner(env={"ADAPTDL_ETCD_TIMEOUT": "10", **environ}).invoke(
+    result = CliRunner(env={"ADAPTDL_ETCD_TIMEOUT": "100", **environ}).invoke(
         adaptdl, ["doctor", "--etcd", endpoint, *options], standalone_mode=False
     )
     assert result.exception is None, result.exception
@@ -97,7 +97,7 @@ def test_proxies_of_the_environment_do_not_matter(etcd: EtcdServer, monkeypatch:
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "")
-    found = checks.check_server(etcd.endpoint, StoreOptions(timeout=10))
+    found = checks.check_server(etcd.endpoint, StoreOptions(timeout=100))
     assert [finding.check for finding in found] == ["store"]
     assert all(finding.level is not Level.ERROR for finding in found)
 

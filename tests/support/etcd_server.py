@@ -76,7 +76,7 @@ def etcd_of_the_wheel() -> Path | None:
 @cache
 def etcd_version(binary: Path) -> tuple[int, int, int]:
     """What `etcd --version` says, e.g. (3, 5, 1)."""
-    text = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=30).stdout
+    text = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=120).stdout
     found = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", text)
     if not found:
         raise EtcdServerError(f"{binary} --version does not look like etcd: {text[:200]!r}")
@@ -328,5 +328,7 @@ def let_only_root_in(server: EtcdServer, password: str) -> None:
     steps = {"user/add": user, "role/add": {"name": "root"}, "user/grant": {"user": "root", "role": "root"}}
     with urllib3.PoolManager(retries=False) as pool:
         for path, body in (steps | {"enable": {}}).items():
-            answer = pool.request("POST", f"http://{server.endpoint}/v3/auth/{path}", json=body, timeout=10.0)
+            answer = pool.request(
+                "POST", f"http://{server.endpoint}/v3/auth/{path}", json=body, timeout=100.0
+            )
             assert answer.status == 200, answer.data

@@ -94,7 +94,7 @@ class GuardedEtcd:
         """Options of an administrator, whose password and certificate nothing here changes."""
         admin = self._admin
         return StoreOptions(
-            timeout=60.0,
+            timeout=100.0,
             ca=admin / "ca.pem",
             cert=admin / "admin.pem",
             key=admin / "admin-key.pem",
@@ -195,7 +195,7 @@ class GuardedEtcd:
         headers = {"Content-Type": "application/json", **headers}
         with urllib3.PoolManager(retries=False, ssl_context=context) as pool:
             answer = pool.request(
-                method, self.etcd.endpoint + path, body=json.dumps(body), headers=headers, timeout=60.0
+                method, self.etcd.endpoint + path, body=json.dumps(body), headers=headers, timeout=100.0
             )
             assert answer.status in (200, 201), (path, answer.status, answer.data)
             return json.loads(answer.data) if answer.data else {}

@@ -14,7 +14,7 @@ from types import TracebackType
 from etcd_server import tied
 from ports import free_port
 
-_SECONDS = 30.0
+_SECONDS = 200.0
 
 
 class NoSshError(Exception):
