@@ -138,9 +138,7 @@ def test_replicas_that_have_come_apart_wait_for_nothing_any_more(world: Any) -> 
 
 
 def test_an_address_that_is_left_from_an_earlier_round_is_read_again(world: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        left = gone.getsockname()
-    address: list[Any] = [left]
+    address: list[Any] = [("127.0.0.1", free_port())]  # nobody else comes to listen there meanwhile
     asked = threading.Event()
     found: Future = Future()
 
