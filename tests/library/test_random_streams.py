@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fake_agent import FakeAgent
 from fresh import Script
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import checkpoint
+from adaptdl_elastic import _session, checkpoint
 
 SCRIPT = Path(__file__).parents[1] / "support" / "random_script.py"
 STEPS = [(epoch, index) for epoch in range(2) for index in range(0, 48, 12)]
@@ -138,5 +139,6 @@ def test_the_script_s_streams_go_on_after_a_restart(
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    return Script(monkeypatch)
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    yield Script(monkeypatch)
+    _session.reset()
