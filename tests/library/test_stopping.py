@@ -66,11 +66,10 @@ print("step", number, flush=True)
 def test_the_second_interrupt_stops_at_once_even_a_blocked_main_thread(run: Any) -> None:
     body = """
 def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
-def both():
-    interrupt()
-    threading.Timer(1.5, interrupt).start()  # at once behind the first it would be the same
-threading.Timer(0.1, both).start()
+    while True:  # two that are read together are one
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.5)  # at once behind the first it would be the same
+threading.Timer(0.1, interrupt).start()
 import ctypes
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 library.pthread_mutex_lock(mutex)
