@@ -56,7 +56,7 @@ def trained_alike(folder: Path, replicas: int, epochs: int, size: int = SIZE) ->
 
 def test_loaders_that_are_made_when_first_needed(start: Any, tmp_path: Path) -> None:
     """On a replica that joins that is another epoch."""
-    job = start(1, kind="lazy", epochs=150, pace=0.05)
+    job = start(1, kind="lazy", epochs=150, pace=0.2)
     job.wait_for("step")
     while not seen(tmp_path, "evaluate"):
         job.wait_for("step")

@@ -16,7 +16,7 @@ EPOCHS = 40
 
 
 def test_changes_of_size_come_between_its_steps(tmp_path: Path) -> None:
-    settings = fake_agent.settings(epochs=EPOCHS, pace=0.02)
+    settings = fake_agent.settings(epochs=EPOCHS, pace=0.2)
     with FakeAgent(loop_script_path.NO_SYNC, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
         job.start(1)
         for replicas in (2, 3, 1, 2):

@@ -66,7 +66,7 @@ def test_a_resumed_average_and_scheduler_equal_those_of_an_undisturbed_run(tmp_p
 
 @pytest.mark.processes
 def test_a_newcomer_in_place_gets_the_average_and_the_scheduler(tmp_path: Path) -> None:
-    settings = fake_agent.settings(epochs=60, pace=0.05)
+    settings = fake_agent.settings(epochs=60, pace=0.3)
     with FakeAgent(loop_script_path.OBJECTS, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
         job.start(2)
         job.wait_for("step", 2)
@@ -85,7 +85,7 @@ def test_a_newcomer_in_place_gets_the_average_and_the_scheduler(tmp_path: Path) 
 @pytest.mark.processes
 @pytest.mark.parametrize("passes", [1, 3])
 def test_the_step_that_a_death_breaks_off_counts_once_in_the_average(tmp_path: Path, passes: int) -> None:
-    settings = fake_agent.settings(epochs=60, pace=0.01, passes=passes)
+    settings = fake_agent.settings(epochs=60, pace=0.2, passes=passes)
     with FakeAgent(
         loop_script_path.OBJECTS,
         tmp_path,
