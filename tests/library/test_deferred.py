@@ -49,7 +49,7 @@ def start(tmp_path: Path, share: Path) -> Iterator[Callable[..., FakeAgent]]:
         armed: bool = True,
         **given: Any,
     ) -> FakeAgent:
-        loop = fake_agent.settings(**{"size": SIZE, "batch": BATCH, "pace": 0.01, **given})
+        loop = fake_agent.settings(**{"size": SIZE, "batch": BATCH, "pace": 0.01, "late": 0.5, **given})
         variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(script), **PATH}
         if held is not None:
             variables["HELD"] = json.dumps(held)
@@ -108,7 +108,7 @@ def test_one_node_whose_self_test_failed_is_enough(
     tmp_path: Path, share: Path, failed: str, unlucky: int
 ) -> None:
     """Rank 0 says so, which is what the coordinator goes by; nobody is armed, and training goes on."""
-    loop = fake_agent.settings(size=SIZE, batch=BATCH, pace=0.01, autoscale=BATCH)
+    loop = fake_agent.settings(size=SIZE, batch=BATCH, pace=0.01, late=0.5, autoscale=BATCH)
     variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(loop_script_path.PATH), **PATH}
     with FakeAgent(SCRIPT, tmp_path, **variables) as job:
         host, port = job.open_store()

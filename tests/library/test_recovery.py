@@ -24,7 +24,7 @@ SIZE, BATCH = 2004, 12  # 1 to 4 replicas divide it: no uneven window, whose sam
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    with fake_agent.starter(tmp_path, "resilient", size=SIZE, batch=BATCH, pace=0.01) as start:
+    with fake_agent.starter(tmp_path, "resilient", size=SIZE, batch=BATCH, pace=0.01, late=0.5) as start:
         yield start
 
 

@@ -32,6 +32,7 @@ S = {
     "stop": None, "seed": 5, "drop_last": False, "stream": False, "persistent": False, "pace": 0.0,
     "autoscale": 0, "torn": None, "torn then": None, "die": None, "fresh": False, "outside": False,
     "mortal": False, "evaluation pace": 0.0,
+    "late": 0.0,  # seconds of a step in the second half, until something is to be agreed on
     # samples that fit into memory: in which pass, on which rank (None: all), how many
     "fits": None,
     "search": False,  # look for the largest batch that fits
@@ -101,7 +102,7 @@ def interrupt(loop, epoch, count):
         return
     if adl.rank() == rank:
         os.kill(os.getpid(), signal.SIGINT)
-    control, deadline = _session.current().consensus, time.monotonic() + 30
+    control, deadline = _session.current().consensus, time.monotonic() + 200
     while not control.round_open:  # these steps are too quick for anything to be agreed meanwhile
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -109,8 +110,14 @@ def interrupt(loop, epoch, count):
 
 def work(steps):
     """What a step takes; the second half of them so much that training outlasts whatever is done to it."""
-    if not (OUT / "hurry").exists():
-        time.sleep(S["pace"] * (5 if _session.current().step > steps / 2 else 1))
+    late, begun, control = _session.current().step > steps / 2, time.monotonic(), _session.current().consensus
+    while not (OUT / "hurry").exists():
+        calm = late and not control.round_open and control.lost is None
+        least = S["pace"] * (5 if late else 1)
+        left = begun + (max(least, S["late"]) if calm else least) - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(left, 0.01))
 
 
 def tear(tag, count, how="SIGKILL"):
