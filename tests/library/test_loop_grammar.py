@@ -87,7 +87,7 @@ def stop_at_the_next_boundary(epoch: int, number: int, unit: int) -> None:
         return
     control = _session.current().consensus
     control.request({"kind": "stop", "reason": "test"})
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while not control.round_open:
         assert time.monotonic() < deadline
         time.sleep(0.0005)

@@ -275,7 +275,7 @@ def main():
             val_loss = 0.25
         if step == 2 and adl.world_size() == 1:
             sign("at")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while step >= 2 and session.generation == 0 and not session.consensus.round_open:
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -106,7 +106,7 @@ class Job(FakeAgent):
         """Until `done()`, or all running replicas are `at` that place or behind it, or have ended."""
         while not done() and self.running and not (at is not None and self._all_there(at)):
             try:
-                sender, message, _ = self.messages.get(timeout=60)
+                sender, message, _ = self.messages.get(timeout=200)
             except queue.Empty:
                 raise AssertionError(f"nothing happens any more:\n{self.outputs()}") from None
             if message["type"] == "at":

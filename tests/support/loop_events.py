@@ -20,7 +20,7 @@ from adaptdl_elastic import _session
 
 OUT = Path(os.environ.get("OUT", "."))
 EVENTS = json.loads(os.environ.get("EVENTS", "[]"))
-LIMIT = 45.0  # seconds
+LIMIT = 200.0  # seconds
 
 
 class Totals(dict[str, Any]):

@@ -20,7 +20,7 @@ def stop():
     """Ask for a stop on rank 0, and return when all replicas are held at the end of this step."""
     if adl.rank() == 0:
         os.kill(os.getpid(), signal.SIGINT)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not _session.current().consensus.round_open:
         assert time.monotonic() < deadline
         time.sleep(0.001)
