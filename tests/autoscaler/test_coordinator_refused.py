@@ -15,7 +15,7 @@ from fake_agents import FakeAgent, spec_of, submit
 from guarded_etcd import GuardedEtcd
 
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
-from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
+from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, Observer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, LeaderRecord, Plan, decode, encode
 from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError
@@ -27,9 +27,24 @@ NEXT_PASSWORD = "second-password"
 PATIENCE = 120.0  # seconds, for what is only waited for when a test fails
 
 
-def coordinator(store: Store, identity: str) -> Coordinator:
+class Office(Observer):
+    """Whether a coordinator has given up its office since it led for the last time."""
+
+    def __init__(self) -> None:
+        self.given_up = threading.Event()
+
+    def leading(self, leads: bool) -> None:
+        (self.given_up.clear if leads else self.given_up.set)()
+
+
+def coordinator(store: Store, identity: str, *observers: Observer) -> Coordinator:
     return Coordinator(
-        store, KEYS, CoordinatorSettings(interval=1.0, min_gap=0.0), share_policy, identity=identity
+        store,
+        KEYS,
+        CoordinatorSettings(interval=1.0, min_gap=0.0),
+        share_policy,
+        identity=identity,
+        observers=observers,
     )
 
 
@@ -38,6 +53,7 @@ class World:
 
     def __init__(self, guarded: GuardedEtcd, folder: Path, stack: ExitStack) -> None:
         self.guarded, self.folder, self.stack = guarded, folder, stack
+        self.offices: dict[str, Office] = {}
         self.store = stack.enter_context(connect(guarded.etcd.endpoint, options=guarded.admin_options()))
 
     def password(self, name: str) -> Path:
@@ -48,7 +64,8 @@ class World:
         file.write_text(self.guarded.password_file.read_text())
         options = replace(self.guarded.options(), password_file=file)
         store = self.stack.enter_context(connect(self.guarded.etcd.endpoint, options=options))
-        served = coordinator(store, name)
+        self.offices[name] = Office()
+        served = coordinator(store, name, self.offices[name])
         thread = threading.Thread(target=served.run, daemon=True)
         thread.start()
 
@@ -102,6 +119,7 @@ def test_a_leader_that_is_refused_leaves_its_office_to_one_that_is_not(world: Wo
     world.password("second").write_text(NEXT_PASSWORD)
     world.resized("job", 3)  # the first one cannot
     world.led_by("second")
+    assert world.offices["first"].given_up.wait(PATIENCE)
     assert not first.leads.is_set()
     world.password("first").write_text(NEXT_PASSWORD)
     assert first.stands_by.wait(PATIENCE)
@@ -118,6 +136,7 @@ def test_a_coordinator_goes_on_when_it_is_let_in_again(world: World) -> None:
     world.store.put(KEYS.job("job", "request"), encode(JobRequest(replicas=2)))
     with world.store.watch(KEYS.coordinator_leader, 1) as watch:  # until it has given its office up
         assert any(change.kind == "delete" for change in watch)
+    assert world.offices["first"].given_up.wait(PATIENCE)
     assert not served.leads.is_set()
     world.password("first").write_text(NEXT_PASSWORD)
     world.until(KEYS.job("job", "plan"), lambda text: decode(Plan, text).replicas == 2)

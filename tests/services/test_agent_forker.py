@@ -37,10 +37,7 @@ def forker() -> Iterator[AgentForker]:
     made = AgentForker(os.environ, lambda: None)
     made.prepare()
     yield made
-    # the process that forks agents ends with the connection to it
-    for child in psutil.Process().children():
-        if "fork_server" in " ".join(child.cmdline()):
-            child.kill()
+    made.close()  # and waits for the end of the process that forks agents
 
 
 def agent(

@@ -52,7 +52,9 @@ class Hook:
 
 
 @pytest.fixture
-def hook() -> Iterator[Hook]:
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
+    # a server that is slow is not told a second time
+    monkeypatch.setattr("adaptdl_elastic.agent.service.notices._URL_SECONDS", 200.0)
     made = Hook()
     yield made
     made.server.shutdown()
