@@ -30,7 +30,7 @@ from adaptdl_elastic.rendezvous.services.signatures import People, SignatureErro
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 60.0  # after which a connection that sends nothing is closed
-_UNKNOWN_SECONDS = 10.0  # the same, before its peer has proved who it is
+UNKNOWN_SECONDS = 10.0  # the same, before its peer has proved who it is
 _LONGEST_WAIT_SECONDS = 20.0  # of a request for output that is not there yet
 _LOOK_SECONDS = 0.1  # between two looks at a file for new output
 _MOST_OUTPUT_BYTES = 1 << 20  # in one answer
@@ -99,7 +99,7 @@ class ServicePort(BoundedServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a connection; the handshake is left to its own thread."""
         accepted, address = super().get_request()
-        accepted.settimeout(_UNKNOWN_SECONDS)
+        accepted.settimeout(UNKNOWN_SECONDS)
         return self._tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), address
 
     def finish_request(self, request: Any, client_address: Any) -> None:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_ATTEMPTS = 5  # to get the archive that names whom to tell
 _COMMAND_SECONDS = 60.0  # that a command may take
-_URL_SECONDS = 20.0  # that one call of a URL may take
+URL_SECONDS = 20.0  # that one call of a URL may take
 _URL_PAUSES_SECONDS = (1.0, 5.0, 0.0)  # after each call of a URL that fails
 
 
@@ -165,7 +165,7 @@ def post(url: str, said: Mapping[str, str], sleep: Callable[[float], object]) ->
     The URL is not named in what is returned: it may hold a token.
     """
     problem = ""
-    with urllib3.PoolManager(retries=False, timeout=_URL_SECONDS) as pool:
+    with urllib3.PoolManager(retries=False, timeout=URL_SECONDS) as pool:
         for pause in _URL_PAUSES_SECONDS:
             try:
                 answer = pool.request(

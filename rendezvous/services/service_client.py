@@ -20,7 +20,7 @@ from adaptdl_elastic.rendezvous.services import signatures
 PERSON_HEADER, SIGNATURE_HEADER = "X-Adaptdl-Person", "X-Adaptdl-Signature"
 TIME_HEADER = "X-Adaptdl-Time"
 
-_CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 5.0
 _READ_SECONDS = 60.0
 _CHUNK = 1 << 20
 
@@ -117,7 +117,7 @@ class ServiceClient:
         if self._signer is not None:
             headers |= self._signer.headers(service.node, method, target, body_digest)
         host = f"[{service.host}]" if ":" in service.host else service.host
-        timeout = urllib3.Timeout(connect=_CONNECT_SECONDS, read=_READ_SECONDS)
+        timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=_READ_SECONDS)
         try:
             answer = self._pool.request(
                 method,

@@ -54,7 +54,7 @@ class Hook:
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
     # a server that is slow is not told a second time
-    monkeypatch.setattr("adaptdl_elastic.agent.service.notices._URL_SECONDS", 200.0)
+    monkeypatch.setattr("adaptdl_elastic.agent.service.notices.URL_SECONDS", 200.0)
     made = Hook()
     yield made
     made.server.shutdown()

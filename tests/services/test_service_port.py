@@ -123,8 +123,8 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     # on a busy machine either side may be slow to shake hands
-    monkeypatch.setattr("adaptdl_elastic.rendezvous.services.service_client._CONNECT_SECONDS", 100.0)
-    monkeypatch.setattr("adaptdl_elastic.agent.service.http_server._UNKNOWN_SECONDS", 100.0)
+    monkeypatch.setattr("adaptdl_elastic.rendezvous.services.service_client.CONNECT_SECONDS", 100.0)
+    monkeypatch.setattr("adaptdl_elastic.agent.service.http_server.UNKNOWN_SECONDS", 100.0)
     made = World(tmp_path, monkeypatch)
     yield made
     made.port.close()
