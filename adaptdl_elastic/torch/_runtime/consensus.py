@@ -174,7 +174,7 @@ class BoundaryConsensus:
         writer.setblocking(False)
         self._wakeup = (reader, writer)
         self._previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        self._thread("adaptdl-signals", self._count_interrupts)
+        self._thread("adaptdl-signals", lambda: self._count_interrupts(reader))
 
     def _restore_handlers(self) -> None:
         if self._wakeup is None or threading.current_thread() is not threading.main_thread():
@@ -207,10 +207,9 @@ class BoundaryConsensus:
             os.write(2, b"\nstopping at the next step; Ctrl-C again stops at once\n")
         self.request({"kind": "stop", "reason": signal.Signals(number).name})
 
-    def _count_interrupts(self) -> None:
+    def _count_interrupts(self, reader: socket.socket) -> None:
         """End the process at a second Ctrl-C. Runs in its own thread, as the main thread may be blocked."""
-        assert self._wakeup is not None
-        reader, first = self._wakeup[0], None
+        first = None
         while True:
             try:
                 data = reader.recv(64)
