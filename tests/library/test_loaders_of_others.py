@@ -59,7 +59,7 @@ def test_every_sample_once_through_changes_and_a_death(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     loader_runs.changes(tmp_path, kind=kind, **options)
-    assert loader_runs.handed_out(tmp_path) == loader_runs.once(900)
+    assert loader_runs.handed_out(tmp_path) == loader_runs.once(loader_runs.CHANGED)
 
 
 @pytest.mark.processes

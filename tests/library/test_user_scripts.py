@@ -101,7 +101,7 @@ def test_while_a_checkpoint_is_being_written(start: Any, tmp_path: Path) -> None
         each.process.join()
     (tmp_path / "hurry").touch()
     (replica,) = generations.run(
-        loop_script_path.USER, 1, tmp_path, **{**job.environment, "ADAPTDL_AGENT_FD": ""}, timeout=100
+        loop_script_path.USER, 1, tmp_path, **{**job.environment, "ADAPTDL_AGENT_FD": ""}
     )
     assert replica.code == 0, replica.output
     as_ever(tmp_path, 1)

@@ -368,7 +368,11 @@ def test_a_failed_job_goes_on_with_mended_code_under_its_name(lab: Lab) -> None:
     script = lab.work / "train.py"
     good = script.read_text()
     says = 'had {script_position().samples}", flush=True)\n'
-    script.write_text(good.replace(says, f"{says}    assert epoch < 20\n"))
+    failing = good.replace(says, f"{says}    assert epoch < 20\n")
+    # it does not come to its failure before it is told to hurry
+    failing = failing.replace("epoch / 5", "epoch**3 / 20")
+    assert failing.count("epoch**3") == failing.count("assert") == 1
+    script.write_text(failing)
 
     def output() -> str:
         return lab.output("node1", "job") + lab.output("node2", "job")
@@ -380,6 +384,9 @@ def test_a_failed_job_goes_on_with_mended_code_under_its_name(lab: Lab) -> None:
     lab.run(*submitted, "train.py", "60", "0.02")
     lab.wait_for(lambda: "epoch 1 had" in output())
     lab.run("checkpoint", "job", "--wait")
+    for node in ("node1", "node2"):  # it may go on at the other one
+        lab.wait_for(lambda node=node: lab.directory(node).work("job").is_dir())
+        (lab.directory(node).work("job") / "hurry").touch()
     assert "job is failed: " in lab.run("wait", "job", code=1)
     assert "AssertionError" in lab.run("logs", "-f", "job", code=1)
     # the same code again fails again

@@ -11,6 +11,8 @@ import generations
 from fake_agent import FakeAgent
 
 SCRIPT = Path(__file__).parent / "loaders_script.py"
+CHANGED = 2700
+"""Size of the data of `changes`: its epoch takes two minutes, unless it is told to hurry."""
 
 
 def run(folder: Path, replicas: int, code: int = 0, **settings: Any) -> str:
@@ -27,7 +29,7 @@ def restarts(folder: Path, **settings: Any) -> None:
 
 def changes(folder: Path, **settings: Any) -> None:
     """1, 2, 3 replicas in place, then one dies, and one leaves."""
-    loop = json.dumps({"size": 900, "batch": 6, "pace": 0.1, **settings})
+    loop = json.dumps({"size": CHANGED, "batch": 6, "pace": 0.1, **settings})
     with FakeAgent(SCRIPT, folder, LOOP=loop, OUT=str(folder)) as job:
         job.start(1)
         job.wait_for("step")

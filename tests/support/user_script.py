@@ -1,7 +1,7 @@
 """A script as users write them: numbered batches, files and a run of rank 0's, a state of its own.
 
-LOOP holds settings. `between` is how long the end of an epoch takes; with `hold` every checkpoint is being
-written until the file `written` is there.
+LOOP holds settings. `between` is how long the end of an epoch takes, and longer from the 20th epoch on; with
+`hold` every checkpoint is being written until the file `written` is there.
 """
 
 import json
@@ -78,7 +78,7 @@ def main():
             run.write(json.dumps({"epoch": epoch, "samples": best.losses[-1]}) + "\n")
             run.flush()
         scheduler.step()
-        wait(S["between"])
+        wait(S["between"] * max(1, epoch / 20))
     result = {
         "best": best.losses,
         "lr": scheduler.get_last_lr(),
