@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from attacker import Attacker
-from elastic_run import ROOT, ElasticRun
+from elastic_run import PATIENCE, ROOT, ElasticRun
 
 TRAIN = ROOT / "tests" / "agent" / "scripts" / "train.py"
 LIMIT = 60.0  # seconds for what may not happen under an attack
@@ -34,7 +35,7 @@ def run(tmp_path: Path, options: list[str]) -> Iterator[ElasticRun]:
     arguments = ["--standalone", "--nproc-per-node=1:3", "--rdzv-id=prey", "--no-autoscale"]
     arguments += [*options, str(tmp_path / "prey.py"), "60", "0.05"]
     with ElasticRun(arguments, tmp_path) as run:
-        run.wait_for_event("generation")
+        run.wait_for_event("epoch")  # it has written its secret, and gloo listens
         yield run
 
 
@@ -79,9 +80,14 @@ def test_who_writes_everything_and_connects_to_everything_runs_no_code(
     run: ElasticRun, attacker: Attacker
 ) -> None:
     """The job goes on, or it stops and says why; both are fine."""
+    listening = {one.laddr.port for one in replicas(run)[0].net_connections("tcp") if one.status == "LISTEN"}
     attacker.do(attacker.read_all, attacker.write_all, attacker.send_replicas_here, attacker.impersonate)
     attacker.do(attacker.connect_to_all)
-    listening = {one.laddr.port for one in replicas(run)[0].net_connections("tcp") if one.status == "LISTEN"}
+    deadline = time.monotonic() + PATIENCE
+    while not listening <= attacker.connected:  # a change of size may close ports
+        assert time.monotonic() < deadline
+        assert run.process.poll() is None, run.text()
+        time.sleep(0.01)
     for size in (2, 3):
         if run.process.poll() is None:
             run.adaptdl("scale", "prey", "--replicas", str(size))
