@@ -305,11 +305,11 @@ class Pump(threading.Thread):
                 if flow.due is None:
                     flows.discard(flow)
 
-    def close(self) -> None:
+    def close(self, timeout: float = 5.0) -> None:
         """Forward what is in the pipes, then end."""
         self._closing = True
         os.write(self._wake_write, b"\0")
-        self.join(5)
+        self.join(timeout)
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 key.data.end()

@@ -135,5 +135,5 @@ def test_what_has_no_end_comes_through_the_pump() -> None:
     os.write(write, b"\r 10%")
     assert shown.get(timeout=200) == b" 10%"
     os.close(write)
-    pump.close()
+    pump.close(timeout=200)
     assert shown.empty()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
+from adaptdl_elastic.agent.terminal.replica_output import Output, Pump, Streams
 from adaptdl_elastic.agent.terminal.traceback_display import Shown, TracebackDisplay
 from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.protocol.uncaught_error import UncaughtError
@@ -68,6 +68,13 @@ class Node:
         if self.output.keeps_tracebacks(local_rank):
             (directory / uncaught_error.TRACEBACK).write_text(text)
         return ended
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nobody go on before the thread that shows the output, which a busy machine may let wait."""
+    for waits in (Pump.catch_up, Pump.close):
+        monkeypatch.setattr(waits, "__defaults__", (200.0,))
 
 
 @pytest.fixture
