@@ -78,7 +78,7 @@ def test_who_comes_back_to_find_its_name_taken_leaves(cluster: Cluster) -> None:
     stale = cluster.start("first", TRAIN, *LONG)
     stale.wait_for_event("generation")
     other = cluster.start("second", TRAIN, *LONG)
-    cluster.scale(2, stale)
+    grown = cluster.scale(2, stale)["generation"]
     family = [stale.process, *psutil.Process(stale.process.pid).children(recursive=True)]
     key = cluster.recorder.keys.node("first", JOB)
     with cluster.store.watch(key, cluster.store.range(key).revision + 1) as changes:
@@ -86,8 +86,10 @@ def test_who_comes_back_to_find_its_name_taken_leaves(cluster: Cluster) -> None:
             process.send_signal(signal.SIGSTOP)
         assert any(change.kind == "delete" for change in changes)
     fresh = cluster.start("first", TRAIN, *LONG)
-    seen = len(other.events)
-    other.wait_for_event("generation", replicas=2, placements={"second": 1, "first": 1}, after=seen)
+    both = other.wait_for(
+        lambda e: e["event"] == "generation" and e["generation"] > grown and e["replicas"] == 2
+    )
+    assert both["placements"] == {"second": 1, "first": 1}
     for process in family:
         process.send_signal(signal.SIGCONT)
     assert stale.wait() == 1

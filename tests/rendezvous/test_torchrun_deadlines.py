@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ports import free_port
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -535,6 +536,8 @@ def test_two_handlers_of_one_process_are_two_nodes(group: Group):
 
 def test_workers_may_be_told_to_keep_a_store_of_their_own(group: Group, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # torch's own would be given to anybody as soon as it has been closed
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.api.get_free_port", free_port)
     pair = [group.handler(), group.handler()]
     infos = [one.result(SOON) for one in group.enter(*pair)]
     assert not any(handler.use_agent_store for handler in pair)
