@@ -124,8 +124,12 @@ def test_a_change_in_place_beside_a_named_port(tmp_path: Path) -> None:
         grown = run.wait_for_event("generation", replicas=2)
         assert grown["transition"] == "inplace"
         assert port not in listening(run)
-        for pid in run.wait_for_event("started", generation=grown["generation"])["pids"].values():
-            psutil.Process(pid).kill()
+        started = run.wait_for_event("started", generation=grown["generation"])
+        both = [psutil.Process(pid) for pid in started["pids"].values()]
+        # both stand still before one is killed, so that the other one does not go on alone
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in both:
+                process.send_signal(number)
         # one may have been planned for the second replica before its death
         again = run.wait_for_event("generation", cause="failure")
         assert again["transition"] == "abort"

@@ -39,7 +39,7 @@ server = socket.create_server(("0.0.0.0", 4000))
 print("listening", flush=True)
 server.accept()[0].sendall(socket.gethostname().encode())
 """
-CONNECT = "import socket; print(socket.create_connection(('second', 4000), 10).recv(100).decode())"
+CONNECT = f"import socket; print(socket.create_connection(('second', 4000), {PATIENCE}).recv(100).decode())"
 # Starts processes on two machines, some of which leave their group, says where, and fails.
 STRAY = """
 import subprocess, sys
@@ -198,7 +198,7 @@ def test_no_process_is_left_after_a_test_that(room: Room, how: str) -> None:
             running = members(spaces)
             assert len(running) >= 8
             process.kill()
-            assert psutil.wait_procs(running, 30)[1] == []
+            assert psutil.wait_procs(running, PATIENCE)[1] == []
         said = process.communicate()[1]
     assert ("the test fails" in said) == (how == "fails")
     assert members(spaces) == []

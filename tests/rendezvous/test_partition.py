@@ -55,7 +55,7 @@ class Cable:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=200)
 
 
 @pytest.fixture
