@@ -62,7 +62,9 @@ class Job:
 @contextmanager
 def two_agents(folder: Path, own_files: bool = False) -> Iterator[Job]:
     with GuardedEtcd(folder / "etcd") as guarded, ExitStack() as stack:
-        cluster = Cluster(guarded.etcd, folder, stack, guarded.admin_options(), guarded.environ)
+        # that an etcd which is started again takes long on a busy machine is nothing to be told
+        environ = {**guarded.environ, "ADAPTDL_ETCD_TIMEOUT": "60"}
+        cluster = Cluster(guarded.etcd, folder, stack, guarded.admin_options(), environ)
         files = [{}, {"ADAPTDL_ETCD_PASSWORD_FILE": str(folder / "password-of-second")} if own_files else {}]
         if own_files:
             (folder / "password-of-second").write_text(guarded.password_file.read_text())

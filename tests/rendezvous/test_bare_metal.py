@@ -133,7 +133,7 @@ def test_two_machines_to_try_it(tmp_path: Path):
     server = shell(etcd, tmp_path, endpoint)
     nodes = []
     try:
-        with connect(endpoint, options=StoreOptions(timeout=20)) as store:
+        with connect(endpoint, options=StoreOptions(timeout=100)) as store:
             nodes = [shell("exec " + node, tmp_path, endpoint) for _ in range(2)]
             name, pid = second_node(store)
             assert "first" in run(control.replace("drain node1", f"drain {name}"), tmp_path, endpoint)

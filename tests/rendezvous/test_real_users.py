@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest
 
 NODES = ("node0", "node1")
 TRAIN = (Path(__file__).parents[1] / "agent" / "scripts" / "train.py").read_text()
-ON_PATH = {"PATH": "/opt/adaptdl/bin:/usr/sbin:/usr/bin:/sbin:/bin"}  # as after the page's `export PATH`
+# as after the page's `export PATH`; the commands wait as long as a busy machine needs to start an etcd
+ON_PATH = {"PATH": "/opt/adaptdl/bin:/usr/sbin:/usr/bin:/sbin:/bin", "ADAPTDL_ETCD_TIMEOUT": "60"}
 WAITER = shlex.quote(str(ROOT / "tests" / "support" / "store_waiter.py"))
 AS_ON_NODES = "set -a; source /etc/adaptdl/node.env; set +a\n"
 

@@ -6,6 +6,7 @@ import http.server
 import shutil
 import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -49,8 +50,8 @@ def test_a_watch_loses_nothing_when_the_server_is_killed(own_world, collect):
 
 
 def test_what_was_written_while_a_watch_was_cut_off_comes(own_world, collect):
-    with CuttingProxy(own_world.real.endpoint) as proxy:
-        seen = collect(own_world.client(proxy.endpoint).watch(own_world.prefix))
+    with CuttingProxy(own_world.real.endpoint) as proxy, own_world.client(proxy.endpoint) as reader:
+        seen = collect(reader.watch(own_world.prefix))
         writer = own_world.client()
         writer.put(own_world.prefix + "a", "0")
         seen.wait(1)
@@ -221,8 +222,10 @@ def test_data_that_were_replaced_are_noticed(own_world, collect):
 def test_the_next_endpoint_is_tried(own_world, collect):
     (nobody,) = free_ports(1)
     real = own_world.real.endpoint
-    with CuttingProxy(real) as one, CuttingProxy(real) as two:
-        store = own_world.client(f"127.0.0.1:{nobody},{one.endpoint},{two.endpoint}", timeout=20.0)
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(CuttingProxy(real)) for _ in range(2))
+        addresses = f"127.0.0.1:{nobody},{one.endpoint},{two.endpoint}"
+        store = stack.enter_context(own_world.client(addresses, timeout=20.0))
         seen = collect(store.watch(own_world.prefix))
         store.put(own_world.prefix + "a", "1")
         seen.wait(1)
@@ -235,8 +238,20 @@ def test_the_next_endpoint_is_tried(own_world, collect):
         assert [change.value for change in seen.wait(3)] == ["1", "2", "3"]
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of all attempts, which only goes on where somebody sleeps."""
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(endpoints, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    return now
+
+
 @pytest.mark.parametrize("kind", [EtcdV2Store, EtcdV3Store])
-def test_nobody_there(kind):
+def test_nobody_there(kind, clock):
     first, second = free_ports(2)
     urls = parse_endpoints(f"127.0.0.1:{first},127.0.0.1:{second}")
     with kind(urls, StoreOptions(timeout=2.0)) as store:
@@ -253,25 +268,19 @@ def test_nobody_there(kind):
         (lambda seconds: seconds > 1.0, "no answer in time"),  # it has hung since the first attempt
     ],
 )
-def test_an_attempt_that_the_deadline_cuts_short_hides_no_reason(monkeypatch, answers, reason):
-    now = [0.0]
-
-    def sleep(seconds):
-        now[0] += seconds
-
+def test_an_attempt_that_the_deadline_cuts_short_hides_no_reason(clock, answers, reason):
     def attempt(endpoint, seconds):
         if answers(seconds):
             raise TryAgainError("not JSON")
-        sleep(seconds)
+        endpoints.time.sleep(seconds)
         raise TryAgainError.from_error(TimeoutError())
 
-    monkeypatch.setattr(endpoints, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     with pytest.raises(StoreUnavailableError, match=rf"http://a:1: {reason}\)"):
         endpoints.Endpoints(("http://a:1",)).run(attempt, 1.01)
-    assert now == [1.01]
+    assert clock == [1.01]
 
 
-def test_connect_without_a_server_says_what_to_look_at():
+def test_connect_without_a_server_says_what_to_look_at(clock):
     (port,) = free_ports(1)
     with pytest.raises(StoreUnavailableError, match=r"connection refused.*is --etcd right"):
         connect(f"127.0.0.1:{port}", options=StoreOptions(timeout=0.3))
