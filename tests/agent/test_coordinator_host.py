@@ -218,7 +218,7 @@ class Starter:
 
 
 def open_files() -> set[str]:
-    """A coordinator's pipe and log among them; what other tests have left may be freed at any time."""
+    """Return this process's descriptors with what each stands for; other tests' may be closed at any time."""
     found = set[str]()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):

@@ -62,7 +62,7 @@ class Job:
 @contextmanager
 def two_agents(folder: Path, own_files: bool = False) -> Iterator[Job]:
     with GuardedEtcd(folder / "etcd") as guarded, ExitStack() as stack:
-        # that an etcd which is started again takes long on a busy machine is nothing to be told
+        # a busy machine may take long to start etcd again, which agents must not report
         environ = {**guarded.environ, "ADAPTDL_ETCD_TIMEOUT": "60"}
         cluster = Cluster(guarded.etcd, folder, stack, guarded.admin_options(), environ)
         files = [{}, {"ADAPTDL_ETCD_PASSWORD_FILE": str(folder / "password-of-second")} if own_files else {}]

@@ -72,7 +72,7 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have nobody go on before the thread that shows the output, which a busy machine may let wait."""
+    """Wait up to 200 s for the thread that shows the output, which a busy machine may delay."""
     for waits in (Pump.catch_up, Pump.close):
         monkeypatch.setattr(waits, "__defaults__", (200.0,))
 

@@ -36,7 +36,7 @@ from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
 pytestmark = pytest.mark.etcd
-# the command with leases that last so many seconds, which a busy machine does not take an office from
+# the command with a lease of so many seconds: a long one does not run out on a busy machine
 COMMAND = """
 import sys
 from adaptdl_elastic.autoscaler import __main__
@@ -88,7 +88,7 @@ class Cluster:
     def coordinator(
         self, policy: Policy = share_policy, ttl: float = 60.0, **settings: object
     ) -> Coordinator:
-        """One in a thread of this process, which a busy machine does not take its office from."""
+        """Start one in a thread of this process; on a busy machine, too, its lease does not run out."""
         fields: dict[str, object] = {"interval": 1.0, "min_gap": 0.0, "policy_timeout": 600.0}
         served = Coordinator(
             self.client(),

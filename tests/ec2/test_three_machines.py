@@ -14,19 +14,22 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ec2_aws import SILENT_PORT
-from ec2_machines import JOB, STACK, Files, Stack, pack_package, until
+from ec2_machines import JOB, STACK, Files, Stack, pack_package
 from installed_wheels import index_of_installed, spoil
 from machines import PATIENCE, ROOT, NoRoomError, Room
 from package_index import required_names
+from polling import until as look_until
 
 from adaptdl_elastic.autoscaler.provisioning import bundle
 from adaptdl_elastic.rendezvous.schema.submissions import STACK_OWNER
 
+until = partial(look_until, pause=1.0)  # most looks start a process
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.etcd,

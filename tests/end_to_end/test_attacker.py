@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import psutil
 import pytest
 from attacker import Attacker
 from elastic_run import PATIENCE, ROOT, ElasticRun
+from polling import until
 
 TRAIN = ROOT / "tests" / "agent" / "scripts" / "train.py"
 LIMIT = 60.0  # seconds for what may not happen under an attack
@@ -83,11 +83,13 @@ def test_who_writes_everything_and_connects_to_everything_runs_no_code(
     listening = {one.laddr.port for one in replicas(run)[0].net_connections("tcp") if one.status == "LISTEN"}
     attacker.do(attacker.read_all, attacker.write_all, attacker.send_replicas_here, attacker.impersonate)
     attacker.do(attacker.connect_to_all)
-    deadline = time.monotonic() + PATIENCE
-    while not listening <= attacker.connected:  # a change of size may close ports
-        assert time.monotonic() < deadline
-        assert run.process.poll() is None, run.text()
-        time.sleep(0.01)
+    # a change of size may close ports
+    until(
+        "it has not reached them all",
+        lambda: listening <= attacker.connected or run.process.poll() is not None,
+        PATIENCE,
+    )
+    assert run.process.poll() is None, run.text()
     for size in (2, 3):
         if run.process.poll() is None:
             run.adaptdl("scale", "prey", "--replicas", str(size))

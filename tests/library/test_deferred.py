@@ -19,6 +19,7 @@ import loop_script_path
 import pytest
 import torch
 from fake_agent import FakeAgent
+from polling import until
 
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.torch._process_group import backends, capability, selftest
@@ -256,7 +257,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         return selftest.ask_processes("deferred", limit)
 
     yield run
-    assert until(lambda: not marked(tmp_path))
+    until("processes are left", lambda: not marked(tmp_path), 200)
 
 
 @pytest.mark.processes
@@ -269,18 +270,12 @@ def test_the_self_test_ends_with_who_has_asked(tmp_path: Path) -> None:
     )
     mark = {"DEFERRED_FAULT": "hang", "SELFTEST_OF": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **PATH, **mark}) as asker:
-        others = until(lambda: [pid for pid in marked(tmp_path) if "--role" in command(pid)])
+        others = until(
+            "nobody is asked", lambda: [pid for pid in marked(tmp_path) if "--role" in command(pid)], 200
+        )
         asker.kill()
     assert len(others) > 0
-    assert until(lambda: not marked(tmp_path))
-
-
-def until(found: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 200
-    while not (what := found()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return what
+    until("processes are left", lambda: not marked(tmp_path), 200)
 
 
 def marked(folder: Path) -> list[int]:

@@ -138,7 +138,7 @@ def test_replicas_that_have_come_apart_wait_for_nothing_any_more(world: Any) -> 
 
 
 def test_an_address_that_is_left_from_an_earlier_round_is_read_again(world: Any) -> None:
-    address: list[Any] = [("127.0.0.1", free_port())]  # nobody else comes to listen there meanwhile
+    address: list[Any] = [("127.0.0.1", free_port())]  # the kernel gives this port to nobody meanwhile
     asked = threading.Event()
     found: Future = Future()
 

@@ -135,7 +135,7 @@ def test_a_server_of_another_user_is_refused(server: LocalServer, monkeypatch: p
 
 
 def test_a_store_that_was_closed_opens_no_connection_again(store: LocalStore) -> None:
-    """As the thread that renews leases would, whose connection nobody would close."""
+    """The thread that renews leases may come so late; its connection would never be closed."""
     store.put("/a", "1")
     store.close()
     with pytest.raises(StoreUnavailableError, match="closed"):
@@ -272,7 +272,7 @@ def test_what_a_killed_server_leaves_is_no_trouble() -> None:
         server.wait()
     started = time.monotonic()
     store.close()
-    assert time.monotonic() - started < 50, "a lease that nobody has any more was waited for"
+    assert time.monotonic() - started < 50, "it waited for a lease that had ended with its server"
     assert path.exists()
     with LocalServer():
         assert not path.parent.exists()

@@ -240,7 +240,7 @@ def test_the_next_endpoint_is_tried(own_world, collect):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of all attempts, which only goes on where somebody sleeps."""
+    """Give all attempts a clock that only their sleeping puts on."""
     now = [0.0]
 
     def sleep(seconds):

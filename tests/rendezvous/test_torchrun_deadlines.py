@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from polling import until
 from ports import free_port
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+from torchrun_clock import TorchrunClock, knows
 
 from adaptdl_elastic.rendezvous import torchrun
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord, decode, encode
@@ -72,10 +73,7 @@ class Group:
         self.store = MemoryStore()
         self.away = threading.Event()
         monkeypatch.setattr(module, "connect", lambda *_, **__: self._client())
-        self._ahead = 0.0
-        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self._ahead)
-        for user in (module, roster_module):
-            monkeypatch.setattr(user, "time", clock)
+        self.clock = TorchrunClock(monkeypatch)
         self.gatherings: list[gathering_module.Gathering] = []
         monkeypatch.setattr(module, "Gathering", self._gathering)
         self.asks_for_rank_0 = threading.Event()  # a handler is in a round
@@ -101,10 +99,7 @@ class Group:
         return [self._pool.submit(handler.next_rendezvous) for handler in handlers]
 
     def wait_for(self, reached: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + SOON
-        while not reached():
-            assert time.monotonic() < deadline, what
-            time.sleep(0.01)
+        until(what, reached, SOON)
 
     def _gathering(self, *given: Any) -> gathering_module.Gathering:
         self.gatherings.append(gathering_module.Gathering(*given))
@@ -112,10 +107,6 @@ class Group:
 
     def _asked(self, master_of: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: (self.asks_for_rank_0.set(), master_of(*given))[1]
-
-    def put_the_clock_on(self, seconds: float) -> None:
-        """Of all handlers, which look at it twice a second."""
-        self._ahead += seconds
 
     def members(self) -> dict[str, m.Member]:
         found = self.store.range(NODES).items
@@ -165,11 +156,6 @@ class Ghost:
         self.lease.abandon()
 
 
-def knows(handler: module.AdaptdlEtcdHandler, members: int) -> bool:
-    """Whether a handler has seen that so many nodes are there."""
-    return handler.connection is not None and len(handler.connection.roster.view().members) == members
-
-
 @contextlib.contextmanager
 def silent_port() -> Iterator[socket.socket]:
     """Connections are taken, and nobody ever answers on them."""
@@ -196,7 +182,7 @@ def outcome(entering: Future[RendezvousInfo], timeout: float, started: float) ->
 def outcome_at_the_end(group: Group, entering: Future[RendezvousInfo]) -> RendezvousError:
     """The same of a call with LONG, from whose end on."""
     started = time.monotonic()
-    group.put_the_clock_on(float(LONG))
+    group.clock.put_on(float(LONG))
     return outcome(entering, 0, started)
 
 
@@ -359,7 +345,7 @@ def test_who_gave_up_is_not_waited_for_and_can_come_again(group: Group):
     first = group.handler(timeout=LONG)
     (entering,) = group.enter(first)
     group.wait_for(lambda: knows(first, 1), "it to come")
-    group.put_the_clock_on(float(LONG))
+    group.clock.put_on(float(LONG))
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes"):
         entering.result(SOON)
     group.wait_for(lambda: all(one.leaving for one in group.members().values()), "it to say so")
@@ -408,7 +394,7 @@ def test_nodes_that_trickle_in_share_the_first_round(group: Group):
         entering += group.enter(handler)
         group.wait_for(lambda count=count: len(group.members()) == count, "it to come")
     group.wait_for(lambda: all(knows(handler, 3) for handler in handlers), "each to know of all")
-    group.put_the_clock_on(700)
+    group.clock.put_on(700)
     infos = [one.result(SOON) for one in entering]
     assert sorted((info.rank, info.world_size) for info in infos) == [(0, 3), (1, 3), (2, 3)]
 
@@ -424,7 +410,7 @@ def test_the_last_call_ends_before_the_time_does(group: Group):
     handler = group.handler((1, 4), last_call="600", timeout=LONG)
     (entering,) = group.enter(handler)
     group.wait_for(lambda: knows(handler, 1), "it to come")
-    group.put_the_clock_on(0.6 * float(LONG))
+    group.clock.put_on(0.6 * float(LONG))
     assert entering.result(SOON).world_size == 1
 
 

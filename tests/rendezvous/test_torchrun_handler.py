@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from compacted import compact
+from polling import until
 from ports import free_port
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -20,13 +20,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+from torchrun_clock import TorchrunClock, knows
 
 from adaptdl_elastic.rendezvous import torchrun
 from adaptdl_elastic.rendezvous.schema.records import encode
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.rendezvous.torchrun import handler as module
 from adaptdl_elastic.rendezvous.torchrun import membership as m
-from adaptdl_elastic.rendezvous.torchrun import roster as roster_module
 
 PREFIX = "/adaptdl/v1/default/torchrun/job/"
 PATIENCE = 120.0  # seconds, for what is only waited for when a test fails
@@ -74,17 +74,11 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
 
 
 def wait_until_waiting(handlers: list[module.AdaptdlEtcdHandler], count: int = 1) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not all(handler.num_nodes_waiting() >= count for handler in handlers):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until("nobody waits", lambda: all(handler.num_nodes_waiting() >= count for handler in handlers))
 
 
 def wait_until_closed(handler: module.AdaptdlEtcdHandler) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not handler.is_closed():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until("the run is not closed", handler.is_closed)
 
 
 def test_nodes_come_and_go_and_survivors_keep_their_ranks(group: Group):
@@ -194,17 +188,11 @@ def test_options_that_can_not_be_used_are_named(group: Group, name: str, value: 
 
 
 def test_too_few_nodes_in_time(group: Group, monkeypatch: pytest.MonkeyPatch):
-    ahead = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
-    for user in (module, roster_module):
-        monkeypatch.setattr(user, "time", clock)
+    clock = TorchrunClock(monkeypatch)
     lonely = group.handler((2, 2), timeout="599.5")
     (entering,) = group.enter(lonely)
-    deadline = time.monotonic() + PATIENCE
-    while lonely.connection is None or not lonely.connection.roster.view().members:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    ahead[0] = 600.0
+    until("it does not come", lambda: knows(lonely, 1))
+    clock.put_on(600)
     with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2 nodes came within 599\.5 s"):
         entering.result(PATIENCE)
 
@@ -213,9 +201,7 @@ def test_spares_leave_as_the_job_does(group: Group):
     one, spare = group.handler((1, 1)), group.handler((1, 1))
     group.ranks(group.enter(one))
     waiting = group.enter(spare)
-    deadline = time.monotonic() + PATIENCE
-    while len(group.store.range(PREFIX + "nodes/").items) < 2:
-        assert time.monotonic() < deadline
+    until("the spare does not come", lambda: len(group.store.range(PREFIX + "nodes/").items) >= 2)
     assert one.num_nodes_waiting() == 0
     one.shutdown()
     with pytest.raises(SystemExit) as left:

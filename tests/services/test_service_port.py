@@ -12,12 +12,12 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from polling import until
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaptdl_elastic.agent.service.access import VALID_SECONDS, DeniedError, identify
@@ -259,10 +259,7 @@ def test_silent_connections_keep_nobody_out(world: World, monkeypatch: pytest.Mo
             with contextlib.suppress(ConnectionResetError):
                 assert one.recv(1) == b""
         # the threads of those who were sent away end soon, long before they would have been silent too long
-        deadline = time.monotonic() + 60
-        while threading.active_count() >= threads + 40:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until("their threads live on", lambda: threading.active_count() < threads + 40, 60)
 
 
 def test_people_and_nodes_have_places_of_their_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def test_every_kind_of_change_is_made_on_its_own_line() -> None:
 
 @pytest.mark.processes
 def test_a_mutant_is_caught_or_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mutants.SECONDS", 200.0)  # of which a busy machine needs many for pytest itself
+    monkeypatch.setattr("mutants.SECONDS", 200.0)  # a busy machine needs many to start pytest
     (tmp_path / "clip.py").write_text(SOURCE)
     (tmp_path / "test_clip.py").write_text(TEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p quick\npythonpath = .\n")

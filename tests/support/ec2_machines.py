@@ -15,11 +15,10 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from cloud_template import group_tags, user_data
 from ec2_aws import (
@@ -32,6 +31,7 @@ from etcd_server import find_etcd
 from machines import PATIENCE, ROOT, Room
 from moto_process import REGION
 from package_index import served
+from polling import until
 
 SUPPORT = ROOT / "tests" / "support"
 STACK, JOB = "stack", "train"
@@ -82,32 +82,10 @@ echo 'Amazon EC2' > /sys/class/dmi/id/sys_vendor
 ip addr add 169.254.169.254/32 dev lo
 """
 
-T = TypeVar("T")
-
 
 def key_of(kind: str, path: Path) -> str:
     """Return the key under which `adaptdl cloud up` uploads a file."""
     return f"{STACK}/{kind}-{hashlib.sha256(path.read_bytes()).hexdigest()}.tar.gz"
-
-
-def until(what: str, look: Callable[[], T], seconds: float, pause: float = 1.0) -> T:
-    """Look again and again until there is something, and return it.
-
-    Args:
-        what: What is wrong while there is nothing.
-        look: Returns something.
-        seconds: The limit.
-        pause: Seconds between two looks; a look that starts a process takes one.
-
-    Raises:
-        TimeoutError: there is nothing after so many seconds.
-    """
-    end = time.monotonic() + seconds
-    while not (found := look()):
-        if time.monotonic() > end:
-            raise TimeoutError(f"after {seconds:.0f} s: {what}")
-        time.sleep(pause)
-    return found
 
 
 @dataclass(frozen=True)
