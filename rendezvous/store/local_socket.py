@@ -194,7 +194,8 @@ class LocalStore(Store):
     """
 
     def __init__(self, path: Path, timeout: float) -> None:
-        self._path, self._timeout, self._closed = path, timeout, False
+        self._path, self._timeout = path, timeout
+        self._closed = False
         self._lock, self._keeper = threading.Lock(), KeepAlive("local-store-leases")
         self._connection: _Connection | None = None
         self._watches: list[LocalWatch] = []
