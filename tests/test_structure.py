@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from code_lines import by_folder
+from code_lines import BESIDE, PRODUCT, by_folder
 from import_graph import ROOT, Module, cycles, imports, measure, private_uses, product
 
 WITHOUT_CYCLES = ["adaptdl_elastic", "agent", "autoscaler", "rendezvous"]
@@ -23,11 +23,15 @@ MOST_PRIVATE_USES_OF_TESTS = 40
 MOST_CODE_LINES = 46_679
 """Lines of code of the product. Raise it only by the budget that an issue names."""
 
+MOST_LINES_BESIDE = 65_249
+"""Lines of code of tests, benchmarks and examples together. An issue may raise it by at most 300."""
 
-def test_the_product_does_not_grow() -> None:
-    lines = by_folder()
+
+@pytest.mark.parametrize(("folders", "most"), [(PRODUCT, MOST_CODE_LINES), (BESIDE, MOST_LINES_BESIDE)])
+def test_the_code_does_not_grow(folders: tuple[str, ...], most: int) -> None:
+    lines = by_folder(folders)
     print(lines)
-    assert sum(lines.values()) <= MOST_CODE_LINES, lines
+    assert sum(lines.values()) <= most, lines
 
 
 @pytest.mark.parametrize("tree", WITHOUT_CYCLES)

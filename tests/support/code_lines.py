@@ -1,4 +1,4 @@
-"""Count the lines of code of the product: without blank lines, comments and docstrings.
+"""Count the lines of code by folder: without blank lines, comments and docstrings.
 
 python tests/support/code_lines.py
 """
@@ -8,10 +8,14 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("adaptdl_elastic", "agent", "rendezvous", "autoscaler")
+PRODUCT = ("adaptdl_elastic", "agent", "rendezvous", "autoscaler")
+BESIDE = ("tests", "benchmarks", "examples")
+"""Folders that are not installed with the product."""
+
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
@@ -37,20 +41,20 @@ def code_lines(source: str) -> int:
     return len(code - texts)
 
 
-def by_folder() -> dict[str, int]:
-    """Return the lines of code of each folder of the product. Links between the folders are not followed."""
+def by_folder(folders: Sequence[str] = PRODUCT) -> dict[str, int]:
+    """Return the lines of code of each of `folders`. Links between the folders are not followed."""
     return {
         folder: sum(
             code_lines(path.read_text(encoding="utf-8"))
             for path in (ROOT / folder).rglob("*.py")
             if not any(part.is_symlink() for part in path.parents if part != ROOT)
         )
-        for folder in FOLDERS
+        for folder in folders
     }
 
 
 if __name__ == "__main__":
-    lines = by_folder()
-    for folder, number in lines.items():
-        print(f"{folder:20}{number:8,}")
-    print(f"{'':20}{sum(lines.values()):8,}")
+    for lines in (by_folder(PRODUCT), by_folder(BESIDE)):
+        for folder, number in lines.items():
+            print(f"{folder:20}{number:8,}")
+        print(f"{'':20}{sum(lines.values()):8,}")
