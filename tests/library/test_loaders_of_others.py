@@ -144,6 +144,31 @@ def test_passes_of_another_length_are_an_error() -> None:
     epochs.close()  # type: ignore[attr-defined]
 
 
+class EveryNth:
+    """A sampler that gives rank 0 its part, as those of timm and mmengine do."""
+
+    def __init__(self, readers: int) -> None:
+        self.num_replicas, self._rank = readers, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, 4, self.num_replicas))
+
+
+class Batches:
+    """A batch sampler that is not torch's."""
+
+    def __init__(self, sampler: EveryNth) -> None:
+        self.base_sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([index] for index in self.base_sampler)
+
+
+def test_a_sampler_that_divides_by_rank_may_be_made_for_one_reader() -> None:
+    loader = adl.AdaptiveDataLoader(range(4), sampler=EveryNth(1))  # type: ignore[arg-type]
+    assert [numbers(batch) for batch in loader] == [[0], [1], [2], [3]]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -154,8 +179,10 @@ def test_passes_of_another_length_are_an_error() -> None:
         ({"sampler": DistributedSampler(range(4), 2, 0)}, "leave it out, and give shuffle=True"),
         (
             {"batch_sampler": BatchSampler(DistributedSampler(range(4), 2, 0), 2, False)},
-            "a DistributedSampler gives each rank a part",
+            "DistributedSampler gives each rank a part",
         ),
+        ({"sampler": EveryNth(2)}, "gives each rank a part.*num_replicas=1, rank=0"),
+        ({"batch_sampler": Batches(EveryNth(2))}, "batch_sampler: EveryNth gives each rank a part"),
         ({"num_workers": 1, "in_order": False}, "the replicas could not tell which samples were used"),
     ],
 )

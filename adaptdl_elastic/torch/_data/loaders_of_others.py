@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 _INSTEAD = (
@@ -16,6 +16,11 @@ _FOREIGN = {
     "webdataset": f"webdataset divides its shards among nodes and workers by itself: {_INSTEAD}",
 }
 """Package → reason why its data sets are refused."""
+
+_READERS = ("num_replicas", "world_size", "num_processes")
+"""Attributes that hold the number of processes among which a sampler divides its samples."""
+_RANKS = ("rank", "process_index")
+"""Attributes that hold the rank for which a sampler gives its part."""
 
 _TAKEN_OVER = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
@@ -57,7 +62,7 @@ def check_samplers(dataset: Any, sampler: Any, batch_sampler: Any) -> Given | No
 
     Raises:
         TypeError: the object is not a sampler.
-        ValueError: both samplers are given, the data set is a stream, or the sampler is a DistributedSampler.
+        ValueError: both samplers are given, the data set is a stream, or the sampler divides by rank.
     """
     if sampler is None and batch_sampler is None:
         return None
@@ -66,15 +71,40 @@ def check_samplers(dataset: Any, sampler: Any, batch_sampler: Any) -> Given | No
     name, given = ("sampler", sampler) if batch_sampler is None else ("batch_sampler", batch_sampler)
     if isinstance(dataset, IterableDataset):
         raise ValueError(f"{name} with an IterableDataset, which has an order of its own: leave it out")
-    for one in (given, getattr(given, "sampler", None)):
-        if isinstance(one, DistributedSampler):
-            raise ValueError(
-                f"{name}: a DistributedSampler gives each rank a part, which an elastic loader would share "
-                f"among the replicas once more; leave it out, and give shuffle={one.shuffle}"
-            )
+    _refuse_divided(name, given)
     if not hasattr(given, "__iter__"):
         raise TypeError(f"{name}={given!r}: give a torch.utils.data.Sampler, or another iterable of indices")
     return Given(given, batch_sampler is not None)
+
+
+def _refuse_divided(name: str, given: Any) -> None:
+    """Refuse a sampler that gives each rank a part, also inside of other samplers.
+
+    Args:
+        name: Name of the argument, for the message.
+        given: The argument's value.
+
+    Raises:
+        ValueError: a sampler has the rank and the number of its readers, which are more than one.
+    """
+    found, known = [given], {id(given)}
+    for one in found:
+        why = (
+            f"{name}: {type(one).__name__} gives each rank a part, which an elastic loader would share "
+            f"among the replicas once more"
+        )
+        if isinstance(one, DistributedSampler):
+            raise ValueError(f"{why}; leave it out, and give shuffle={one.shuffle}")
+        values = getattr(one, "__dict__", {})
+        public = {key.lstrip("_"): value for key, value in values.items()}
+        readers = next((key for key in _READERS if key in public), None)
+        rank = next((key for key in _RANKS if key in public), None)
+        if readers and rank and public[readers] not in (None, 1):
+            raise ValueError(f"{why}; leave it out, or make it for one reader, with {readers}=1, {rank}=0")
+        for key, inner in values.items():
+            if (isinstance(inner, Sampler) or "sampler" in key) and id(inner) not in known:
+                found.append(inner)
+                known.add(id(inner))
 
 
 def check_order(given: Given | None, batch_size: Any, shuffle: bool, drop_last: bool) -> None:
