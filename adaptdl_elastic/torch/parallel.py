@@ -17,7 +17,7 @@ from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
-from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
+from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler, loss_reduction
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.measurement import Sampler
@@ -107,6 +107,7 @@ class AdaptiveDataParallel(OptimizerSteps):
         checkpoint.load_state(self._state)
         current_session().models.append(self)
         self._comparison = registry().comparison
+        self._loss_is_known = False
 
     def _saved_state(self) -> ModelState:
         parts = {
@@ -253,7 +254,17 @@ class AdaptiveDataParallel(OptimizerSteps):
             self._synchronised = True
         if self._buffers_wait:  # the broadcast was skipped: let DDP do it in the next forward pass
             self._buffers_wait, self.require_forward_param_sync = False, True
+        if not self._loss_is_known and self.training and torch.is_grad_enabled():
+            self._examine_loss(output)
         return output if begun is None else self._watch(output, *begun, (inputs, kwargs))
+
+    def _examine_loss(self, output: Any) -> None:
+        """Let the first backward pass of training report a problem if the loss is a sum over samples."""
+        loader, metrics = current_dataloader(), current_session().metrics
+        if loader is not None and loader.training and loader.local_samples > 1:
+            report = partial(metrics.report_problem, f"the loss of {self.name}")
+            self._memory.examine = loss_reduction.examine(output, loader.local_samples, report)
+            self._loss_is_known = self._memory.examine is not None
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Override DDP's method: run the module, in parts if the batch does not fit into memory."""

@@ -7,6 +7,7 @@
 | `measurement` | Which steps are measured, and when is the result read? |
 | `estimator` | Which estimator follows from two norms? (formulas and sources) |
 | `noise_scale` | What are the running estimates, the gain and the progress of a model? |
+| `loss_reduction` | Is the loss a sum over the samples of a batch? |
 | `gradient_health` | Are gradients finite? |
 | `grad_scaler` | What does a GradScaler do in the middle of an accumulation window? |
 | `model_state` | What does a checkpoint hold of a model? |
