@@ -87,6 +87,23 @@ def test_a_name_that_the_script_assigns_before_the_loop_keeps_that_value(script:
     assert run(f"rare = 'new'\n{LOOP}", at=None, value=None)["rare"] == "new"
 
 
+def test_later_values_of_the_others_do_not_replace_the_number_of_the_epoch(script: Script) -> None:
+    names = ScriptNames()
+
+    def load(**values: int) -> None:
+        names.load(io.BytesIO(_codec.encode(values)))
+
+    load(epoch=0, found=3)
+    text = """
+for epoch in range(2):
+    names.loop_begins(True)
+    load(epoch=1, found=4)
+    seen.append((epoch, found))
+    found = 5
+"""
+    assert run(text, names=names, load=load, seen=[])["seen"] == [(0, 4), (1, 5)]
+
+
 def test_only_names_of_the_main_module_are_kept(script: Script) -> None:
     run(LOOP, "trainer", at=(0, 4), value=0.25)
     script.restart()

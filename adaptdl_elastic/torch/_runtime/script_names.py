@@ -33,6 +33,12 @@ from adaptdl_elastic.reducer import PeerLostError
 MOST_BYTES = 1 << 16
 """Largest size of all names and values together. A value that does not fit is left out."""
 
+_STORES = ("STORE_NAME", "STORE_GLOBAL")
+"""Instructions that assign a global name."""
+
+_SHARED = (int, str, bytes, tuple, type(None))
+"""Types of which two equal values may be one object."""
+
 
 class ScriptNames(checkpoint.State):
     """Hold the names that the script's loops have assigned. One per session, made with its position."""
@@ -80,10 +86,22 @@ class ScriptNames(checkpoint.State):
     def _assign(self, given: dict[str, Any]) -> None:
         """Assign the names that do not exist, and those that still have the value that was assigned here."""
         if self._names is not None:
+            passed = self._passed()
             for name, value in given.items():
-                if name not in self._names or self._names[name] is self._given.get(name, self):
+                before = self._names.get(name, self)
+                same = before is self._given.get(name, self)
+                # Python has one object for equal small integers, so the script may have assigned it as well
+                if before is self or (same and not (isinstance(before, _SHARED) and name in passed)):
                     self._names[name] = value
         self._given = given
+
+    def _passed(self) -> set[str]:
+        """Return the names that the module assigns before the place at which it is now, e.g. a loop's."""
+        for frame in _frames.up_to(None):
+            if frame.f_globals is self._names and frame.f_code.co_name == "<module>":
+                code = dis.get_instructions(frame.f_code)
+                return {one.argval for one in code if one.opname in _STORES and one.offset < frame.f_lasti}
+        return set()
 
     def loop_begins(self, continues: bool) -> None:
         """Record that the script comes to a loop.
@@ -128,7 +146,7 @@ class ScriptNames(checkpoint.State):
 
 def _assigned(code: CodeType) -> set[str]:
     """Return the variables that `code` assigns."""
-    stores = (one for one in dis.get_instructions(code) if one.opname in ("STORE_NAME", "STORE_GLOBAL"))
+    stores = (one for one in dis.get_instructions(code) if one.opname in _STORES)
     return {*code.co_varnames, *code.co_cellvars, *(one.argval for one in stores)}
 
 
