@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 SCRIPT = (
     *("torch", "torch.data", "torch.epoch", "torch.parallel", "torch.fully_sharded"),
-    *("torch.accumulator", "torch.iterator"),
+    *("torch.accumulator", "torch.value", "torch.iterator"),
     *("torch.scaling_rules", "torch.gradient_noise_scale", "checkpoint", "collective"),
     *("torch.frameworks.huggingface", "torch.frameworks.accelerate", "torch.frameworks.lightning"),
 )

@@ -22,6 +22,7 @@ for the import of the other modules.
 | `gradient_noise_scale` | What are the estimates of the gradient noise scale? |
 | `epoch` | How do epoch loops continue after a restart? |
 | `accumulator` | How are values summed over all samples of a loop? |
+| `value` | How does a script keep a value, such as the best accuracy? |
 | `_startup`, `_job_info` | How are replicas connected, and how does a script learn its rank? |
 | `_optimizer_steps` | When does the optimizer of a model step, and what is recorded then? |
 | `_model_arguments` | Which arguments may the models get? |
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     )
     from adaptdl_elastic.torch.fully_sharded import AdaptiveFSDP
     from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+    from adaptdl_elastic.torch.value import Value
 
 __all__ = [
     "Accumulator",
@@ -68,6 +70,7 @@ __all__ = [
     "AdaptiveDataParallel",
     "AdaptiveFSDP",
     "ElasticSampler",
+    "Value",
     "batch_counts",
     "current_dataloader",
     "current_epoch",
@@ -91,6 +94,7 @@ _HOMES = {
     "AdaptiveDataParallel": "parallel",
     "AdaptiveFSDP": "fully_sharded",
     "ElasticSampler": "data",
+    "Value": "value",
     "batch_counts": "data",
     "current_dataloader": "data",
     "current_epoch": "epoch",

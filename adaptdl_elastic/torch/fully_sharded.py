@@ -108,6 +108,7 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
         setattr(optimizer, OWNER, name)
         checkpoint.load_state(self._state)
+        registry().comparison.restored(name, optimizer)
         current_session().models.append(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -105,6 +105,7 @@ class AdaptiveDataParallel(OptimizerSteps):
         if mp_scaler is not None:
             grad_scaler.attach(mp_scaler, self, optimizer)
         checkpoint.load_state(self._state)
+        registry().comparison.restored(name, optimizer)
         current_session().models.append(self)
         self._comparison = registry().comparison
         self._loss_is_known = False

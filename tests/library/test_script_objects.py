@@ -264,13 +264,14 @@ def test_what_differs_between_replicas_is_left_out_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     average, buffer, alone = Holder(n=0), Holder(samples=[0]), Holder(n=0)
-    others: list[set[tuple[str, int]]] = []
+    best, count = adl.Value("best", 0.0), adl.Value("count", np.int64(3))
+    others: list[set[tuple[Any, ...]]] = []
 
-    def of_the_other(value: set[tuple[str, int]], *_: Any) -> Any:
-        others.append({(name, digest) for name, digest in value if "alone" not in name})
+    def of_the_other(value: set[tuple[Any, ...]], *_: Any) -> Any:
+        others.append({item for item in value if "alone" not in item[0]})
         raise InterruptedError
 
-    def combine(value: set[tuple[str, int]], reduce: Any, _: str) -> Any:
+    def combine(value: set[tuple[Any, ...]], reduce: Any, _: str) -> Any:
         return reduce(value, others[0])
 
     for _ in adl.remaining_epochs_until(1):
@@ -282,12 +283,46 @@ def test_what_differs_between_replicas_is_left_out_and_named(
             with pytest.raises(InterruptedError):
                 state.collect_for_save()
             buffer.state["samples"] = [1]
+            best.value = torch.tensor(0.5)
             context.setattr(script_objects.collective, "combine", combine)
             state.collect_for_save()
         assert [*saved().values()] == [{"n": 1}]
-    assert len(caplog.records) == 2
+    assert (best.value, count.value) == (0.5, 3)
+    assert len(caplog.records) == 3
+    assert "the values of the State 'best' differ between the replicas" in caplog.text
     assert "buffer (Holder) changes in training and is in no checkpoint: it differs between" in caplog.text
     assert "alone (Holder) changes in training and is in no checkpoint: it differs between" in caplog.text
+
+
+def warm_up(until: int, counter: str) -> None:
+    """Train with a learning rate that follows the number of updates, and save at step `until`."""
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = adl.AdaptiveDataParallel(net, optimizer)
+    kept = adl.Value("updates", 0)
+    for epoch in adl.remaining_epochs_until(3):
+        updates = epoch * 4 if counter == "epoch" else 0
+        for batch in adl.AdaptiveDataLoader(torch.ones(8, 1), batch_size=2):
+            updates += 1
+            kept.value += 1
+            optimizer.param_groups[0]["lr"] = 1e-3 * (kept.value if counter == "kept" else updates)
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            optimizer.step()
+            if kept.value == until + 1:
+                checkpoint.save_all_states()
+                return
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("counter", "reports"), [("epoch", ["epoch"]), ("process", ["epoch"]), ("kept", [])])
+def test_a_learning_rate_that_begins_again_after_a_restart_is_reported(
+    script: Script, caplog: pytest.LogCaptureFixture, counter: str, reports: list[str]
+) -> None:
+    warm_up(6, counter)
+    script.restart()
+    warm_up(99, counter)
+    assert [f"the {which}'s first step" in caplog.text for which in reports] == [True] * len(caplog.records)
 
 
 @pytest.mark.usefixtures("script", "group")

@@ -7,7 +7,8 @@ What is done. Each replica computes a digest of the first data that it reads in 
 digest to rank 0 as a control message. No replica waits for it. Rank 0 compares the digests: the inputs of a
 model in training must differ between replicas; a stream, of which each replica takes its share, must be the
 same on all of them. So must the options of an optimizer, such as the learning rate: if they differ, the
-replicas' parameters drift apart.
+replicas' parameters drift apart. The options of the first step after a restart are compared with those of the
+past.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from adaptdl_elastic import checkpoint
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._runtime.position import script_position
 
 KIND = "digest"
 """Kind of the control messages that carry digests."""
@@ -89,6 +92,7 @@ class BatchComparison:
         self._steps: dict[str, tuple[int, int]] = {}  # model → (generation, steps in it)
         self._waiting: dict[Key, dict[int, str]] = {}  # on rank 0: digests received so far, by rank
         self._equal: dict[tuple[int, str], int] = {}  # on rank 0: number of passes with equal inputs
+        self._restored: dict[str, str] = {}  # model → options that its optimizer has got from a checkpoint
         session.consensus.listen(KIND, self._take)
 
     def inputs(self, model: str, inputs: Any, shared: bool, counts: bool) -> None:
@@ -117,6 +121,7 @@ class BatchComparison:
             model: Name of the model.
             optimizer: Its optimizer.
         """
+        self._compare_with_past(model, optimizer)
         generation = self._session.generation
         known, count = self._steps.get(model, (generation, 0))
         count = count if known == generation else 0
@@ -125,6 +130,31 @@ class BatchComparison:
             # both numbers: the session counts no steps in loops without a loader of ours
             step = f"{self._session.step} {count}"
             self._send(f"options of {model}'s optimizer", step, options_text(optimizer))
+
+    def restored(self, model: str, optimizer: torch.optim.Optimizer) -> None:
+        """Record the options that a model's optimizer has got from a checkpoint, if there is one."""
+        if checkpoint.loaded_id() is not None:
+            self._restored[model] = options_text(optimizer)
+
+    def _compare_with_past(self, model: str, optimizer: torch.optim.Optimizer) -> None:
+        """Report a problem if the first step after a restart has the options of the epoch's or job's first.
+
+        A counter that the script computes from the number of the epoch begins again in the middle of it.
+        """
+        position = script_position()
+        first = position.first_options.get(model)
+        restored = self._restored.pop(model, None)
+        if first is not None and first[0] == position.finished and restored is None:
+            return
+        now = options_text(optimizer)
+        if first is not None and first[0] == position.finished:
+            if now != restored and now in first[1:]:
+                which = "epoch" if now == first[2] else "job"
+                self._session.metrics.report_problem(
+                    f"the options of {model}'s optimizer after a restart", _options_of_the_past(model, which)
+                )
+            return
+        position.first_options[model] = (position.finished, now if first is None else first[1], now)
 
     def same(self, what: str, place: str, found: str | None) -> None:
         """Send the digest of `what` at `place`, which must be equal on all replicas, if there is one."""
@@ -211,10 +241,19 @@ def _different_orders(what: str) -> str:
     )
 
 
+def _options_of_the_past(model: str, which: str) -> str:
+    return (
+        f"after the restart {model}'s optimizer steps with the options of the {which}'s first step, such as "
+        f"its learning rate, and not with those before the restart: a counter of the script, such as "
+        f"`updates = epoch * per_epoch`, does not know how much of the epoch is done. Compute the learning "
+        f"rate from adl.progress(), or keep the counter in an adl.Value"
+    )
+
+
 def _different_options(what: str) -> str:
     return (
         f"the {what}, such as its learning rate, differ between the replicas, whose parameters drift apart: "
         f"a newcomer's variables have their first values. Give the scheduler to the model as lr_scheduler, "
         f"compute the learning rate from adl.progress() or the number of adl.steps, or keep what it follows "
-        f"from in a checkpoint.State"
+        f"from in an adl.Value"
     )

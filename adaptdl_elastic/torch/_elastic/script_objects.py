@@ -29,6 +29,7 @@ from adaptdl_elastic import _frames, checkpoint, collective
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.checkpoint.state_copy import copy_to_host
 from adaptdl_elastic.reducer import PeerLostError
+from adaptdl_elastic.torch._elastic import user_state
 from adaptdl_elastic.torch._elastic.large_state import sampled
 from adaptdl_elastic.torch._elastic.state_transfer import fill, strip
 from adaptdl_elastic.torch._runtime.position import script_position
@@ -40,6 +41,12 @@ _DEPTH, _MOST = 6, 10_000  # search inside an object: levels, and objects per le
 _LONGEST = 100  # length of the longest list of the script that is searched
 
 _LINE = "%s (%s) changes in training and is in no checkpoint: %s; keep it in a checkpoint.TensorState"
+
+_DIFFERS = (
+    "the values of the State {!r} differ between the replicas: only some of them change it, and the others "
+    "may decide otherwise. Rank 0's are saved. Change it on every replica, from what is equal on all, "
+    "such as a synchronized Accumulator"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +115,17 @@ class ScriptObjects(checkpoint.TensorState):
         """Decide before a checkpoint, or a change in place, what is saved. A collective."""
         there = [(name, found) for name, found in self._found.items() if not found.out]
         changed = {(name, found.digest) for name, found in there if self._joins(name, found)}
+        values = {("a State", name, mark) for name, mark in user_state.marks_of_script(self._session).items()}
         try:
-            agreed = {name for name, _ in collective.combine(changed, operator.and_, NAME)}
+            agreed = collective.combine(changed | values, operator.and_, NAME)
         except PeerLostError:  # the next boundary notices it; behind the last one nothing has to
             return
-        self._kept |= agreed
-        for name in {name for name, _ in changed} - agreed:
+        self._kept |= {name for name, _ in changed & agreed}
+        for name, _ in changed - agreed:
             self._tell(name, "it differs between the replicas")
+        for value in values:
+            problem = None if value in agreed else _DIFFERS.format(value[1])
+            self._session.metrics.report_problem(f"the State {value[1]!r}", problem)
 
     def _joins(self, name: str, found: _Object) -> bool:
         """Return whether an object has changed and can be saved from now on; leave out what cannot be."""

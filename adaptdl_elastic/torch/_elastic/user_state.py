@@ -162,6 +162,26 @@ def tensors_of_script(session: Session) -> set[str]:
     }
 
 
+def marks_of_script(session: Session) -> dict[str, int]:
+    """Return checksums of the plain values of the script's small States, by their names.
+
+    Replicas that have given a State the same values have the same checksum. States with a `sync` or a
+    `collect_for_save` of their own are left out, and so are those whose values cannot be read.
+    """
+    found = {}
+    for name, state in session.states.items():
+        collects = type(state).collect_for_save is not checkpoint.State.collect_for_save
+        if not _of_script(state) or _synchronised(state) or collects:
+            continue
+        with contextlib.suppress(Exception):  # from the script's `save` or `state_dict`
+            if isinstance(state, checkpoint.TensorState):
+                found[name] = zlib.crc32(repr(strip(state.state_dict(), [])).encode())
+            elif isinstance(copy := state.snapshot(), bytes) and len(copy) <= SMALL_BYTES:
+                # sets are pickled in any order
+                found[name] = zlib.crc32(bytes(sorted(copy)))
+    return found
+
+
 def copies_of_script(session: Session) -> dict[str, Any]:
     """Return snapshots of all the script's States, of any size, by their names."""
     return checkpoint.snapshot_states(name for name, state in session.states.items() if _of_script(state))

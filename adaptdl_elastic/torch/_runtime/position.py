@@ -50,6 +50,8 @@ class ScriptPosition(checkpoint.TensorState):
         self.seeds: dict[str, int] = {}  # loader's key → seed of its sample order, once settled
         self.end_indices: dict[str, int] = {}  # loader's key → samples of a pass
         self.stream_positions: list[tuple[int, int, list[int]]] = []  # see note_stream
+        # model → (epoch, options of its optimizer at the job's first step, at the epoch's first step)
+        self.first_options: dict[str, tuple[int, str, str]] = {}
         self.trainer: str | None = None  # key of the loader that models are trained with, once known
         self.samples = 0  # samples of the current epoch in training loops
         self.until: int | None = None  # argument of remaining_epochs_until
@@ -101,6 +103,7 @@ class ScriptPosition(checkpoint.TensorState):
             "seeds": dict(self.seeds),
             "end_indices": dict(self.end_indices),
             "stream_positions": [[index, turn, *counts] for index, turn, counts in self.stream_positions],
+            "first_options": dict(self.first_options),
             "samples": samples,
             "step": self.step,
             "trainer": self.trainer,
@@ -120,6 +123,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.end_indices = dict(state_dict.get("end_indices", {}))
         saved = state_dict.get("stream_positions", [])
         self.stream_positions = [(index, turn, list(counts)) for index, turn, *counts in saved]
+        self.first_options = dict(state_dict.get("first_options", {}))
         self.samples = state_dict["samples"]
         self.step = state_dict["step"]
         self.trainer = state_dict["trainer"]
