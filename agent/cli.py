@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.text import log_to_stderr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the job's exit code (2: the command line is invalid)."""
+    protect()
     try:
         log_to_stderr(_log_level(), "adaptdl-run: %(name)s: %(message)s")
         options = parse(arguments)

@@ -44,6 +44,7 @@ from adaptdl_elastic.rendezvous.local.addresses import (
     is_loopback,
     listen,
 )
+from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobState, JobStatus, NodeUsage
@@ -70,6 +71,7 @@ class LaunchError(RuntimeError):
 
 def launch(options: RunOptions, say: Callable[[str], None]) -> int:
     """Run this node's part of the job and return the exit code; LaunchError if it cannot start."""
+    unshown = protect()
     with ExitStack() as stack:
         redirects = Streams.parse("--redirects", options.redirects)
         tee = Streams.parse("--tee", options.tee)
@@ -96,6 +98,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             options.role,
             display.show,
             options.line_prefix,
+            unshown=unshown,
             several=options.slots > 1
             and (options.local_ranks_filter is None or len(options.local_ranks_filter) > 1),
         )

@@ -39,6 +39,7 @@ from adaptdl_elastic.agent.machine import device_locks
 from adaptdl_elastic.agent.runtime import orphan_errors
 from adaptdl_elastic.protocol import environment, uncaught_error
 from adaptdl_elastic.protocol.channel import say_finished
+from adaptdl_elastic.rendezvous.local.safe_stream import SafeStream, Unshown, protect
 
 _PR_SET_PDEATHSIG = 1
 ERROR_FILE_VARIABLE = environment.ERROR_FILE
@@ -106,6 +107,7 @@ def die_with(parent: int) -> None:
 
 def run(command: Command) -> NoReturn:
     """Run the command, and end this process as it ends."""
+    protect()
     _hold_devices(command)
     if command.mode == "exec":
         _exec(command)
@@ -173,11 +175,10 @@ def _exec(command: Command) -> NoReturn:
 
 def _fresh_interpreter(command: Command) -> None:
     sys.argv = list(command.argv)
+    unshown = Unshown(Path(command.reports) / "unshown.log" if command.reports else None)
     # line-buffered as on a terminal: replicas that write to one file do not cut each other's lines
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        raw = open(number, "wb", closefd=False)  # noqa: SIM115 - lives as long as the process
-        errors = "backslashreplace" if name == "stderr" else None
-        stream = io.TextIOWrapper(raw, errors=errors, line_buffering=True)
+    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        stream = SafeStream(number, errors, unshown)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     first = command.cwd if command.mode == "module" else str(Path(command.argv[0]).resolve().parent)

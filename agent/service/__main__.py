@@ -8,6 +8,7 @@ from pathlib import Path
 
 from adaptdl_elastic.agent.service import lifecycle
 from adaptdl_elastic.agent.service.lifecycle import LifecycleError
+from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfigError, ServiceDirectory
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError
 
@@ -20,6 +21,8 @@ def main(arguments: list[str]) -> int:
         print(f"adaptdl service: give one of {', '.join(_ACTIONS)} and a directory", file=sys.stderr)
         return 2
     action, directory = arguments[0], ServiceDirectory(Path(arguments[1]))
+    if action in ("run", "keep"):
+        protect()
     try:
         if action == "run":
             return lifecycle.run(directory)

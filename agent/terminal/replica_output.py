@@ -28,6 +28,7 @@ from string import Template
 from typing import BinaryIO
 
 from adaptdl_elastic.protocol.uncaught_error import TRACEBACK
+from adaptdl_elastic.rendezvous.local.safe_stream import Unshown
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 # without --log-dir, logs of failed runs are kept while either limit (number, seconds) holds
 _KEPT_RUNS, _KEPT_FOR = 20, 86400.0
 _CHUNK = 1 << 16
+UNSHOWN = "unshown.log"
+"""Name of the file for what could not be shown: the terminal is gone, or the disk of its log is full."""
 LINE_END = re.compile(rb"\r?\n|\r")
 MOMENT = 1.0  # seconds after which the beginning of a line is shown without its end
 LONGEST = 1 << 16  # most bytes that are shown at once
@@ -115,6 +118,7 @@ class Output:
     """Opens the destinations of replicas' output, and forwards what goes through pipes.
 
     Args:
+        unshown: Keeps what could not be shown, from now on in the directory.
         several: Several replicas of this node may write to the terminal: the rank stands before their lines.
         prefix: Text before lines, with `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}`; None:
             torchrun's variable says it, else `[<role><local rank>]:` with `--tee`, `[rank<rank>]: ` for
@@ -132,6 +136,7 @@ class Output:
         show: Callable[[str], None] | None = None,
         prefix: str | None = None,
         *,
+        unshown: Unshown | None = None,
         several: bool = False,
     ) -> None:
         base = log_dir or Path(tempfile.gettempdir()) / f"adaptdl-logs-{os.getuid()}"
@@ -144,6 +149,8 @@ class Output:
             raise NoOutputError(base, error) from None
         self.directory = self._scratch.path
         self.keep = log_dir is not None  # also set when the run has failed
+        self._unshown = unshown or Unshown()
+        self._unshown.keep_in(self.directory / UNSHOWN)
         self._redirects, self._tee, self._shown = redirects, tee, shown
         self._role, self._show = role, show
         given = os.environ.get(_PREFIX_VARIABLE) if prefix is None else prefix
@@ -239,7 +246,7 @@ class Output:
         """Show the rest of the pipes; remove the directory unless it is to be kept."""
         if self._pump is not None:
             self._pump.close()
-        self._scratch.close(self.keep)
+        self._scratch.close(self.keep or self._unshown.size > 0)
 
 
 class Pump(threading.Thread):

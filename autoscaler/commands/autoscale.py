@@ -22,6 +22,7 @@ from adaptdl_elastic.autoscaler.cli import (
     refuse,
     store_options,
 )
+from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.text import log_to_stderr
 
 logger = logging.getLogger(__name__)
@@ -223,6 +224,7 @@ def autoscale(
     except ProviderError as error:
         raise OptionError(str(error)) from error
     options = LoopOptions(interval, dry_run, expected, until_done)
+    protect()
     log_to_stderr(logging.WARNING, "adaptdl autoscale: %(message)s")
     for job, when in settings.deadlines.items():
         if when <= time.time():

@@ -23,6 +23,7 @@ from adaptdl_elastic.autoscaler.cli import (
     standalone_job_option,
     store_options,
 )
+from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 from adaptdl_elastic.rendezvous.text import log_to_stderr
@@ -114,6 +115,7 @@ def coordinator(
 
     if objective != Objective.SPEEDUP.value:
         refuse(("fairness",), "is for --objective speedup")
+    protect()
     log_to_stderr(log_level.upper(), "%(asctime)s coordinator %(levelname)s %(message)s")
     given: dict[str, Any] = {
         "fairness": fairness,

@@ -6,5 +6,6 @@
 | How does `adaptdl` find the store of a standalone job? | `runtime_file` |
 | At which address do other machines reach this one? | `addresses` |
 | What serves torch's TCPStore on that address? | `tcp_store` |
+| What happens to lines that cannot be shown? | `safe_stream` |
 | What removes the directories of a process that was killed? | `scratch_directory` |
 """

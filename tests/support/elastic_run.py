@@ -96,7 +96,9 @@ class ElasticRun:
         directory: Path,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
+        terminal: int | None = None,
     ) -> None:
+        """Start it; `terminal`: a descriptor for its output, of a run that is `fresh`."""
         self.directory = directory
         self.mark = uuid.uuid4().hex
         self.events: list[Event] = []
@@ -116,7 +118,7 @@ class ElasticRun:
                 [*_AGENT, *arguments],
                 cwd=directory,
                 env=whole,
-                stdout=self.output,
+                stdout=self.output if terminal is None else terminal,
                 stderr=subprocess.STDOUT,
             )
         else:

@@ -204,7 +204,7 @@ class BoundaryConsensus:
                 return  # all is done and saved; the agent waits for the exit code
             raise SystemExit(STOPPED)
         if number == signal.SIGINT:
-            os.write(2, b"\nstopping at the next step; Ctrl-C again stops at once\n")
+            _tell(b"\nstopping at the next step; Ctrl-C again stops at once\n")
         self.request({"kind": "stop", "reason": signal.Signals(number).name})
 
     def _count_interrupts(self, reader: socket.socket) -> None:
@@ -223,7 +223,7 @@ class BoundaryConsensus:
             if first is None or self.session.epoch is None:
                 first = now
             elif now - first > _DOUBLE_DELIVERY:
-                os.write(2, b"\nstopped at once: what came after the last checkpoint is lost\n")
+                _tell(b"\nstopped at once: what came after the last checkpoint is lost\n")
                 os._exit(INTERRUPTED)
 
     # -- messages ----------------------------------------------------------------------------------
@@ -524,11 +524,9 @@ class BoundaryConsensus:
             path = env.checkpoint_path()
             log.info("stopped (%s); %s", command.get("reason", ""), path or "nothing was saved")
             if session.channel is None:
-                said = "nothing was saved: ADAPTDL_CHECKPOINT_PATH says where to"
-                print(
-                    said if path is None else f"stopped; to go on from {path}, start it again",
-                    file=sys.stderr,
-                )
+                then = f"stopped; to go on from {path}, start it again"
+                nothing = "nothing was saved: ADAPTDL_CHECKPOINT_PATH says where to"
+                _tell(f"{nothing if path is None else then}\n".encode())
         raise SystemExit(STOPPED)
 
     def report_step(self, force: bool = False) -> None:
@@ -547,6 +545,12 @@ class BoundaryConsensus:
             return
         self._first_step, self._reported, self._told = False, now, session.last_step_time
         session.send(StepFinished(session.step, session.last_step_time))
+
+
+def _tell(line: bytes) -> None:
+    """Write a line to standard error, if that is possible: the terminal or the reader may be gone."""
+    with contextlib.suppress(OSError):
+        os.write(2, line)
 
 
 def _before(position: Position) -> Position:
