@@ -255,9 +255,10 @@ def _meeting_point(
     args: argparse.Namespace, given: set[str], environ: Mapping[str, str], max_nodes: int
 ) -> tuple[str | None, int | None]:
     """Return --master-addr and --master-port if torchrun would use them; None for those not given."""
-    named = "master_addr" in given or bool(environ.get("PET_MASTER_ADDR"))
+    # torchrun, too, ignores the variables with --standalone: images set them, and two jobs would share a port
+    named = "master_addr" in given or bool(environ.get("PET_MASTER_ADDR") and not args.standalone)
     address = args.master_addr.strip("[]") if named else None
-    port = args.master_port
+    port = args.master_port if "master_port" in given or not args.standalone else None
     if port is None and address is not None and max_nodes > 1 and not args.standalone:
         port = _TORCHS_PORT
     if port is None:

@@ -143,12 +143,12 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
 
     store, keys = _open(where, job)
     with store:
-        _ask(store, keys, job, lambda request: replace(request, replicas=replicas), check)
+        run = _ask(store, keys, job, lambda request: replace(request, replicas=replicas), check)
         echo(
             f"{job}: "
             + ("sized by the policy again" if auto else f"{pluralize(replicas or 0, 'replica')} asked for")
         )
-        if wait and not auto and not wait_until(store, keys, lambda v: _runs_at(v, job, replicas), timeout):
+        if wait and not _reached(store, keys, job, run, lambda v: _runs_at(v, job, replicas), timeout):
             row = job_row(read(store, keys), read(store, keys).jobs[job])
             raise CommandError(
                 f"{job} has {pluralize(row['replicas'], 'replica')} after {timeout:g} s: {row['reason']} "
@@ -159,6 +159,30 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
 def _needs_wait(wait: bool) -> None:
     if not wait:
         refuse(("timeout",), "says how long --wait waits: give --wait, too")
+
+
+def _reached(
+    store: Store, keys: Keys, job: str, run: str, done: Callable[[View], bool], timeout: float
+) -> bool:
+    """Wait until `done`; return False if `timeout` seconds pass first.
+
+    Raises:
+        CommandError: this run of the job ends first.
+    """
+    ended: list[View] = []
+
+    def seen(view: View) -> bool:
+        if not done(view) and has_stopped(view, job, run):
+            ended.append(view)
+        return bool(ended) or done(view)
+
+    reached = wait_until(store, keys, seen, timeout)
+    if ended:
+        found = ended[0].jobs.get(job)
+        status = None if found is None else found.status_now
+        reason = "" if status is None else f": {status.reason}"
+        raise CommandError(f"{job} has ended meanwhile{reason}")
+    return reached
 
 
 def _runs_at(view: View, name: str, replicas: int | None) -> bool:
@@ -203,9 +227,10 @@ def checkpoint(job: str, where: Where, wait: bool, timeout: float) -> None:
     with store:
         before = read(store, keys).jobs.get(job)
         newest = before.checkpoint.record.id if before and before.checkpoint else None
-        _ask(store, keys, job, lambda r: replace(r, checkpoint=r.checkpoint + 1), job_requests.check_running)
+        more = lambda request: replace(request, checkpoint=request.checkpoint + 1)  # noqa: E731
+        run = _ask(store, keys, job, more, job_requests.check_running)
         echo(f"{job} is asked for a checkpoint")
-        if wait and not wait_until(store, keys, lambda v: _newer(v, job, newest), timeout):
+        if wait and not _reached(store, keys, job, run, lambda v: _newer(v, job, newest), timeout):
             raise CommandError(f"{job} has recorded no new checkpoint after {timeout:g} s")
 
 

@@ -233,6 +233,10 @@ def test_where_replicas_meet_may_come_from_torchruns_variables(monkeypatch: pyte
         monkeypatch.setenv(name, value)
     found = parse(**given)
     assert (found.master_addr, found.master_port, found.notes) == ("localhost", 1234, ())
+    found = parse("--standalone", **given)
+    assert (found.master_addr, found.master_port, found.notes) == (None, None, ())
+    found = parse("--standalone", "--master-port=99", **given)
+    assert (found.master_addr, found.master_port) == (None, 99)
 
 
 def test_an_address_without_a_port_is_told_to_have_no_effect_on_one_node() -> None:

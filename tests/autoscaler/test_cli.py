@@ -270,6 +270,26 @@ def test_stop_waits_for_this_run_whatever_the_status_of_an_earlier_one_says(
 
 
 @pytest.mark.etcd
+@pytest.mark.parametrize("command", [("checkpoint", "mnist"), ("scale", "mnist", "--replicas", "3")])
+def test_waiting_for_a_job_ends_with_the_job(world: World, command: tuple[str, ...]) -> None:
+    world.agent.stop()  # nothing that is asked for happens
+    key = world.keys.job("mnist", "request")
+    asked = world.store.range(key).revision
+    results: list[Result] = []
+    waiting = threading.Thread(target=lambda: results.append(world.run(*command, "--wait")))
+    waiting.start()
+    with world.store.watch(key, asked + 1) as watch:
+        next(iter(watch))
+    world.coordinator.stop()
+    status = records.decode(JobStatus, world.value("status"))
+    ended = replace(status, state=JobState.FAILED, reason="the script failed")
+    world.store.put(world.keys.job("mnist", "status"), encode(ended))
+    waiting.join(120)
+    assert results[0].exit_code == 1
+    assert "mnist has ended meanwhile: the script failed" in results[0].output
+
+
+@pytest.mark.etcd
 def test_checkpoint_waits_for_a_newer_one(world: World) -> None:
     key = world.keys.job("mnist", "checkpoint")
     world.store.put(key, records.encode(CheckpointRecord("old", "/x")))
