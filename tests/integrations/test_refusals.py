@@ -54,6 +54,12 @@ net = torch.nn.Linear(2, 2)
             marks=pytest.mark.needs("transformers"),
         ),
         pytest.param(
+            HUGGINGFACE + "from trl import SFTConfig\n"
+            "class Arguments(TrainingArguments, SFTConfig): pass\nArguments(output_dir='out', use_cpu=True)",
+            "write class Arguments(ElasticArgumentsMixin, SFTConfig)",
+            marks=pytest.mark.needs("transformers", "trl"),
+        ),
+        pytest.param(
             LIGHTNING + "fit(Net(automatic=False))",
             "manual optimization with ElasticStrategy: use automatic optimization",
             marks=pytest.mark.needs("lightning"),
@@ -77,3 +83,25 @@ def test_refused_in_one_line(script: str, message: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert message in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.needs("transformers", "trl")
+@pytest.mark.processes
+def test_elastic_arguments_have_every_default_of_the_class_that_they_extend(tmp_path: Path) -> None:
+    script = """
+from dataclasses import fields
+import transformers, trl
+from adaptdl_elastic.torch.frameworks import huggingface
+for kind in (trl.SFTConfig, trl.DPOConfig, transformers.TrainingArguments):
+    elastic = type("Arguments", (huggingface.ElasticArgumentsMixin, kind), {})
+    given = {"output_dir": "out", "use_cpu": True, "seed": 3}
+    mine, plain = elastic(**given), kind(**given)
+    assert [one.name for one in fields(mine)] == [one.name for one in fields(plain)]
+    assert len(fields(mine)) > 50
+    for one in fields(plain):
+        assert repr(getattr(mine, one.name)) == repr(getattr(plain, one.name)), one.name
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 import torch
@@ -28,16 +28,15 @@ from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic.torch.epoch import continue_at
 from adaptdl_elastic.torch.frameworks._single_process import connect, single_process
 
-__all__ = ["ElasticTrainerMixin", "Trainer", "TrainingArguments"]
+__all__ = ["ElasticArgumentsMixin", "ElasticTrainerMixin", "Trainer", "TrainingArguments"]
 
 logger = logging.getLogger(__name__)
 
 _OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
 
 
-@dataclass
-class TrainingArguments(transformers.TrainingArguments):
-    """Hold the arguments of an elastic Trainer: those of transformers, for the whole job.
+class ElasticArgumentsMixin:
+    """Make a class of arguments elastic: `class Arguments(ElasticArgumentsMixin, SFTConfig)`.
 
     `per_device_train_batch_size` × `gradient_accumulation_steps` is the batch of an optimizer step over all
     replicas. A replica passes at most `per_device_train_batch_size` samples through the model at once.
@@ -45,13 +44,16 @@ class TrainingArguments(transformers.TrainingArguments):
     The process group is made here, so that it exists when the script builds its model.
 
     Raises:
+        TypeError: the class has lost a default value of one of its bases.
         ValueError: an argument contradicts elastic training; the message says what to do.
     """
 
     def __post_init__(self) -> None:
+        _refuse_lost_defaults(type(self))
+        parent: Any = super()
         with single_process():
-            super().__post_init__()
-            device = super().device
+            parent.__post_init__()
+            device = parent.device
         for name, instead in {
             "fp16": "use bf16",
             "deepspeed": "leave it out",
@@ -60,18 +62,20 @@ class TrainingArguments(transformers.TrainingArguments):
         }.items():
             if getattr(self, name, None):
                 raise ValueError(f"{name}={getattr(self, name)!r} in an elastic Trainer: {instead}")
-        connect(device.type, self.ddp_backend)
+        connect(device.type, getattr(self, "ddp_backend", None))
 
     @property
     def device(self) -> torch.device:
         """Device of this replica."""
-        device: torch.device = super().device
+        parent: Any = super()
+        device: torch.device = parent.device
         return torch.device("cuda", env.local_rank()) if device.type == "cuda" else device
 
     @property
     def n_gpu(self) -> int:
         """Devices of this replica: at most one."""
-        return min(int(super().n_gpu), 1)
+        parent: Any = super()
+        return min(int(parent.n_gpu), 1)
 
     @property
     def process_index(self) -> int:
@@ -82,6 +86,27 @@ class TrainingArguments(transformers.TrainingArguments):
     def local_process_index(self) -> int:
         """Number of this replica on its node. It stays the same as long as the process lives."""
         return env.local_rank()
+
+
+@dataclass
+class TrainingArguments(ElasticArgumentsMixin, transformers.TrainingArguments):
+    """Hold the arguments of an elastic Trainer: those of transformers, for the whole job."""
+
+
+def _refuse_lost_defaults(kind: type) -> None:
+    """Raise TypeError if the dataclass `kind` has not the fields and defaults that its bases declare."""
+    declared: dict[str, tuple[type, Field[Any]]] = {}
+    for base in reversed(kind.__mro__):
+        own = vars(base).get("__dataclass_fields__", {})
+        declared |= {name: (base, own[name]) for name in vars(base).get("__annotations__", {}) if name in own}
+    found = {field.name: field for field in fields(kind)}
+    for name, (base, field) in declared.items():
+        mine = found.get(name)
+        if mine is None or (mine.default, mine.default_factory) != (field.default, field.default_factory):
+            raise TypeError(
+                f"{kind.__name__} loses defaults of {base.__name__}, such as that of {name}: write "
+                f"class {kind.__name__}(ElasticArgumentsMixin, {base.__name__})"
+            )
 
 
 class _Counters(checkpoint.TensorState):
@@ -160,7 +185,8 @@ class _Windows:
 class ElasticTrainerMixin:
     """Make a Trainer elastic: `class MyTrainer(ElasticTrainerMixin, SFTTrainer)`.
 
-    The arguments must be `TrainingArguments` of this module, or of a class that inherits from it first.
+    Its arguments must be `TrainingArguments` of this module, or of a class that inherits first from
+    `ElasticArgumentsMixin`: `class Arguments(ElasticArgumentsMixin, SFTConfig)`.
 
     Raises:
         TypeError: the arguments are those of plain transformers.
@@ -170,10 +196,11 @@ class ElasticTrainerMixin:
         with single_process():
             super().__init__(*args, **kwargs)
         trainer = self._trainer()
-        if not isinstance(trainer.args, TrainingArguments):
+        if not isinstance(trainer.args, ElasticArgumentsMixin):
             raise TypeError(
                 "an elastic Trainer needs its own TrainingArguments: from "
-                "adaptdl_elastic.torch.frameworks.huggingface import Trainer, TrainingArguments"
+                "adaptdl_elastic.torch.frameworks.huggingface import Trainer, TrainingArguments; for another "
+                "class, `class Arguments(ElasticArgumentsMixin, SFTConfig)`"
             )
         self._counters: _Counters | None = None
         self._kept_history: _History | None = None
