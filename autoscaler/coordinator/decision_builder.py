@@ -34,6 +34,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Placement,
     Plan,
     Rescale,
+    SizeLimit,
     Transition,
     devices_by_slot,
 )
@@ -159,6 +160,7 @@ class DecisionBuilder:
         failed_step: int | None = None,
         failed_as: str | None = None,
         feasible_only: bool = False,
+        limit: SizeLimit | None = None,
     ) -> bool:
         """Publish the possible plan whose size is nearest to the present size.
 
@@ -166,6 +168,8 @@ class DecisionBuilder:
         """
         assert job.spec is not None
         spec, now = job.spec.record, in_plan(plan)
+        if limit is not None and limit.replicas is not None:
+            spec = replace(spec, max_replicas=limit.replicas)
         avoided = {node for (name, node) in self.late if name == job.job}
         places = rooms(
             self.view,
@@ -186,7 +190,7 @@ class DecisionBuilder:
             why = f"{why}: {pluralize(left, 'replica')} {verb} left of {had}"
         how, step = (transition, found) if transition else self.route(job, found)
         change = JobChange(
-            step, cause, how, why, restarts, failed, failed_step, failed_as, midway=step != found
+            step, cause, how, why, restarts, failed, failed_step, failed_as, midway=step != found, limit=limit
         )
         return self.publish(job, change)
 
@@ -202,6 +206,16 @@ class DecisionBuilder:
         if placements is None:
             self.notes[job.job].waits_for = "waits for devices that another job still has"
             return False
+        reason = change.reason
+        only = job.spec.record.run in self.restart_only
+        if (
+            only
+            and change.transition is Transition.RESTART
+            and change.allocation
+            and mine
+            and mine.placements
+        ):
+            reason += f"; by a restart: {self.why_restart(job)}"
         restarts = jobs.restarts_counted(self.view, job, mine) if mine is not None else 0
         failed = before.failed if mine is not None and restarts == mine.restarts else -1
         if change.restarts is not None:
@@ -215,7 +229,7 @@ class DecisionBuilder:
             placements=placements,
             cause=change.cause,
             transition=change.transition,
-            reason=change.reason,
+            reason=reason,
             fence=self.fence,
             created=self.view.wall,
             leaving=tuple(holding(self.view, job)),
@@ -227,8 +241,10 @@ class DecisionBuilder:
             failed_as=_failed_as(job, mine, change),
             predicted_goodput=change.predicted_goodput,
             late=self._late_nodes(job),
-            restart_only=job.spec.record.run in self.restart_only,
+            restart_only=only,
             memory_limit=self._memory_limit(job, change.allocation, agents),
+            stepped=0 if mine is None else repeated_failure.last_that_stepped(job, mine),
+            limit=change.limit or job.limit,
         )
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
         self.actions.append(Say("plan", garbage_collection.plan_event(plan)))

@@ -272,6 +272,8 @@ class LoaderBatchSize(ElasticLoader):
                     session.consensus.polls.append(self._poll)
                     session.consensus.poll_soon()
             if self.training:
+                if self.adaptive:
+                    self._remember_size()
                 session.metrics.set_current_batch_size(self._atomic, self._accum)
         return self._atomic
 
@@ -282,7 +284,10 @@ class LoaderBatchSize(ElasticLoader):
 
     @property
     def _limits(self) -> Limits:
-        given = Limits(self.batch_size, self._max_batch_size, self._local_bounds, self._accumulation)
+        most, told = self._max_batch_size, env.batch_size_limit()
+        if most is not None and told is not None:
+            most = max(self.batch_size, min(most, told))
+        given = Limits(self.batch_size, most, self._local_bounds, self._accumulation)
         return limited(given, memory_limit().largest) if self.training else given
 
     def _poll(self) -> Command | None:
@@ -310,7 +315,16 @@ class LoaderBatchSize(ElasticLoader):
         if largest is not None and command["atomic"] > largest:
             return  # it was chosen before the limit was known
         self._atomic, self._accum = command["atomic"], command["accumulation"]
+        self._remember_size()
         _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
+
+    def _remember_size(self) -> None:
+        """Remember the new batch size and the largest that has worked, for the record of an error."""
+        session = _session.current()
+        least = self.replicas * local_batch(self.batch_size, self.replicas)
+        step, size, worked = session.batch_sizes or (session.step, 0, least)
+        worked = max(worked, least, size if session.step > step else 0)
+        session.batch_sizes = session.step, self.current_batch_size, worked
 
 
 def _begins() -> bool:
