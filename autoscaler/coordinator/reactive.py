@@ -69,8 +69,8 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
     generation = jobs.failed_generation(job, plan)
     kind = repeated_failure.kind_to_remember(job, generation, draft.settings.refill_after)
     if (limit := repeated_failure.limit_of(job, plan)) is not None:
-        why = "went back to the size before"
-        draft.replan(job, plan, Cause.FAILURE, Transition.ABORT, why, failed_as=kind, limit=limit)
+        cause, why = Cause.REPLICA_LOST, limit.reason
+        draft.replan(job, plan, cause, Transition.ABORT, why, failed_as=kind, limit=limit)
         return
     restarts = restarts_after_failure(draft.view, job, plan, draft.settings)
     assert job.spec is not None

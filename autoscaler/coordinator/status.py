@@ -192,8 +192,8 @@ def _state(
         return JobState.RUNNING, waits_for, None
     if phase is Phase.CHANGING and health.missing:
         return JobState.RUNNING, f"has not heard from {', '.join(health.missing)} for a moment", None
-    limit = job.limit
-    return JobState.RUNNING, f"{plan.reason}; {limit.reason}" if limit else plan.reason, None
+    why = job.limit.reason if job.limit else ""
+    return JobState.RUNNING, plan.reason if why in plan.reason else f"{plan.reason}; {why}", None
 
 
 def _given_up(job: JobView, plan: Plan, settings: CoordinatorSettings) -> tuple[JobState, str, int]:

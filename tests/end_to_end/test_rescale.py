@@ -71,11 +71,11 @@ def test_an_error_that_a_size_brings_does_not_end_the_job(
 ) -> None:
     arguments = ["--standalone", f"--nproc-per-node={slots}", "--rdzv-id=one", "--max-restarts=0"]
     with ElasticRun([*arguments, str(SCRIPTS / "one_size.py"), *options], tmp_path) as run:
-        back = run.wait_for_event("generation", cause="failure")
+        back = run.wait_for_event("generation", cause="replica_lost")
         assert (back["replicas"], back["transition"]) == (1, "abort")
         run.wait_until_adaptdl_says(limit, "status", "one")
         assert limit in run.adaptdl("explain", "one").stdout
-        run.wait_for_event("metrics", after=run.events.index(back))
+        run.wait_for_event("goodput", after=run.events.index(back))
         (tmp_path / "hurry").touch()
         assert run.wait() == 0, run.text()
         assert run.of("generation")[-1] == back
