@@ -101,8 +101,6 @@ class Session:
         self.position: StepCounter | None = None
         self.loaders: object = None  # see `torch._data.registry`
         self.memory: LearntLimit | None = None  # see `torch._tuning.memory_limit`
-        # of the training loader: steps when the batch size was set last, that size, the largest that worked
-        self.batch_sizes: tuple[int, int, int] | None = None
         self.checkpoints: Closable | None = None
         self.accumulators: Counter[int | None] = Counter()  # epoch → accumulators made so far
         self.last_summed: Summed | None = None  # the accumulator that was synchronised last
@@ -129,11 +127,6 @@ class Session:
     def step(self) -> int:
         """Optimizer steps finished since the job began."""
         return 0 if self.position is None else self.position.step
-
-    def worked_batch(self) -> int | None:
-        """Return the largest batch size that worked if no step was made with the present, larger one."""
-        step, size, worked = self.batch_sizes or (0, 0, 0)
-        return worked if self.batch_sizes and step == self.step and size > worked else None
 
     @property
     def rank(self) -> int:

@@ -206,16 +206,6 @@ class DecisionBuilder:
         if placements is None:
             self.notes[job.job].waits_for = "waits for devices that another job still has"
             return False
-        reason = change.reason
-        only = job.spec.record.run in self.restart_only
-        if (
-            only
-            and change.transition is Transition.RESTART
-            and change.allocation
-            and mine
-            and mine.placements
-        ):
-            reason += f"; by a restart: {self.why_restart(job)}"
         restarts = jobs.restarts_counted(self.view, job, mine) if mine is not None else 0
         failed = before.failed if mine is not None and restarts == mine.restarts else -1
         if change.restarts is not None:
@@ -229,7 +219,7 @@ class DecisionBuilder:
             placements=placements,
             cause=change.cause,
             transition=change.transition,
-            reason=reason,
+            reason=change.reason,
             fence=self.fence,
             created=self.view.wall,
             leaving=tuple(holding(self.view, job)),
@@ -241,7 +231,7 @@ class DecisionBuilder:
             failed_as=_failed_as(job, mine, change),
             predicted_goodput=change.predicted_goodput,
             late=self._late_nodes(job),
-            restart_only=only,
+            restart_only=job.spec.record.run in self.restart_only,
             memory_limit=self._memory_limit(job, change.allocation, agents),
             stepped=0 if mine is None else repeated_failure.last_that_stepped(job, mine),
             limit=change.limit or job.limit,

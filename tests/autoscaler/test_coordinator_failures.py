@@ -264,10 +264,8 @@ def test_an_error_that_two_replicas_bring_is_of_that_size(pump: Pump) -> None:
     assert (pump.placed("a"), pump.plan("a").restarts) == ({"n0": 1}, 0)
     status = pump.status("a")
     assert status.state is JobState.RUNNING
-    assert status.reason.endswith(
-        "stays at or below 1 replica (adaptdl scale a --replicas N lifts this limit): above it the script "
-        "failed: RuntimeError: shape"
-    )
+    why = "stays at or below 1 replica (adaptdl scale a --replicas N lifts this limit): above it the script "
+    assert f"{why}failed: RuntimeError: shape" in status.reason
     pump.ask("a", replicas=2)
     pump.agents[0].steps = False
     pump.settle()

@@ -239,7 +239,6 @@ def test_a_newcomer_that_fails_costs_nothing(pump: Pump, outcome: Outcome) -> No
     pump.settle()
     assert pump.plan("a").transition is Transition.RESTART
     assert set(pump.placed("a")) == {"n0", "n1", "n2"}
-    assert pump.plan("a").reason.endswith("; by a restart: newcomers could not join it")
 
 
 def test_the_change_after_a_newcomer_was_killed_is_in_place_again(pump: Pump) -> None:

@@ -135,7 +135,6 @@ class BoundaryConsensus:
         atexit.register(self._at_exit)
         if session.channel is not None:
             uncaught_error.count_steps = lambda: session.step
-            uncaught_error.worked_batch = session.worked_batch
             session.send(session.hello())
             self._thread("adaptdl-channel", self._read_channel)
 
