@@ -191,6 +191,11 @@ def memory_limit() -> int | None:
     return _read(_count(1), environment.MEMORY_LIMIT)
 
 
+def batch_size_limit() -> int | None:
+    """Return the batch size above which the script has failed; None: not known."""
+    return _read(_count(1), environment.BATCH_SIZE_LIMIT)
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)

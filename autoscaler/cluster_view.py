@@ -71,6 +71,18 @@ class JobView:
         status = self.status_now
         return status is not None and status.state.ended
 
+    @property
+    def limit(self) -> records.SizeLimit | None:
+        """What the present run stays at or below, because its script has failed above.
+
+        It holds until a user asks for a number of replicas.
+        """
+        if self.plan is None or self.spec is None or self.plan.record.run != self.spec.record.run:
+            return None
+        limit, asked = self.plan.record.limit, self.request
+        by_hand = asked is not None and asked.record.replicas is not None
+        return None if limit and asked and by_hand and asked.revision > limit.request else limit
+
 
 BILL_SECONDS = 60.0
 """Age in seconds after which the hourly cost in the autoscaler's status is no longer valid."""
@@ -132,6 +144,17 @@ class View:
             return False
         instance = request.record.instance
         return instance is None or node.instance is None or instance == node.instance
+
+
+def limited(view: View) -> View:
+    """Return the view with the limits of jobs in their specifications."""
+    jobs = dict(view.jobs)
+    for name, job in view.jobs.items():
+        if job.spec is not None and job.limit is not None and job.limit.replicas is not None:
+            spec = job.spec.record
+            spec = replace(spec, max_replicas=min(spec.max_replicas, job.limit.replicas))
+            jobs[name] = replace(job, spec=replace(job.spec, record=spec))
+    return replace(view, jobs=MappingProxyType(jobs))
 
 
 def failed_jobs(view: View) -> int:

@@ -45,10 +45,15 @@ class UncaughtError:
     lost_peer: bool  # the error only reports that another replica, or the connection to it, is gone
     final: bool = False  # the job is to fail without restarts, because they would not help
     step: int | None = None  # number of the last step before it; None: unknown
+    # largest batch size that is known to work, if no step was made with the present, larger one; else None
+    worked_batch: int | None = None
 
 
 count_steps: Callable[[], int] | None = None
 """Return the number of the last finished step. The library sets this function in a replica."""
+
+worked_batch: Callable[[], int | None] | None = None
+"""Return what `UncaughtError.worked_batch` is to be. The library sets this function in a replica."""
 
 explain: Callable[[BaseException, TracebackType | None], None] | None = None
 """Add a remedy to an error. The library sets this function in a replica that continues a job."""
@@ -69,6 +74,7 @@ def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError
         lost_peer=_is_lost_peer(error),
         final=getattr(error, "ends_job", False) is True or _is_of_an_import(error, trace),
         step=count_steps() if count_steps is not None else None,
+        worked_batch=worked_batch() if worked_batch is not None else None,
     )
 
 

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from adaptdl_elastic._interfaces import ScaledModel
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.estimator import Array
 
 __all__ = [
@@ -60,6 +61,8 @@ class ScalingRuleBase:
     """
 
     preconditioned = False
+    doubt = ""
+    """Warning to be logged in the first step in which a loader autoscales its batch size; "": none."""
 
     def __init__(self) -> None:
         self._adp: ScaledModel | None = None
@@ -119,6 +122,10 @@ class ScalingRuleBase:
         if not self.adp.begin_step(closure=bool(args or kwargs.get("closure"))):
             return None
         assert self._optimizer is not None
+        trainer = registry().training
+        if self.doubt and trainer is not None and trainer.adaptive:
+            logger.warning("%s", self.doubt)
+            self.doubt = ""
         scale = self.adp.scale
         factor = self.scale_lr(scale)
         options = [self.scale_options(scale, group) for group in self._optimizer.param_groups]
@@ -354,18 +361,18 @@ def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRuleBase:
     rule of the optimizer they are made from. Muon gets AdaScale's gain to the power ½: its update is
     orthogonalised and so does not grow with the gradient, and Liu et al. (*Muon is Scalable for LLM
     Training*, 2025, arXiv 2502.16982) give it the learning rates of AdamW. Other optimizers get AdaScale,
-    with a warning.
+    with a warning once the batch size is autoscaled.
     """
+    rule = AdaScale()
     kind = _SCHEDULE_FREE.get(type(optimizer).__name__)
     if kind == "Adam" or isinstance(optimizer, _DERIVED_FOR_ADAM):
         return AdamScale()
     if isinstance(optimizer, torch.optim.Muon):
         return AdaScale(power=0.5)
     if kind is None and not isinstance(optimizer, _DERIVED_FOR_SGD):
-        logger.warning(
-            "AdaScale, derived for SGD, is chosen to scale the learning rate of %s: pass scaling_rule="
-            "AdaScale() to say that this is meant, AdamScale() if it divides by a second moment as Adam "
-            "does, LinearScale() or SqrtScale() otherwise",
-            type(optimizer).__name__,
+        rule.doubt = (
+            f"AdaScale, derived for SGD, is chosen to scale the learning rate of {type(optimizer).__name__}: "
+            f"pass scaling_rule=AdaScale() to say that this is meant, AdamScale() if it divides by a second "
+            f"moment as Adam does, LinearScale() or SqrtScale() otherwise"
         )
-    return AdaScale()
+    return rule

@@ -195,7 +195,7 @@ def reconcile(state: State, held: LocalGeneration, now: float) -> Step | None:
     if not change.switched:
         ended = [r for r in change.newcomers if r.exit_code is not None]
         if ended:
-            return withdraw(state, held, _why(ended[0]))
+            return withdraw(state, held, _why(ended[0]), ended[0].exit_code)
         if newer and state.plan is not None:
             return withdraw(state, held, state.plan.reason)
         if now >= change.until and not _all_ready(change):
@@ -240,14 +240,21 @@ def _never_switching(held: LocalGeneration, change: StateChange, first: int | No
     return over if new is None or new.rank == 0 else set()
 
 
-def withdraw(state: State, held: LocalGeneration, why: str) -> Step:
-    """Give the change up and go on in the held generation."""
+def withdraw(state: State, held: LocalGeneration, why: str, exit_code: int | None = 0) -> Step:
+    """Give the change up and go on in the held generation.
+
+    Args:
+        state: the agent's state.
+        held: the generation held here.
+        why: the reason, for users.
+        exit_code: that of the newcomer because of which this happens, if there is one.
+    """
     change = held.change
     assert change is not None
     plan, node = change.plan, state.me.node
     finished = not held.lost and all(r.exit_code == 0 and not r.stopped for r in held.replicas)
     outcome = Outcome.DONE if finished else Outcome.ABORTED
-    failure = None if finished else Failure(-1, 0, why)
+    failure = None if finished else Failure(-1, exit_code or 0, why)
     alive = tuple(r.local_rank for r in change.newcomers if r.exit_code is None)
     state = replace(
         state,
@@ -276,7 +283,7 @@ def _reconcile_joining(state: State, held: LocalGeneration, now: float) -> Step 
     late = held.join_by is not None and now >= held.join_by and not all(r.library for r in held.replicas)
     if newer or ended or late:
         why = _why(ended[0]) if ended else "not ready in time" if late else "another plan"
-        failure = Failure(-1, 0, why)
+        failure = Failure(-1, (ended[0].exit_code or 0) if ended else 0, why)
         held = replace(held, phase=Phase.KILLING, failure=failure)
         alive = tuple(r.local_rank for r in held.alive)
         return replace(state, held=held), [Kill(alive, why)]

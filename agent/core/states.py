@@ -41,6 +41,7 @@ class Evidence:
     lost_peer: bool = False  # the error only reports that another replica is gone
     final: bool = False  # the job is to fail without restarts
     step: int | None = None  # the replica's last step before the error; None: unknown
+    worked_batch: int | None = None  # as in `Failure`
 
 
 @dataclass(frozen=True)
@@ -320,7 +321,7 @@ class ReplicaExited:
 def failure_of(rank: int, exit_code: int, message: str, exited: float, evidence: Evidence) -> Failure:
     """Return an exit as a failure."""
     when = exited if evidence.raised is None else evidence.raised
-    known = (evidence.kind, evidence.lost_peer, evidence.final, evidence.step)
+    known = (evidence.kind, evidence.lost_peer, evidence.final, evidence.step, evidence.worked_batch)
     return Failure(rank, exit_code, message, when, *known)
 
 

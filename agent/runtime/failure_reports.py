@@ -27,7 +27,8 @@ def examine(exit_code: int, error_file: str, argument: str = "") -> tuple[str, E
     if error is None:
         return line, Evidence(kind_of(exit_code))
     kind = "" if error.lost_peer else error.kind
-    return line, Evidence(kind, error.raised, error.lost_peer, error.final, error.step)
+    evidence = Evidence(kind, error.raised, error.lost_peer, error.final, error.step, error.worked_batch)
+    return line, evidence
 
 
 def describe(exit_code: int, error_file: str, argument: str = "") -> str:

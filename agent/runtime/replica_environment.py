@@ -97,6 +97,8 @@ def replica_environment(
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if plan.memory_limit is not None:
         values[environment.MEMORY_LIMIT] = plan.memory_limit
+    if plan.limit is not None and plan.limit.batch_size is not None:
+        values[environment.BATCH_SIZE_LIMIT] = plan.limit.batch_size
     if job.hang_timeout:
         values[environment.HANG_TIMEOUT] = f"{job.hang_timeout:g}"
     if job.threads is not None:

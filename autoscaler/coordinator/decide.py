@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from adaptdl_elastic.autoscaler.cluster_view import JobView, View, failed_jobs
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View, failed_jobs, limited
 from adaptdl_elastic.autoscaler.coordinator import garbage_collection, reactive, rounds, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_builder import DecisionBuilder
@@ -102,6 +102,7 @@ class _Deciding:
         settings: CoordinatorSettings,
         answer: PolicyAnswer | None,
     ) -> None:
+        view = limited(view)
         self.draft = DecisionBuilder(view, memory, keys, fence, settings)
         self.view, self.keys, self.fence, self.settings, self.answer = view, keys, fence, settings, answer
         self.ledger, self.notes, self.actions = self.draft.ledger, self.draft.notes, self.draft.actions

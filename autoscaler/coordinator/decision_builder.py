@@ -34,6 +34,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Placement,
     Plan,
     Rescale,
+    SizeLimit,
     Transition,
     devices_by_slot,
 )
@@ -159,6 +160,7 @@ class DecisionBuilder:
         failed_step: int | None = None,
         failed_as: str | None = None,
         feasible_only: bool = False,
+        limit: SizeLimit | None = None,
     ) -> bool:
         """Publish the possible plan whose size is nearest to the present size.
 
@@ -166,6 +168,8 @@ class DecisionBuilder:
         """
         assert job.spec is not None
         spec, now = job.spec.record, in_plan(plan)
+        if limit is not None and limit.replicas is not None:
+            spec = replace(spec, max_replicas=limit.replicas)
         avoided = {node for (name, node) in self.late if name == job.job}
         places = rooms(
             self.view,
@@ -186,7 +190,7 @@ class DecisionBuilder:
             why = f"{why}: {pluralize(left, 'replica')} {verb} left of {had}"
         how, step = (transition, found) if transition else self.route(job, found)
         change = JobChange(
-            step, cause, how, why, restarts, failed, failed_step, failed_as, midway=step != found
+            step, cause, how, why, restarts, failed, failed_step, failed_as, midway=step != found, limit=limit
         )
         return self.publish(job, change)
 
@@ -229,6 +233,8 @@ class DecisionBuilder:
             late=self._late_nodes(job),
             restart_only=job.spec.record.run in self.restart_only,
             memory_limit=self._memory_limit(job, change.allocation, agents),
+            stepped=0 if mine is None else repeated_failure.last_that_stepped(job, mine),
+            limit=change.limit or job.limit,
         )
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
         self.actions.append(Say("plan", garbage_collection.plan_event(plan)))

@@ -27,6 +27,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Placement,
     Plan,
     Rescale,
+    SizeLimit,
     Transition,
 )
 
@@ -79,6 +80,7 @@ class JobChange:
     failed_as: str | None = None
     predicted_goodput: float | None = None
     placements: tuple[Placement, ...] = ()  # (): computed from the allocation
+    limit: SizeLimit | None = None  # None: as before
     midway: bool = False  # a step on the way to a target, which remains valid
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from adaptdl_elastic.autoscaler.cluster_view import JobView
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator import repeated_failure, survivors
@@ -64,6 +66,12 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         return
     if exhausted(draft.view, job, condition, draft.settings):
         return  # the job's status ends the job: it needs no plan
+    generation = jobs.failed_generation(job, plan)
+    kind = repeated_failure.kind_to_remember(job, generation, draft.settings.refill_after)
+    if (limit := repeated_failure.limit_of(job, plan)) is not None:
+        cause, why = Cause.REPLICA_LOST, limit.reason
+        draft.replan(job, plan, cause, Transition.ABORT, why, failed_as=kind, limit=limit)
+        return
     restarts = restarts_after_failure(draft.view, job, plan, draft.settings)
     assert job.spec is not None
     most = job.spec.record.max_restarts
@@ -71,7 +79,6 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         draft.wake(loss_known_at(job, plan, draft.settings))
         draft.notes[job.job].waits_for = "replicas lost a peer; waits to know whether a node is lost"
         return
-    generation = jobs.failed_generation(job, plan)
     not_before = jobs.failed_at(job, generation) + jobs.pause_before_restart(restarts, draft.settings)
     found = jobs.failures(job, generation)
     what = (
@@ -88,7 +95,6 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         draft.replan(job, plan, Cause.REPLICA_LOST, Transition.ABORT, what, restarts, failed_step=step)
         return
     why = f"{what} (restart {restarts} of {most})"
-    kind = repeated_failure.kind_to_remember(job, generation, draft.settings.refill_after)
     draft.replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, generation, step, kind)
 
 
@@ -123,7 +129,11 @@ def _withdraw(draft: DecisionBuilder, job: JobView, condition: Condition, plan: 
     """Take back a change whose newcomers failed; later changes of this run are restarts."""
     ended = [job.ended[plan.generation, node].record for node in condition.health.undone]
     said = next((one.failure.message for one in ended if one.failure and one.failure.message), "")
-    draft.restart_only |= {plan.run}
+    # a newcomer that was killed from outside does not show that newcomers cannot join
+    if any(one.failure and one.failure.exit_code == -signal.SIGKILL for one in ended):
+        draft.count_stillborn(plan, 0.0)
+    else:
+        draft.restart_only |= {plan.run}
     _take_back(draft, job, plan, f"a change in place was taken back: {said or 'a newcomer ended'}")
 
 

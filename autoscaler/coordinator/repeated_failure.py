@@ -10,6 +10,9 @@ memory. Then the job fails at once.
 Agents report the kind of a failure (`Failure.kind`). Deaths by SIGKILL, errors that only report the loss of a
 peer, and errors that may be temporary have none, since two of them may have different causes.
 
+If a larger size has brought the error, the job goes back to the smaller one that works, and stays there
+(`limit_of`).
+
 A plan has in `failed_as` how the generation before it failed. That is the kind if it had made no step, else
 the number of the last step, the kind and the message, whose numbers and addresses do not count.
 """
@@ -18,10 +21,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView
 from adaptdl_elastic.autoscaler.coordinator.job_phase import failed_generation, failures
-from adaptdl_elastic.rendezvous.schema.records import Cause, Failure, Plan
+from adaptdl_elastic.rendezvous.schema.records import Cause, Failure, Plan, SizeLimit
+from adaptdl_elastic.rendezvous.text import pluralize
 
 _AFTER = "after step "
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -65,6 +70,34 @@ def repetition(job: JobView, plan: Plan, lived: float) -> str:
     now = _ways(failures(job, generation), _before_the_first_step(job, generation, lived))
     again = next((way for way in now if way in before), "")
     return again.partition(":")[0] if again.startswith(_AFTER) else again and "before its first step"
+
+
+def last_that_stepped(job: JobView, plan: Plan) -> int:
+    """Return the replicas of the last generation of a run, up to that of `plan`, that has made a step."""
+    return plan.replicas if _has_stepped(job, plan.generation) else plan.stepped
+
+
+def limit_of(job: JobView, plan: Plan) -> SizeLimit | None:
+    """Return the limit to go back to if a larger size has brought the failure of `plan`; else None.
+
+    An error of the script that is raised in the first step with a larger batch size or with more replicas
+    belongs to that size, if the script has made steps with a smaller one. The batch size is tried first. If
+    the script fails at the smaller size, too, the error is the script's.
+    """
+    found = next(iter(failures(job, failed_generation(job, plan))), None)
+    if found is None or not found.kind or found.final:
+        return None
+    known = job.limit or SizeLimit()
+    asked = 0 if job.request is None else job.request.revision
+    again = f"(adaptdl scale {job.job} --replicas N lifts this limit): above it the script failed"
+    if found.worked_batch is not None and (known.batch_size is None or found.worked_batch < known.batch_size):
+        why = f"stays at or below batch size {found.worked_batch} {again}: {found.message}"
+        return replace(known, batch_size=found.worked_batch, reason=why, request=asked)
+    first = plan.generation == failed_generation(job, plan) and not _has_stepped(job, plan.generation)
+    if not (first and 0 < plan.stepped < plan.replicas):
+        return None
+    why = f"stays at or below {pluralize(plan.stepped, 'replica')} {again}: {found.message}"
+    return replace(known, replicas=plan.stepped, reason=why, request=asked)
 
 
 def _ways(found: Iterable[Failure], early: bool) -> list[str]:

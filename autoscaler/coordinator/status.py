@@ -47,6 +47,8 @@ def exhausted(view: View, job: JobView, condition: Condition, settings: Coordina
     if not condition.health.failed:
         return False  # newcomers that failed beside the running training do not count
     assert job.spec is not None
+    if repeated_failure.limit_of(job, condition.plan) is not None:
+        return False
     if repeated_failure.is_final(job, condition.plan):
         return True
     if repeated_failure.repetition(job, condition.plan, settings.refill_after):
@@ -190,7 +192,8 @@ def _state(
         return JobState.RUNNING, waits_for, None
     if phase is Phase.CHANGING and health.missing:
         return JobState.RUNNING, f"has not heard from {', '.join(health.missing)} for a moment", None
-    return JobState.RUNNING, plan.reason, None
+    why = job.limit.reason if job.limit else ""
+    return JobState.RUNNING, plan.reason if why in plan.reason else f"{plan.reason}; {why}", None
 
 
 def _given_up(job: JobView, plan: Plan, settings: CoordinatorSettings) -> tuple[JobState, str, int]:

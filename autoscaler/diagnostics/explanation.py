@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View, limited
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_types import Allocation, CoordinatorSettings, Memory
 from adaptdl_elastic.autoscaler.coordinator.job_models import model, own_hints
@@ -94,6 +94,8 @@ def explain(
 ) -> Explanation:
     """Explain the size of `job`; the policy is called once, as the coordinator would call it."""
     settings = settings or CoordinatorSettings()
+    view = limited(view)
+    job = view.jobs[job.job]
     ledger = Ledger(view)
     condition = jobs.condition_of(view, job, settings)
     assert job.spec is not None
@@ -245,7 +247,9 @@ def _limits(
     """Return what keeps the job from being larger, independent of the policy."""
     assert job.spec is not None
     spec, found = job.spec.record, []
-    if size >= spec.max_replicas:
+    if job.limit is not None:
+        found.append(job.limit.reason)
+    elif size >= spec.max_replicas:
         found.append(f"max_replicas {spec.max_replicas} is reached")
     requested = jobs.requested_replicas(job)
     if requested is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View, limited
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.decision_types import Memory as Rounds
 from adaptdl_elastic.autoscaler.coordinator.job_models import model, own_hints
@@ -70,6 +70,7 @@ def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
     A job is changing while its plan differs from what runs and no person has set its size. A job whose
     records cannot be used keeps what it has, as in the coordinator, and does not affect other jobs.
     """
+    view = limited(view)
     settings, conditions, broken = CoordinatorSettings(), dict[str, Condition](), dict[str, str]()
     for name, job in view.jobs.items():
         try:

@@ -247,6 +247,16 @@ class Leaving:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class SizeLimit:
+    """Sizes above which the script of a run has failed, while it works at them."""
+
+    replicas: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Annotated[int, Field(ge=1)] | None = None  # over all replicas
+    reason: str = ""  # text for users
+    request: int = 0  # revision of the newest request when the script failed; `adaptdl scale` after it counts
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class Plan:
     """The immutable definition of one generation. Ranks follow the order of `placements`.
 
@@ -279,6 +289,8 @@ class Plan:
     restart_only: bool = False  # a change in place has failed in this run, so changes are restarts
     # samples of one replica that fit into memory, as other jobs of the script have learnt; None: not known
     memory_limit: Annotated[int, Field(ge=1)] | None = None
+    stepped: int = 0  # replicas of the last generation before this one, of this run, that has made a step
+    limit: SizeLimit | None = None  # what this run stays at or below
 
     @property
     def claim(self) -> bool:
@@ -400,6 +412,8 @@ class Failure:
     lost_peer: bool = False  # the error only reports that another replica is gone
     final: bool = False  # the job is to fail without restarts, because they would not help
     step: int | None = None  # number of the last step before the error; None: unknown
+    # largest batch size that is known to work, if no step was made with the present, larger one; else None
+    worked_batch: Annotated[int, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True, config=_CONFIG)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from coordinator_pump import Pump, elastic, start
@@ -236,6 +237,72 @@ def test_a_failure_that_comes_again_before_the_first_step_ends_the_job(pump: Pum
     what = "failed twice in the same way before its first step: rank 0: name 1 is not defined"
     assert status.reason == what
     assert {agent.exit_code for agent in pump.agents} == {1}
+
+
+def fails_on_two(pump: Pump, **failure: Any) -> None:
+    """A job that works on one replica gets two from the policy, and fails before a step."""
+    pump.job("a", max_replicas=2, max_nodes=2, max_restarts=0)
+    pump.node("n0", "a")
+    pump.settle()
+    pump.agents[0].report(pump.plan("a"), max_profiled_replicas=1)
+    pump.node("n1", "a", steps=False)
+    pump.agents[0].steps = False
+    pump.later(61)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    pump.agents[0].steps = True
+    pump.agents[0].fail(**{"message": "RuntimeError: shape", "kind": KIND, **failure})
+    pump.settle()
+
+
+def test_an_error_that_two_replicas_bring_is_of_that_size(pump: Pump) -> None:
+    fails_on_two(pump)
+    assert pump.placed("a") == {"n0": 1}
+    pump.take_over()
+    for _ in range(3):
+        pump.agents[0].report(pump.plan("a"), max_profiled_replicas=1)
+        pump.later(61)
+    assert (pump.placed("a"), pump.plan("a").restarts) == ({"n0": 1}, 0)
+    status = pump.status("a")
+    assert status.state is JobState.RUNNING
+    why = "stays at or below 1 replica (adaptdl scale a --replicas N lifts this limit): above it the script "
+    assert f"{why}failed: RuntimeError: shape" in status.reason
+    pump.ask("a", replicas=2)
+    pump.agents[0].steps = False
+    pump.settle()
+    assert (set(pump.placed("a")), pump.plan("a").limit) == ({"n0", "n1"}, None)
+    pump.agents[0].steps = True
+    pump.agents[0].fail("RuntimeError: shape", kind=KIND)
+    pump.later(61)
+    assert pump.placed("a") == {"n0": 1}, "the same request is not tried a second time"
+
+
+def test_an_error_that_comes_at_the_smaller_size_too_ends_the_job(pump: Pump) -> None:
+    fails_on_two(pump)
+    pump.agents[0].fail("RuntimeError: shape", kind=KIND)
+    pump.settle()
+    assert (pump.status("a").state, pump.status("a").exit_code) == (JobState.FAILED, 1)
+
+
+@pytest.mark.parametrize("failure", [{"kind": ""}, {"final": True}], ids=["of no kind, as a kill", "final"])
+def test_another_failure_on_two_replicas_is_not_of_that_size(pump: Pump, failure: dict[str, Any]) -> None:
+    fails_on_two(pump, **failure)
+    assert pump.plan("a").limit is None
+    assert pump.status("a").state is JobState.FAILED
+
+
+def test_an_error_that_a_batch_size_brings_is_of_that_size(pump: Pump) -> None:
+    start(pump, max_restarts=0)
+    for worked in (48, 32):  # the smaller one is tried only if the larger one fails as well
+        pump.agents[0].fail("RuntimeError: shape", kind=KIND, worked_batch=worked, step=worked)
+        pump.settle()
+        limit = pump.plan("a").limit
+        assert limit is not None
+        assert (limit.batch_size, limit.replicas) == (worked, None)
+        assert set(pump.placed("a")) == {"n0", "n1"}
+    assert "at or below batch size 32 " in pump.status("a").reason
+    pump.agents[0].fail("RuntimeError: shape", kind=KIND, step=40)
+    pump.settle()
+    assert pump.status("a").state is JobState.FAILED
 
 
 WHAT = "IndexError: index 10 is out of range"

@@ -241,6 +241,22 @@ def test_a_newcomer_that_fails_costs_nothing(pump: Pump, outcome: Outcome) -> No
     assert set(pump.placed("a")) == {"n0", "n1", "n2"}
 
 
+def test_the_change_after_a_newcomer_was_killed_is_in_place_again(pump: Pump) -> None:
+    grow_in_place(pump)
+    for agent in pump.agents:
+        agent.inplace = True
+    generation = pump.plan("a").generation
+    killed = Failure(-1, -9, "newcomer 2: SIGKILL: killed from outside")
+    ended = EndedRecord("n2", generation, Outcome.ABORTED, 0, killed)
+    pump.store.put(pump.keys.generation("a", generation, "ended", "n2"), encode(ended))
+    pump.decide()
+    assert pump.placed("a") == {"n0": 1, "n1": 1}
+    pump.ask("a", replicas=3)
+    pump.settle()
+    assert (pump.plan("a").transition, pump.plan("a").restart_only) == (Transition.INPLACE, False)
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
+
+
 def test_what_a_withdrawn_change_had_started_may_end_as_it_likes(pump: Pump) -> None:
     grow_in_place(pump, max_restarts=0)
     withdrawn = pump.plan("a").generation

@@ -61,6 +61,26 @@ def test_the_policy_grows_the_example_and_names_goodput(tmp_path: Path) -> None:
         assert run.wait() == 143
 
 
+@pytest.mark.parametrize(
+    ("slots", "options", "limit"),
+    [("1:2", [], "at or below 1 replica "), ("1", ["--autoscale=64"], "at or below batch size 16 ")],
+    ids=["two replicas", "a larger batch"],
+)
+def test_an_error_that_a_size_brings_does_not_end_the_job(
+    tmp_path: Path, slots: str, options: list[str], limit: str
+) -> None:
+    arguments = ["--standalone", f"--nproc-per-node={slots}", "--rdzv-id=one", "--max-restarts=0"]
+    with ElasticRun([*arguments, str(SCRIPTS / "one_size.py"), *options], tmp_path) as run:
+        back = run.wait_for_event("generation", cause="replica_lost")
+        assert (back["replicas"], back["transition"]) == (1, "abort")
+        run.wait_until_adaptdl_says(limit, "status", "one")
+        assert limit in run.adaptdl("explain", "one").stdout
+        run.wait_for_event("goodput", after=run.events.index(back))
+        (tmp_path / "hurry").touch()
+        assert run.wait() == 0, run.text()
+        assert run.of("generation")[-1] == back
+
+
 def test_a_stopped_job_resumes_where_it_was(tmp_path: Path) -> None:
     arguments = ["--standalone", "--nproc-per-node=1", "--rdzv-id=again", "--checkpoint-path=state"]
     arguments += [str(SCRIPTS / "count_samples.py"), str(tmp_path)]

@@ -35,6 +35,7 @@ ALONE: dict[str, Any] = {
     "report_interval": 2.0,
     "hang_timeout": None,
     "memory_limit": None,
+    "batch_size_limit": None,
 }
 
 # (function, variable of ours, text, value; torchrun's variable, text, value)
@@ -67,6 +68,7 @@ OURS_ALONE = [
     ("hang_timeout", "ADAPTDL_HANG_TIMEOUT", "20", 20.0),
     ("hang_timeout", "ADAPTDL_HANG_TIMEOUT", "0", None),
     ("memory_limit", "ADAPTDL_MEMORY_LIMIT", "48", 48),
+    ("batch_size_limit", "ADAPTDL_BATCH_SIZE_LIMIT", "48", 48),
 ]
 
 MALFORMED = [

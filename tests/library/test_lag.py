@@ -68,6 +68,15 @@ def test_a_small_loss_is_no_lag(own: tuple[float, float], waiting: float) -> Non
     assert judge.lags == {}
 
 
+def test_replicas_that_share_all_cores_of_a_host_are_not_said_to_compute_slowly() -> None:
+    judge = LagJudge()
+    for host, expected in (("host1", set()), ("host0", {1})):  # replica 0's host
+        for _ in range(AGREEING):
+            found = {r: one._replace(crowded=True) for r, one in reports(0.1, 0.3).items()}
+            judge.judge({0: found[0]._replace(host=host), 1: found[1]})
+        assert set(judge.lags) == expected
+
+
 def test_a_busy_machine_is_no_lag() -> None:
     """Steps that are now and then, on any replica, many times longer: no verdict in 500 reports."""
     random = np.random.default_rng(0)

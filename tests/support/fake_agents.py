@@ -230,9 +230,10 @@ class FakeAgent:
         lost_peer: bool = False,
         final: bool = False,
         step: int | None = None,
+        worked_batch: int | None = None,
     ) -> None:
         """Let a replica of it fail."""
-        failure = Failure(0, exit_code, message, kind=kind, lost_peer=lost_peer, final=final, step=step)
+        failure = Failure(0, exit_code, message, 0.0, kind, lost_peer, final, step, worked_batch)
         self._end(Outcome.FAILED, failure)
 
     def lose(self, *slots: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import insides
@@ -13,6 +14,7 @@ import torch
 from fake_loader import FakeLoader
 
 from adaptdl_elastic.torch import scaling_rules
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
@@ -264,11 +266,16 @@ def test_muon_gets_the_root_of_the_plain_gradients_gain() -> None:
     np.testing.assert_allclose(adp.scaling_rule.scale_lr(4.0), (9.0 / 3.0) ** 0.5)
 
 
-def test_the_choice_for_an_optimizer_that_none_is_derived_for_is_named(
-    caplog: pytest.LogCaptureFixture,
+def test_the_choice_for_an_optimizer_that_none_is_derived_for_is_named_where_a_loader_autoscales(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert type(model_with(None, torch.optim.Adagrad).scaling_rule) is AdaScale
-    assert "AdaScale" in caplog.text
+    adp = model_with(None, torch.optim.Adagrad)
+    assert type(adp.scaling_rule) is AdaScale
+    monkeypatch.setattr(adp, "begin_step", lambda closure: True)
+    for adaptive in (False, True):
+        monkeypatch.setattr(registry(), "training", SimpleNamespace(adaptive=adaptive))
+        adp.scaling_rule.step()
+        assert ("AdaScale, derived for SGD, is chosen" in caplog.text) is adaptive
     assert "Adagrad" in caplog.text
 
 

@@ -12,6 +12,7 @@ import sys
 from adaptdl_elastic import _frames, _session, checkpoint, collective, env
 from adaptdl_elastic._checks import flag, integer
 from adaptdl_elastic._interfaces import Command, ElasticLoader
+from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.torch._data.checks import check_bounds
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._runtime.position import OUTSIDE, script_position
@@ -43,6 +44,7 @@ class LoaderBatchSize(ElasticLoader):
         self._accumulation = False
         self._atomic = local_batch(batch_size, self.replicas)
         self._accum = 0
+        self._sizes = 0, 0, 0  # step when the batch size was set last, that size, the largest that has worked
         self._generation: int | None = None  # generation whose batch size has been settled
         self._repeats = 0  # how often the batches have become smaller, or have been repeated, in this process
         self.trained = False  # a model has been trained with this loader in this process
@@ -272,6 +274,8 @@ class LoaderBatchSize(ElasticLoader):
                     session.consensus.polls.append(self._poll)
                     session.consensus.poll_soon()
             if self.training:
+                if self.adaptive:
+                    self._remember_size()
                 session.metrics.set_current_batch_size(self._atomic, self._accum)
         return self._atomic
 
@@ -282,7 +286,10 @@ class LoaderBatchSize(ElasticLoader):
 
     @property
     def _limits(self) -> Limits:
-        given = Limits(self.batch_size, self._max_batch_size, self._local_bounds, self._accumulation)
+        most, told = self._max_batch_size, env.batch_size_limit()
+        if most is not None and told is not None:
+            most = max(self.batch_size, min(most, told))
+        given = Limits(self.batch_size, most, self._local_bounds, self._accumulation)
         return limited(given, memory_limit().largest) if self.training else given
 
     def _poll(self) -> Command | None:
@@ -310,7 +317,18 @@ class LoaderBatchSize(ElasticLoader):
         if largest is not None and command["atomic"] > largest:
             return  # it was chosen before the limit was known
         self._atomic, self._accum = command["atomic"], command["accumulation"]
+        self._remember_size()
         _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
+
+    def _remember_size(self) -> None:
+        """Remember the new batch size and the largest that has worked, for the record of an error."""
+        session = _session.current()
+        least = self.replicas * local_batch(self.batch_size, self.replicas)
+        step, size, worked = self._sizes
+        worked = max(worked, least, size if session.step > step else 0)
+        step, size = session.step, self.current_batch_size
+        self._sizes = step, size, worked
+        uncaught_error.worked_batch = lambda: worked if session.step == step and size > worked else None
 
 
 def _begins() -> bool:

@@ -533,12 +533,12 @@ class BoundaryConsensus:
         """Report the last finished step to the agent: the first one, then at most one a second.
 
         Args:
-            force: Whether to report in any case.
+            force: Whether to report also within a second of the last report.
         """
         session = self.session
         if session.channel is None or session.last_step_time is None:
             return
-        if session.last_step_time == self._told and not force:
+        if session.last_step_time == self._told:
             return
         now = self.clock()
         if not force and not self._first_step and now - self._reported < _STEP_REPORT_INTERVAL:

@@ -67,6 +67,7 @@ class StepClock:
         self.stage = Stage.STEP
         self.changed = time.monotonic()  # when the present stage began
         self.moves = 0  # how often the stage has changed
+        self.on_gpu = False  # whether the last gradients were computed there
         self.passes = 0  # backward passes of the present batch whose gradients were averaged
         self._spent = [0.0] * len(Stage)
         self._sending = 0.0
@@ -92,6 +93,7 @@ class StepClock:
 
     def computed(self, on_gpu: bool) -> None:
         """Record that all gradients of this replica are computed, and on their way to the others."""
+        self.on_gpu = on_gpu
         if on_gpu:
             self._ready = _event()
         self.passes += 1

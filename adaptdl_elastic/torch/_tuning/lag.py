@@ -38,6 +38,7 @@ class Report(NamedTuple):
 
     host: str
     parts: StepParts  # medians per step
+    crowded: bool = False  # it computes on the host's cores, which are not more than the replicas there use
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,10 @@ class LagJudge:
         for rank, report in reports.items():
             others = [one for other, one in reports.items() if other != rank]
             found = compare(rank, report, others)
+            if found.part == "compute" and report.crowded:
+                # replicas that share all cores of a host slow each other down
+                others = [one for one in others if one.host != report.host]
+                found = compare(rank, report, others or [report])
             lagging = rank in self.lags
             if lagging and found.ratio > ENDS:
                 self._seen[rank] = 0

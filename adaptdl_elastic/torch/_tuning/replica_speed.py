@@ -8,13 +8,17 @@ reports of all replicas about the same steps, it decides which replica lags (`la
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 from collections import deque
 from statistics import median
 from typing import Any
 
+import torch
+
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.hints import Straggler
 from adaptdl_elastic.torch._runtime.step_clock import StepClock, StepParts
 from adaptdl_elastic.torch._tuning.lag import LagJudge, Report
@@ -79,8 +83,14 @@ class ReplicaSpeed:
         self._recent.extend(found)
         if self._steps % EVERY == 0 and len(self._recent) >= 2:
             medians = [median(column) for column in zip(*self._recent, strict=True)]
-            body = [list(state), self._host, medians]
+            body = [list(state), self._host, medians, self._crowded()]
             session.reducer.send_control(0, (KIND, self._steps, body))
+
+    def _crowded(self) -> bool:
+        """Return whether the replicas of this host compute on its cores and leave none of them free."""
+        local = int(os.environ.get(environment.LOCAL_WORLD_SIZE, 1))
+        busy = local * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+        return local > 1 and busy and not self.clock.on_gpu
 
     def _begin_generation(self) -> None:
         """Forget the verdicts about an earlier generation, whose ranks were others."""
@@ -94,13 +104,13 @@ class ReplicaSpeed:
 
     def _take(self, sender: int, number: int, body: Any) -> None:
         """Take a replica's report. Runs on rank 0, in the thread that receives control messages."""
-        state, host, medians = body
+        state, host, medians, crowded = body
         key = tuple(state), number
         if key[0][0] != self._session.generation:
             return
         with self._lock:
             reports = self._waiting.setdefault(key, {})
-            reports[sender] = Report(str(host), StepParts(*medians))
+            reports[sender] = Report(str(host), StepParts(*medians), bool(crowded))
             while len(self._waiting) > _PENDING:
                 del self._waiting[next(iter(self._waiting))]
             if len(reports) < self._session.replicas:
