@@ -52,10 +52,18 @@ def model(hints: JobHints) -> GoodputModel | None:
         grad_params=GradParams(*hints.grad_params),
         init_batch_size=hints.init_batch_size,
         max_batch_size=hints.max_batch_size,
-        local_bsz_bounds=hints.local_bsz_bounds,
+        local_bsz_bounds=_bounds(hints),
         accumulation=hints.gradient_accumulation,
         corrections=_corrections(hints.perf_params, hints.profile),
     )
+
+
+def _bounds(hints: JobHints) -> tuple[int, int] | None:
+    """Return the bounds of one replica's batch. Without autoscaling, no replica has a single sample."""
+    if hints.max_batch_size is not None:
+        return hints.local_bsz_bounds
+    _, high = hints.local_bsz_bounds or (1, hints.init_batch_size)
+    return min(2, hints.init_batch_size, high), high
 
 
 @lru_cache(maxsize=8192)

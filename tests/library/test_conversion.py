@@ -45,10 +45,10 @@ def test_steps_have_the_same_samples_and_learning_rate(tmp_path: Path, ranks: in
     assert texts[1:] == [""] * (ranks - 1)
 
 
-def test_a_batch_that_cannot_be_divided_is_told(tmp_path: Path) -> None:
+def test_replicas_without_a_share_of_the_batch_are_told(tmp_path: Path) -> None:
     after, texts = run(tmp_path, 2, converted=True, batch=0.5)
     assert texts[0].startswith(
-        "batch size 2 over 2 replicas: batch_size=1 cannot be divided equally among them\n"
+        "batch size 1 over 2 replicas: only 1 of them gets samples that count, at least 2 each\n"
     )
     assert [samples for samples, _ in after[0][0]] == [1] * 256
 
