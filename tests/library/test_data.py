@@ -102,7 +102,9 @@ def test_a_loader_is_a_dataloader_of_its_share(script: Script) -> None:
     assert len(loader) == 3
 
 
-@pytest.mark.parametrize(("batch", "local"), [(10, (4, 3, 3)), (8, (3, 3, 2)), (5, (3, 2, 2)), (1, (1, 1, 1))])
+@pytest.mark.parametrize(
+    ("batch", "local"), [(10, (4, 3, 3)), (8, (3, 3, 2)), (5, (3, 2, 2)), (1, (1, 1, 1))]
+)
 def test_the_batch_size_is_that_of_all_replicas(script: Script, batch: int, local: tuple[int, ...]) -> None:
     """A replica without a share (of 5 samples, and of one) gets samples of another one."""
     for rank in range(3):

@@ -42,10 +42,10 @@ def test_any_sequence_of_sizes_hands_out_every_sample_once(
     """Each generation runs some steps; the last one runs to the end of the pass."""
     samples = order(size, True, seed=3, epoch=1).tolist()
     position, found = 0, list[int]()
-    for number, (replicas, local, accum, steps) in enumerate(schedule):
+    for number, (replicas, local, accum, few) in enumerate(schedule):
         last = number == len(schedule) - 1
         for step, window in enumerate(windows(position, size, replicas, local, accum)):
-            if step == steps and not last:
+            if step == few and not last:
                 break
             for chunk in window:
                 part = samples[position : position + chunk]
@@ -91,16 +91,16 @@ def test_shares_differ_by_one_sample_at_most_and_none_is_a_single_one() -> None:
         shares = [taken(step, replicas, rank) for rank in range(replicas)]
         assert sorted(index for mine in shares for index in mine) == list(range(step))
         sizes = [len(mine) for mine in shares if mine]
-        assert sizes == [len(mine) for mine in shares[: len(sizes)]] and len(sizes) == min(
-            replicas, max(step // 2, 1)
-        )
-        assert max(sizes) - min(sizes) <= 1 and (min(sizes) > 1 or step == 1)
+        assert sizes == [len(mine) for mine in shares[: min(replicas, max(step // 2, 1))]]
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) > 1 or step == 1
 
 
 @given(SIZES, REPLICAS, st.integers(1, 7))
 def test_memory_divides_a_step_into_chunks_that_fit(step: int, replicas: int, largest: int) -> None:
     found = chunks(step, replicas, largest)
-    assert sum(found) == step and max(found) - min(found) <= 1
+    assert sum(found) == step
+    assert max(found) - min(found) <= 1
     for chunk in found:
         shares = [taken(chunk, replicas, rank, largest) for rank in range(replicas)]
         assert sorted(index for mine in shares for index in mine) == list(range(chunk))
@@ -113,7 +113,8 @@ def test_where_no_replica_needs_a_batch_small_chunks_go_to_all_in_turn(size: int
     for position in range(size):
         for rank in range(replicas):
             had[rank] += len(taken(1, replicas, rank, start=position))
-    assert sum(had) == size and max(had) - min(had) <= 1
+    assert sum(had) == size
+    assert max(had) - min(had) <= 1
 
 
 @given(SIZES, REPLICAS, LOCALS)

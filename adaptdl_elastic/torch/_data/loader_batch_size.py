@@ -173,7 +173,7 @@ class LoaderBatchSize(ElasticLoader):
         line = f"batch size {total} over {self.replicas} replica{'s' if self.replicas > 1 else ''}"
         used = max(self.batch_size // 2, 1)
         if used < self.replicas and not self.equal_shares:
-            line += f": it is enough for {used} of them, the others repeat samples, which do not count"
+            line += f", of which only {used} can share it: run it on at most {used}, or raise batch_size"
         print(line, file=sys.stderr, flush=True)
 
     def _train_outside(self) -> None:
