@@ -1,6 +1,7 @@
 """A script whose schedule counts on `len(loader)`.
 
-LOOP: batch; size, of the data set; epochs; norm, whether the model has a BatchNorm; pace, in seconds.
+LOOP: batch; size, of the data set; epochs; norm, whether the model has a BatchNorm; pace, in seconds;
+most, samples that a replica may have in a pass.
 Rank 0 writes the length of the loader, the number of the schedule's steps, and the weights.
 """
 
@@ -15,7 +16,15 @@ from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
 
-S = {"batch": 8, "size": 120, "epochs": 2, "norm": False, "pace": 0.0, **json.loads(os.environ["LOOP"])}
+S = {
+    "batch": 8,
+    "size": 120,
+    "epochs": 2,
+    "norm": False,
+    "most": 0,
+    "pace": 0.0,
+    **json.loads(os.environ["LOOP"]),
+}
 OUT = Path(os.environ["OUT"])
 
 torch.manual_seed(1)
@@ -25,7 +34,9 @@ loader = adl.AdaptiveDataLoader(TensorDataset(data, data.sum(1, keepdim=True)), 
 net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3) if S["norm"] else torch.nn.Tanh())
 net.append(torch.nn.Linear(3, 1))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-steps = S["epochs"] * len(loader)
+if S["most"]:
+    loader.autoscale_batch_size(S["batch"], (1, S["most"]), gradient_accumulation=True)
+steps = S["epochs"] * (-(-S["size"] // S["batch"]) if S["most"] else len(loader))
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps, cycle_momentum=False)
 model = adl.AdaptiveDataParallel(net, optimizer, scheduler)
 for _ in adl.remaining_epochs_until(S["epochs"]):
@@ -33,7 +44,8 @@ for _ in adl.remaining_epochs_until(S["epochs"]):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
-        scheduler.step()
+        if adl.is_optim_step():
+            scheduler.step()
         sign("step")
         if not (OUT / "hurry").exists():
             time.sleep(S["pace"])

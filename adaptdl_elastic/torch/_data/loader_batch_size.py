@@ -79,7 +79,7 @@ class LoaderBatchSize(ElasticLoader):
     @property
     def equal_shares(self) -> bool:
         """Whether all replicas have equal local batches: where autoscaling chooses the batch size."""
-        return self.adaptive
+        return not self._limits.exact
 
     @property
     def full_chunk(self) -> int:
@@ -285,7 +285,8 @@ class LoaderBatchSize(ElasticLoader):
                     logger.warning(
                         "%s; until there are others, a batch is %d", problem, self.current_batch_size
                     )
-                best = session.metrics.best_batch_size() if session.rank == 0 else None
+                leads = session.rank == 0 and self.equal_shares
+                best = session.metrics.best_batch_size() if leads else None
                 chosen = None if best is None else (best.atomic_bsz, best.accumulation_steps)
                 chosen = collective.share(chosen, "batch size")
                 if chosen is not None:
@@ -320,7 +321,7 @@ class LoaderBatchSize(ElasticLoader):
         replicas agree on the batch size anyway (`sync_local_bsz`).
         """
         session = _session.current()
-        if self._generation != session.generation:
+        if self._generation != session.generation or not self.equal_shares:
             return None
         better = session.metrics.suggestion()
         if better is None or (better.atomic_bsz, better.accumulation_steps) == (self._atomic, self._accum):

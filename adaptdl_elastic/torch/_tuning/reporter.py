@@ -165,8 +165,8 @@ class Metrics:
             self._where = key
         self._window_time += elapsed
         passes = self._current.accumulation_steps + 1
-        fixed = self._limits is not None and self._limits.maximum is None
-        self._window_samples += self._batch_size() / passes if fixed else session.replicas * self._atomic
+        exact = self._limits is not None and self._limits.exact
+        self._window_samples += self._batch_size() / passes if exact else session.replicas * self._atomic
         if not accumulation_step:
             self._recent.append((self._window_time, self._window_samples))
             self._window_time, self._window_samples = 0.0, 0
@@ -360,7 +360,7 @@ class Metrics:
 
     def _batch_size(self) -> int:
         """Return the global batch size in use; 0: none yet."""
-        if self._current.atomic_bsz and self._limits is not None and self._limits.maximum is None:
+        if self._current.atomic_bsz and self._limits is not None and self._limits.exact:
             return self._limits.init
         return self._session.replicas * self._current.atomic_bsz * (self._current.accumulation_steps + 1)
 
