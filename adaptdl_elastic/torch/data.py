@@ -348,7 +348,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         batches.drop_last = self.drop_last and not grown
         helper.left_out = (size - begun % size) % full if batches.drop_last else 0
         helper.count_from = batches.count_from
-        batches.fill = self._fills()
+        batches.fill = helper.fills(batches.sampler.shuffle)
         batches.in_turn = not batches.fill
         batches.sampler.set_epoch(script_position().finished, begun)
         self._seed_workers()
@@ -387,17 +387,6 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return over
         helper.leave_out_rest((begun // size + 1) * size)  # there was no window left from the start
         return None
-
-    def _fills(self) -> bool:
-        """Return whether every replica must get a batch each time, as a backward pass needs all replicas."""
-        helper = self._elastic
-        if helper.training:
-            return True
-        return bool(
-            helper.training_loader_undecided
-            and torch.is_grad_enabled()
-            and (self._elastic_batches.sampler.shuffle or helper.in_training_mode)
-        )
 
     def _seed_workers(self) -> None:
         """Seed the workers' random numbers, differently for every replica, epoch and position."""

@@ -156,11 +156,9 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
 
     def _block(self, left: Remaining, row: int, length: int) -> Batch:
         streams, local = self._elastic.full_chunk, self._elastic.current_local_bsz
-        replicas, rank = self._elastic.replicas, current_session().rank
-        before = sum(
-            len(taken(streams, replicas, other, self._elastic.largest_pass)) for other in range(rank)
-        )
-        first = before if before < streams else 0
+        replicas, largest = self._elastic.replicas, self._elastic.largest_pass
+        first = sum(len(taken(streams, replicas, rank, largest)) for rank in range(current_session().rank))
+        first %= streams  # a replica without a share
         positions = torch.from_numpy(left.block(streams, first, local, row, length))
         text, target = self._tokens[positions], self._tokens[positions + 1]
         return Batch(text.to(self._device), target.to(self._device))

@@ -69,7 +69,6 @@ def written(folder: Path, replicas: int, later: int | None = None, **settings: A
 
 
 def test_a_schedule_by_the_length_of_the_loader_ends_on_any_number_of_replicas(tmp_path: Path) -> None:
-    """The steps and the gradients of 8 samples are the same on one replica and on three."""
     settings: dict[str, Any] = {"batch": 8, "size": 124, "epochs": 40, "pace": 0.1}
     length, steps, weights = written(tmp_path / "1", 1, **{**settings, "pace": 0.0})
     assert (length, steps) == (16, 640)
@@ -77,6 +76,20 @@ def test_a_schedule_by_the_length_of_the_loader_ends_on_any_number_of_replicas(t
         found = written(tmp_path / f"{begun} {later}", begun, later, **settings)
         assert found[:2] == (length, steps)
         assert found[2] == pytest.approx(weights, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "replicas", "most"), [(8, 3, 0), (8, 3, 2), (8, 2, 3), (5, 3, 0), (1, 2, 0)]
+)
+def test_steps_and_gradients_are_those_of_one_replica(
+    tmp_path: Path, batch: int, replicas: int, most: int
+) -> None:
+    """Also if a replica has no share, or may have `most` samples in a pass."""
+    alone = written(tmp_path / "1", 1, batch=batch, size=29)
+    found = written(tmp_path / "several", replicas, batch=batch, size=29, most=most)
+    assert found[1] == alone[1] == 2 * -(-29 // batch)
+    assert most or found[0] == alone[0]
+    assert found[2] == pytest.approx(alone[2], abs=1e-5)
 
 
 @pytest.mark.parametrize(("batch", "size", "replicas"), [(33, 988, 2), (5, 32, 3)])

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-import torch
-
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._data.iterable import Settings, ShardedStream
 from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
@@ -153,7 +151,7 @@ def _sizes(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> tuple[int, int 
 
 def _shared(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> bool:
     """Return whether every replica needs a batch each time, because it may train."""
-    return loop.beside or (helper.in_training_mode and torch.is_grad_enabled())
+    return loop.beside or helper.fills()
 
 
 def _steps() -> list[int]:

@@ -255,7 +255,8 @@ def iterate_stream(
         turn, counts = _position(stream.parts, state.index, state.stream_positions)
         at = seed, state.finished, session.replicas, session.rank
         sizes = local, helper.step_samples or 0, helper.largest_pass or 0
-        stream.configure(Settings(*at, *sizes, helper.training, not helper.training, turn), counts)
+        fills = helper.fills()
+        stream.configure(Settings(*at, *sizes, fills, not fills, turn), counts)
         items = iter(make_iterator())
         window = _next_window(items, helper, stream.drop_last)
         while window:

@@ -181,11 +181,9 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             return total / self._chunks[0]
         if self._window is None and self.equal_shares:
             return float(replicas)
-        of = [
-            sum(len(taken(chunk, replicas, rank, self.largest_pass)) for chunk in self._chunks)
-            for rank in range(replicas)
-        ]
-        return total**2 / sum(samples**2 for samples in of)
+        ranks, largest = range(replicas), self.largest_pass
+        shares = [sum(len(taken(chunk, replicas, rank, largest)) for chunk in self._chunks) for rank in ranks]
+        return total**2 / sum(share**2 for share in shares)
 
     def resolve_batch_size(self) -> int:
         """Call `sync_local_bsz`, and recover if a peer dies meanwhile.
@@ -451,12 +449,18 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """
         if self.training or self.training_loader_undecided or self.trained:
             return True
-        return self.in_training_mode
-
-    @property
-    def in_training_mode(self) -> bool:
-        """Whether any model is in training mode."""
         return any(model.module.training for model in _session.current().models)
+
+    def fills(self, shuffle: bool = False) -> bool:
+        """Return whether every replica must get a batch each time, as a backward pass needs all replicas.
+
+        Args:
+            shuffle: Whether the order is random, as if the loop trained.
+        """
+        if self.training or not torch.is_grad_enabled():
+            return self.training
+        in_training_mode = any(model.module.training for model in _session.current().models)
+        return in_training_mode or (self.training_loader_undecided and shuffle)
 
     def end_batch(self, commit: bool = True, even: bool = True, boundary: bool = True) -> None:
         """Finish a batch, after the loop's body has run and `current_index` has been advanced.

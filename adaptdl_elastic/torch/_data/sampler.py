@@ -209,12 +209,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
         size = self.sampler.size
         start, given = self.sampler.index % size if size else 0, self.sampler.batch_sizes()
         replicas = self.sampler.num_replicas
-        if given is None and self.step is None:
-            return partition.windows(start, size, replicas, self.local, self.accumulation, self.drop_last)
-        if given is None and self.step is not None:
+        if given is not None:
+            sizes = _rest(given, start)
+        elif self.step is not None:
             sizes = partition.steps(start, size, self.step, self.drop_last)
         else:
-            sizes = _rest(given or [], start)
+            return partition.windows(start, size, replicas, self.local, self.accumulation, self.drop_last)
         return (partition.chunks(one, replicas, self.largest) for one in sizes)
 
     def mine(self, chunk: int, index: int) -> range:
