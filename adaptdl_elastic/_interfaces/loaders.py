@@ -41,8 +41,8 @@ class ElasticLoader(Protocol):
         """Whether several batches may be accumulated to one step."""
 
     @property
-    def current_local_bsz(self) -> int:
-        """Samples of a full batch on this replica."""
+    def current_batch_size(self) -> int:
+        """Samples of a full optimizer step, over all replicas."""
 
     @property
     def accumulation_steps(self) -> int:
@@ -63,6 +63,10 @@ class ElasticLoader(Protocol):
     @property
     def gradient_weight(self) -> float:
         """Factor by which to multiply the mean gradient of the current batch."""
+
+    @property
+    def parts(self) -> float:
+        """Number of equal parts to which the parts of the window's gradient are equivalent."""
 
     def is_accum_step(self) -> bool:
         """Return whether more batches follow the current one before the optimizer steps."""

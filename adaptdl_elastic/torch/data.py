@@ -107,8 +107,9 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
     Args:
         dataset: A map-style data set, or an `IterableDataset` that yields the same stream on every replica.
             Every replica reads the whole stream, with all its workers, and keeps its share.
-        batch_size: Initial number of samples per optimizer step, over all replicas. Each replica gets an
-            equal share, rounded up.
+        batch_size: Initial number of samples per optimizer step, over all replicas. The replicas' shares
+            differ by one sample at most and are weighted by their size. At most half as many replicas as
+            samples have a share. With autoscaling, the shares are equal, rounded up.
         shuffle: Whether to use a random order.
         **kwargs: Arguments of DataLoader. A `sampler` or `batch_sampler` must give the same order on every
             replica; each replica takes its share. A batch of a `batch_sampler` is one optimizer step, shared
@@ -168,7 +169,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             else GivenSampler(dataset, given.sampler, given.batches)
         )
         self._elastic_batches = ElasticBatchSampler(sampler, drop_last)
-        self._elastic_batches.local = self._elastic.current_local_bsz
+        self._settle()
         super().__init__(
             dataset, batch_sampler=self._elastic_batches, generator=self._workers_generator, **kwargs
         )
@@ -211,8 +212,14 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         """Return the number of batches that each replica gets in one pass at the current batch size."""
         if self._stream:
             raise TypeError("a loader of an IterableDataset has no length")
-        self._elastic_batches.local = self._elastic.current_local_bsz
+        self._settle()
         return len(self._elastic_batches)
+
+    def _settle(self) -> None:
+        """Give the sampler the present sizes of batches."""
+        helper, batches = self._elastic, self._elastic_batches
+        batches.local, batches.step = helper.current_local_bsz, helper.step_samples
+        batches.largest = helper.largest_pass
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self._iterate(current_dataloader() is None)
@@ -258,7 +265,8 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         if self._stream:
             stream: Any = self.dataset
             seed = state.seeds.get(helper.key, 0)
-            settings = Settings(seed, state.finished, session.replicas, session.rank, local, 1, 0)
+            sizes = local, helper.step_samples or 0, helper.largest_pass or 0
+            settings = Settings(seed, state.finished, session.replicas, session.rank, *sizes, 1, 0, 0)
             stream.configure(settings, [0] * stream.parts)
             with helper.dry_batch():
                 for item in super().__iter__():
@@ -332,16 +340,16 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         helper, batches, size = self._elastic, self._elastic_batches, self._elastic.end_index
         local, settled = helper.resolve_batch_size(), helper.settled
         begun = helper.current_index
-        batches.local = local
+        self._settle()
         batches.accumulation = helper.accumulation if helper.training else 0
-        batches.step, batches.largest = helper.step_samples, helper.largest_pass
         full = helper.current_batch_size
         # A batch that has grown beyond the data set takes all of it, instead of leaving all of it out.
         grown = helper.adaptive and helper.batch_size <= size < full and begun % size == 0
         batches.drop_last = self.drop_last and not grown
         helper.left_out = (size - begun % size) % full if batches.drop_last else 0
         helper.count_from = batches.count_from
-        batches.fill = self._fills()
+        batches.fill = helper.fills(batches.sampler.shuffle)
+        batches.in_turn = not batches.fill
         batches.sampler.set_epoch(script_position().finished, begun)
         self._seed_workers()
         batches.read_by_loader = True
@@ -351,7 +359,11 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         plan = batches.plan()
         window = next(plan, None)
         while window is not None:
-            helper.begin_window(window)
+            index, mine = helper.current_index, []
+            for chunk in window:
+                mine.append(len(batches.mine(chunk, index)))
+                index += chunk
+            helper.begin_window(window, tuple(mine))
             for chunk in window:
                 if helper.local_samples or batches.fill:
                     batch = next(iterator)
@@ -375,17 +387,6 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return over
         helper.leave_out_rest((begun // size + 1) * size)  # there was no window left from the start
         return None
-
-    def _fills(self) -> bool:
-        """Return whether every replica must get a batch each time, as a backward pass needs all replicas."""
-        helper = self._elastic
-        if helper.training:
-            return True
-        return bool(
-            helper.training_loader_undecided
-            and torch.is_grad_enabled()
-            and self._elastic_batches.sampler.shuffle
-        )
 
     def _seed_workers(self) -> None:
         """Seed the workers' random numbers, differently for every replica, epoch and position."""

@@ -124,7 +124,7 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
             loader.train()
         if loader is None or not (loader.training or loader.training_loader_undecided):
             scale = self.gns.accum_scale
-            self._batch = Batch(replicas=replicas, size=scale, scale=scale)
+            self._batch = Batch(replicas=replicas, parts=replicas, size=scale, scale=scale)
         else:
             if not fully_shard.synchronises(self._groups):
                 raise RuntimeError(

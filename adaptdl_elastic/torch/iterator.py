@@ -28,6 +28,7 @@ from adaptdl_elastic import checkpoint
 from adaptdl_elastic._checks import integer
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.loader_mixin import AdaptiveDataLoaderMixin
+from adaptdl_elastic.torch._data.partition import taken
 
 __all__ = ["AdaptiveBPTTIterator", "Batch"]
 
@@ -47,7 +48,7 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
 
     Args:
         dataset: Tokens as a one-dimensional tensor of integers, or a sequence of integers.
-        batch_size: Initial number of streams over all replicas. Each replica gets an equal share, rounded up.
+        batch_size: Initial number of streams over all replicas, shared as by an `AdaptiveDataLoader`.
         bptt_len: Tokens of each stream in a batch; the last batch of an epoch may have fewer.
         **kwargs: `max_batch_size` and `local_bsz_bounds`, as for `autoscale_batch_size`; `device`, to which
             batches are moved.
@@ -126,18 +127,18 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
     def _dry_batch(self) -> Iterator[Batch]:
         """Yield the first batch, which does not count, to a process that gets no other batch of the loop."""
         helper = self._elastic
-        local, size = helper.current_local_bsz, len(self._tokens) - 1
-        rows = size // (local * helper.replicas)
+        size = len(self._tokens) - 1
+        rows = size // helper.full_chunk
         if rows:
             with helper.dry_batch():
-                yield self._block(Remaining([(0, size)]), local, 0, min(rows, self._bptt_len))
+                yield self._block(Remaining([(0, size)]), 0, min(rows, self._bptt_len))
 
     def _pass(self) -> Iterator[Batch]:
         """Yield the batches of one pass over the tokens."""
         helper, history = self._elastic, self._state.history
         while True:
-            local, settled = helper.sync_local_bsz(), helper.settled
-            streams = local * helper.replicas
+            helper.sync_local_bsz()
+            settled, streams = helper.settled, helper.full_chunk
             left = Remaining.after(len(self._tokens) - 1, history, self._bptt_len)
             rows = left.size // streams
             if not rows:
@@ -147,14 +148,17 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
                 length = min(self._bptt_len, rows - row)
                 final = row + length == rows
                 with helper.profile(commit=length == self._bptt_len, boundary=not final):
-                    yield self._block(left, local, row, length)
+                    yield self._block(left, row, length)
                     helper.current_index += streams
                     history[-1][1] += 1
                 if helper.settled != settled:
                     break
 
-    def _block(self, left: Remaining, local: int, row: int, length: int) -> Batch:
-        streams, first = local * self._elastic.replicas, current_session().rank * local
+    def _block(self, left: Remaining, row: int, length: int) -> Batch:
+        streams, local = self._elastic.full_chunk, self._elastic.current_local_bsz
+        replicas, largest = self._elastic.replicas, self._elastic.largest_pass
+        first = sum(len(taken(streams, replicas, rank, largest)) for rank in range(current_session().rank))
+        first %= streams  # a replica without a share
         positions = torch.from_numpy(left.block(streams, first, local, row, length))
         text, target = self._tokens[positions], self._tokens[positions + 1]
         return Batch(text.to(self._device), target.to(self._device))

@@ -381,7 +381,7 @@ class AdaptiveDataParallel(OptimizerSteps):
         if loader is None or not (loader.training or loader.training_loader_undecided):
             # A validation loop in which gradients are not turned off.
             scale = self.gns.accum_scale
-            batch = Batch(replicas=replicas, size=scale, scale=scale)
+            batch = Batch(replicas=replicas, parts=replicas, size=scale, scale=scale)
         else:
             if self.static_graph and (loader.accumulation_steps or loader.may_accumulate):
                 raise RuntimeError(

@@ -51,11 +51,25 @@ def model(hints: JobHints) -> GoodputModel | None:
         perf_params=PerfParams(*hints.perf_params),
         grad_params=GradParams(*hints.grad_params),
         init_batch_size=hints.init_batch_size,
-        max_batch_size=hints.max_batch_size,
-        local_bsz_bounds=hints.local_bsz_bounds,
+        max_batch_size=None if _exact(hints) else hints.max_batch_size,
+        local_bsz_bounds=_bounds(hints),
         accumulation=hints.gradient_accumulation,
         corrections=_corrections(hints.perf_params, hints.profile),
     )
+
+
+def _exact(hints: JobHints) -> bool:
+    """Return whether a step has the initial batch size, in unequal shares; see `Limits.exact`."""
+    most = hints.max_batch_size
+    return most is None or (most == hints.init_batch_size and hints.gradient_accumulation)
+
+
+def _bounds(hints: JobHints) -> tuple[int, int] | None:
+    """Return the bounds of one replica's batch. With unequal shares, no replica has a single sample."""
+    if not _exact(hints):
+        return hints.local_bsz_bounds
+    _, high = hints.local_bsz_bounds or (1, hints.init_batch_size)
+    return min(2, hints.init_batch_size, high), high
 
 
 @lru_cache(maxsize=8192)

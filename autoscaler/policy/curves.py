@@ -44,6 +44,10 @@ def goodputs(models: Sequence[GoodputModel], nodes: ArrayLike, replicas: ArrayLi
             for target, values in zip(out, found, strict=True):
                 target[chunk] = values
     for row, model in enumerate(models):
+        if model.max_batch_size is None:  # unequal shares have this batch size in the time of the largest
+            total = replicas * out.atomic_bsz[row] * (out.accumulation_steps[row] + 1)
+            efficiency = GoodputFunction(None, model.grad_params, model.init_batch_size).efficiency(total)
+            out.goodput[row] *= model.init_batch_size / total / efficiency
         if model.corrections is not None:
             out.goodput[row] *= model.corrections.factors(nodes > 1, replicas)
     return out

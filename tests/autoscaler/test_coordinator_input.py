@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 
 from adaptdl_elastic.autoscaler.coordinator.job_models import END_GRACE, model
 from adaptdl_elastic.autoscaler.policy import allocate
+from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.objective import remaining_work
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo
+from adaptdl_elastic.goodput import GoodputFunction
 from adaptdl_elastic.rendezvous.schema.records import (
     JobState,
 )
@@ -238,6 +243,30 @@ def test_a_job_at_its_declared_end_has_outlived_it_when_it_takes_long_to_end(pum
     assert not outlived(0.0)
     pump.later(END_GRACE + 1)
     assert not outlived(None)
+
+
+@pytest.mark.parametrize("most", [None, "the same"])
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 9, 33])
+def test_a_batch_that_stays_goes_to_half_as_many_replicas_as_it_has_samples(
+    batch: int, most: str | None
+) -> None:
+    """Its throughput is that of the batch, in the time of the largest share."""
+    limits: dict[str, object] = {
+        "init_batch_size": batch,
+        "max_batch_size": most and batch,
+        "local_bsz_bounds": None,
+    }
+    found = model(hints_of("a", 0, 1, gradient_accumulation=True, **limits))
+    assert found is not None
+    sizes = np.arange(1, 41)
+    predicted = goodputs([replace(found, corrections=None)], np.ones(40, int), sizes)
+    largest = max(batch // 2, 1)
+    assert (predicted.goodput[0] > 0).tolist() == (sizes <= largest).tolist()
+    function = GoodputFunction(found.perf_params, found.grad_params, batch)
+    for replicas in range(1, largest + 1):
+        share = -(-batch // replicas)
+        seconds = replicas * share / function.throughput(1, replicas, share, 0)
+        assert predicted.goodput[0, replicas - 1] == pytest.approx(batch / seconds)
 
 
 @pytest.mark.parametrize(

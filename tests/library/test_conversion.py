@@ -45,12 +45,59 @@ def test_steps_have_the_same_samples_and_learning_rate(tmp_path: Path, ranks: in
     assert texts[1:] == [""] * (ranks - 1)
 
 
-def test_a_batch_that_cannot_be_divided_is_told(tmp_path: Path) -> None:
+def test_replicas_without_a_share_of_the_batch_are_told(tmp_path: Path) -> None:
     after, texts = run(tmp_path, 2, converted=True, batch=0.5)
     assert texts[0].startswith(
-        "batch size 2 over 2 replicas: batch_size=1 cannot be divided equally among them\n"
+        "batch size 1 over 2 replicas, of which only 1 can share it: "
+        "run it on at most 1, or raise batch_size\n"
     )
-    assert [samples for samples, _ in after[0][0]] == [1] * 256
+    assert [samples for samples, _ in after[0][0]] == [1] * 512
+
+
+def written(folder: Path, replicas: int, later: int | None = None, **settings: Any) -> tuple[int, int, Any]:
+    """Return the length of the loader, the steps of the schedule, and the weights at the end."""
+    folder.mkdir()
+    given = fake_agent.settings(**settings)
+    with FakeAgent(loop_script_path.WRITTEN_BATCH, folder, LOOP=given, OUT=str(folder)) as job:
+        job.start(replicas)
+        if later is not None:
+            job.wait_for("step", replicas)
+            job.rescale(later)
+        job.finish()
+    length, steps, weights = json.loads((folder / "result").read_text())
+    return length, steps, weights
+
+
+def test_a_schedule_by_the_length_of_the_loader_ends_on_any_number_of_replicas(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch": 8, "size": 124, "epochs": 40, "pace": 0.1}
+    length, steps, weights = written(tmp_path / "1", 1, **{**settings, "pace": 0.0})
+    assert (length, steps) == (16, 640)
+    for begun, later in ((3, 1), (1, 3)):
+        found = written(tmp_path / f"{begun} {later}", begun, later, **settings)
+        assert found[:2] == (length, steps)
+        assert found[2] == pytest.approx(weights, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "replicas", "most"), [(8, 3, 0), (8, 3, 2), (8, 2, 3), (5, 3, 0), (1, 2, 0)]
+)
+def test_steps_and_gradients_are_those_of_one_replica(
+    tmp_path: Path, batch: int, replicas: int, most: int
+) -> None:
+    """Also if a replica has no share, or may have `most` samples in a pass."""
+    alone = written(tmp_path / "1", 1, batch=batch, size=29)
+    found = written(tmp_path / "several", replicas, batch=batch, size=29, most=most)
+    assert found[1] == alone[1] == 2 * -(-29 // batch)
+    assert most or found[0] == alone[0]
+    assert found[2] == pytest.approx(alone[2], abs=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "size", "replicas"), [(33, 988, 2), (5, 32, 3)])
+def test_no_share_is_a_single_sample_that_a_batchnorm_refuses(
+    tmp_path: Path, batch: int, size: int, replicas: int
+) -> None:
+    length, steps, _ = written(tmp_path / "run", replicas, batch=batch, size=size, norm=True, epochs=1)
+    assert length == steps == -(-size // batch)
 
 
 def page() -> tuple[list[str], list[str]]:

@@ -102,8 +102,13 @@ def test_a_loader_is_a_dataloader_of_its_share(script: Script) -> None:
     assert len(loader) == 3
 
 
-def test_the_batch_size_is_that_of_all_replicas(script: Script) -> None:
-    script.restart(ADAPTDL_NUM_REPLICAS="3")
-    loader = adl.AdaptiveDataLoader(TensorDataset(torch.arange(100.0)), batch_size=10)
-    assert (loader.current_local_bsz, loader.current_batch_size, loader.batch_size) == (4, 12, 10)
-    assert len(loader) == 9
+@pytest.mark.parametrize(
+    ("batch", "local"), [(10, (4, 3, 3)), (8, (3, 3, 2)), (5, (3, 2, 2)), (1, (1, 1, 1))]
+)
+def test_the_batch_size_is_that_of_all_replicas(script: Script, batch: int, local: tuple[int, ...]) -> None:
+    """A replica without a share (of 5 samples, and of one) gets samples of another one."""
+    for rank in range(3):
+        script.restart(ADAPTDL_NUM_REPLICAS="3", ADAPTDL_REPLICA_RANK=str(rank))
+        loader = adl.AdaptiveDataLoader(TensorDataset(torch.arange(120.0)), batch_size=batch)
+        assert (loader.current_local_bsz, loader.current_batch_size) == (local[rank], batch)
+        assert len(loader) == 120 // batch

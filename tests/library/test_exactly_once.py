@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +130,13 @@ def test_the_order_is_the_same_on_any_number_of_replicas(job: Any, tmp_path: Pat
     """Position k of the epoch's order is the same sample whoever gets it."""
 
     def order(folder: Path) -> list[int]:
-        found: dict[int, int] = {}
+        chunks: dict[int, dict[int, list[int]]] = defaultdict(dict)
         for line in generations.records(folder):
-            if line["loop"] == "train" and line["epoch"] == 0:
-                for place, sample in enumerate(line["samples"]):
-                    found[line["index"] + line["rank"] + place * line["replicas"]] = sample
-        return [found[position] for position in sorted(found)]
+            if line["loop"] == "train" and line["epoch"] == 0 and line["local"]:
+                chunks[line["index"]][line["rank"]] = line["samples"]
+        shares = [[chunks[index][rank] for rank in sorted(chunks[index])] for index in sorted(chunks)]
+        rows = [row for share in shares for row in zip_longest(*share)]
+        return [sample for row in rows for sample in row if sample is not None]
 
     orders = []
     for replicas in (1, 3):

@@ -120,3 +120,19 @@ def test_two_replicas_then_one_read_every_token_once(tmp_path: Path) -> None:
     assert max(read.values()) == 1
     assert size - 1 - len(read) < batch_size
     assert total == len(read)  # the accumulator has seen the same, over all replicas and generations
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 8, 9])
+def test_the_replicas_share_exactly_the_streams_of_the_batch(script: Script, batch: int) -> None:
+    streams: list[int] = []
+    for rank in range(3):
+        script.restart(ADAPTDL_NUM_REPLICAS="3", ADAPTDL_REPLICA_RANK=str(rank))
+        tokens = AdaptiveBPTTIterator(torch.arange(91), batch_size=batch, bptt_len=5)
+        assert len(tokens) == -(-(90 // batch) // 5)
+        helper = tokens._elastic
+        for text, _ in tokens:
+            assert helper.gradient_weight == pytest.approx(3 * helper.local_samples / batch)
+            assert text.shape[1] == (helper.local_samples or min(2, batch))
+            streams += text[0, : helper.local_samples].tolist()
+            break
+    assert sorted(streams) == [90 // batch * stream for stream in range(batch)]

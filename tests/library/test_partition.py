@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
 
 from adaptdl_elastic.torch._data.partition import (
+    chunks,
     count_chunks,
+    count_step_chunks,
     derive_seed,
     order,
     plan_window,
-    share,
+    steps,
+    taken,
     windows,
 )
 from adaptdl_elastic.torch._tuning.batch_size import local_batch
@@ -35,20 +41,21 @@ def test_any_sequence_of_sizes_hands_out_every_sample_once(
 ) -> None:
     """Each generation runs some steps; the last one runs to the end of the pass."""
     samples = order(size, True, seed=3, epoch=1).tolist()
-    position, taken = 0, []
-    for number, (replicas, local, accum, steps) in enumerate(schedule):
+    position, found = 0, list[int]()
+    for number, (replicas, local, accum, few) in enumerate(schedule):
         last = number == len(schedule) - 1
         for step, window in enumerate(windows(position, size, replicas, local, accum)):
-            if step == steps and not last:
+            if step == few and not last:
                 break
             for chunk in window:
                 part = samples[position : position + chunk]
                 for rank in range(replicas):
-                    mine = part[rank::replicas]
-                    assert len(mine) == share(chunk, replicas, rank)
-                    taken += mine
+                    found += [
+                        part[index]
+                        for index in taken(chunk, replicas, rank, start=position if last else None)
+                    ]
                 position += chunk
-    assert sorted(taken) == list(range(size))
+    assert sorted(found) == list(range(size))
 
 
 @given(SIZES, REPLICAS, LOCALS, ACCUMULATIONS)
@@ -67,7 +74,47 @@ def test_no_batch_is_larger_than_asked_for_except_one_of_a_single_sample_each(
     for window in windows(0, size, replicas, local, accum):
         assert len(window) <= accum + 1
         for chunk in window:
-            assert share(chunk, replicas, 0) <= max(local, 2 if local == 1 else 0)
+            assert len(taken(chunk, replicas, 0, local)) <= max(local, 2 if local == 1 else 0)
+
+
+def test_the_steps_without_autoscaling_are_those_of_a_dataloader_on_any_number_of_replicas() -> None:
+    for batch, size, drop_last in product(range(1, 41), range(1, 131), (False, True)):
+        plain = [list(one) for one in BatchSampler(range(size), batch, drop_last)]
+        sizes = list(steps(0, size, batch, drop_last))
+        assert [len(one) for one in plain] == sizes
+        assert all(count_step_chunks(0, size, r, batch, None, drop_last) == len(sizes) for r in (1, 3, 8))
+
+
+def test_shares_differ_by_one_sample_at_most_and_none_is_a_single_one() -> None:
+    for step, replicas in product(range(1, 131), range(1, 9)):
+        assert chunks(step, replicas, None) == (step,)
+        shares = [taken(step, replicas, rank) for rank in range(replicas)]
+        assert sorted(index for mine in shares for index in mine) == list(range(step))
+        sizes = [len(mine) for mine in shares if mine]
+        assert sizes == [len(mine) for mine in shares[: min(replicas, max(step // 2, 1))]]
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) > 1 or step == 1
+
+
+@given(SIZES, REPLICAS, st.integers(1, 7))
+def test_memory_divides_a_step_into_chunks_that_fit(step: int, replicas: int, largest: int) -> None:
+    found = chunks(step, replicas, largest)
+    assert sum(found) == step
+    assert max(found) - min(found) <= 1
+    for chunk in found:
+        shares = [taken(chunk, replicas, rank, largest) for rank in range(replicas)]
+        assert sorted(index for mine in shares for index in mine) == list(range(chunk))
+        assert max(map(len, shares)) <= largest
+
+
+@given(SIZES, REPLICAS)
+def test_where_no_replica_needs_a_batch_small_chunks_go_to_all_in_turn(size: int, replicas: int) -> None:
+    had = [0] * replicas
+    for position in range(size):
+        for rank in range(replicas):
+            had[rank] += len(taken(1, replicas, rank, start=position))
+    assert sum(had) == size
+    assert max(had) - min(had) <= 1
 
 
 @given(SIZES, REPLICAS, LOCALS)

@@ -38,6 +38,16 @@ class FakeLoader:
         return sum(map(sum, self.window))
 
     @property
+    def current_batch_size(self) -> int:
+        return self.current_local_bsz * _session.current().replicas * len(self.window)
+
+    @property
+    def parts(self) -> float:
+        if _session.current().replicas == 1:
+            return self.window_samples / self.window[0][0]
+        return self.window_samples**2 / sum(sum(of) ** 2 for of in zip(*self.window, strict=True))
+
+    @property
     def local_samples(self) -> int:
         return self.window[self.chunk][_session.current().rank]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaptdl_elastic.torch._gradient.comm_hook import Recording
 from adaptdl_elastic.torch._gradient.estimator import (
     Measurement,
     Moments,
@@ -15,6 +18,7 @@ from adaptdl_elastic.torch._gradient.estimator import (
     balanced_signs,
     lr_gain,
 )
+from adaptdl_elastic.torch._gradient.measurement import of_replicas
 
 TRUE_GRADIENT = np.array([1.0, -2.0, 0.5, 0.0])
 COVARIANCE = np.diag([4.0, 1.0, 9.0, 2.0])  # of one sample's gradient
@@ -44,6 +48,20 @@ def test_replicas_gradients_give_both_moments_without_bias(replicas: int) -> Non
     variance = variance_from_parts(squared_norm(parts).mean(1), mean, replicas)
     assert variance.mean() == pytest.approx(TRACE / batch, rel=0.02)
     assert (mean - variance).mean() == pytest.approx(SQR, rel=0.02)
+
+
+@pytest.mark.parametrize("shares", [(3, 3, 2), (3, 2, 0), (8, 1)])
+def test_unequal_shares_give_both_moments_without_bias(shares: tuple[int, ...]) -> None:
+    batch, trials = sum(shares), 60_000
+    samples, ends = sample_gradients(trials, batch), np.cumsum(shares)
+    parts = [samples[:, end - size : end].sum(1) / batch for size, end in zip(shares, ends, strict=True)]
+    mean, own = squared_norm(sum(parts)).mean(), sum(squared_norm(part).mean() for part in parts)
+    recording = Recording(
+        average=[torch.tensor([mean])], own=[torch.tensor([own])], reduced=torch.tensor([own]), work=Mock()
+    )
+    known, variance = of_replicas([recording], batch**2 / sum(size**2 for size in shares))
+    assert float(variance) == pytest.approx(TRACE / batch, rel=0.02)
+    assert float(known - variance) == pytest.approx(SQR, rel=0.03)
 
 
 @pytest.mark.parametrize("accumulated", [2, 5])

@@ -18,7 +18,7 @@ from typing import Any
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._data.iterable import Settings, ShardedStream
 from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
-from adaptdl_elastic.torch._data.partition import derive_seed, share
+from adaptdl_elastic.torch._data.partition import derive_seed
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler
 from adaptdl_elastic.torch._runtime.inner_loops import InnerLoop, InnerPosition
@@ -100,7 +100,7 @@ def _from_position(loop: InnerLoop, helper: AdaptiveDataLoaderHelper, batches: B
         known, over = (session.generation, loop.changes, _sizes(helper, loop)), True
         for batch, position, mine in batches(loop):
             loop.position = position
-            if not (mine or loop.open):
+            if not (mine or loop.open or _shared(helper, loop)):
                 spare = batch
                 continue
             handed_out = True
@@ -128,24 +128,30 @@ def _from_position(loop: InnerLoop, helper: AdaptiveDataLoaderHelper, batches: B
         yield spare
 
 
-def _sizes(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> tuple[int, int, int | None]:
-    """Return the samples of one replica in a batch, accumulation steps, and the samples of a full window.
+def _sizes(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> tuple[int, int | None]:
+    """Return the samples of a full window, and the most of one replica in a batch; None: any number.
 
-    The samples of a window are None if they are those of its full batches. A loop beside the outermost one
-    has as many batches in a window as the outermost loop, so that neither ends before the other.
+    A loop beside the outermost one has as many batches in a window as the outermost loop, so that neither
+    ends before the other.
     """
-    outer, whole = registry().current, helper.current_local_bsz
+    outer, batch = registry().current, helper.batch_size
     if not loop.beside:
-        return min(whole, memory_limit().inner.get(helper.key, whole)), 0, None
+        limit = memory_limit().inner.get(helper.key)
+        return (batch if limit is None else min(batch, helper.replicas * limit)), limit
     if not isinstance(outer, AdaptiveDataLoaderHelper) or outer.adaptive or not outer.training:
-        return whole, 0, None
-    more, given = outer.accumulation, local_batch(helper.batch_size, helper.replicas)
+        return batch, None
+    more, given = outer.accumulation, local_batch(batch, helper.replicas)
     if not more:
-        return whole, 0, None
+        return batch, None
     divided = -(-given // (more + 1))
     if -(-given // divided) != more + 1:
         divided = max(given // (more + 1), 1)  # rather too many batches, which do not end the outermost loop
-    return divided, more, helper.replicas * given
+    return batch, divided
+
+
+def _shared(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> bool:
+    """Return whether every replica needs a batch each time, because it may train."""
+    return loop.beside or helper.fills()
 
 
 def _steps() -> list[int]:
@@ -168,22 +174,22 @@ def map_batches(
     """
 
     def found(loop: InnerLoop) -> Iterator[Any]:
-        session, (index, seed, turn) = _session.current(), loop.position
+        index, seed, turn = loop.position
         batches.sampler.seed = seed
         batches.sampler.set_epoch(script_position().finished)
         if index >= batches.sampler.size:
             return
         batches.sampler.set_epoch(script_position().finished, index)
-        batches.local, batches.accumulation, batches.step = _sizes(helper, loop)
-        batches.drop_last, batches.fill = drop_last, True
+        batches.step, batches.largest = _sizes(helper, loop)
+        batches.drop_last, batches.fill, batches.in_turn = drop_last, True, not _shared(helper, loop)
         batches.read_by_loader = True
         plan = [*batches.plan()]
         iterator = iterate()
         batches.read_by_loader = False
         for window in plan:
             for chunk in window:
+                loop.samples = len(batches.mine(chunk, index))
                 index += chunk
-                loop.samples = share(chunk, session.replicas, session.rank)
                 yield next(iterator), (index, seed, turn), loop.samples > 0
 
     return found
@@ -196,15 +202,15 @@ def stream_batches(
 
     def found(loop: InnerLoop) -> Iterator[Any]:
         session, (index, seed, turn, *counts) = _session.current(), loop.position
-        local, _, _ = _sizes(helper, loop)
-        stream.configure(
-            Settings(seed, script_position().finished, session.replicas, session.rank, local, 1, turn), counts
-        )
+        step, largest = _sizes(helper, loop)
+        at = seed, script_position().finished, session.replicas, session.rank
+        in_turn = not _shared(helper, loop)
+        stream.configure(Settings(*at, 0, step, largest or 0, 1, in_turn, turn), counts)
         for item in iterate():
             index += item.size
             counts[item.part] += item.size
             turn = (item.part + 1) % stream.parts
-            loop.samples = share(item.size, session.replicas, session.rank)
+            loop.samples = item.mine
             yield item.samples, (index, seed, turn, *counts), loop.samples > 0
 
     return found

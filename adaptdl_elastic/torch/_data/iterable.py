@@ -23,13 +23,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, _utils, default_collate, get_worker_info
 
 from adaptdl_elastic import _session
+from adaptdl_elastic.torch._data import partition
 from adaptdl_elastic.torch._data.batch_comparison import digest
 from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
 from adaptdl_elastic.torch._data.partition import derive_seed, windows
@@ -56,6 +57,9 @@ class Item(NamedTuple):
     digest: str
     """Digest of the first sample that was read; empty in all but the first chunk."""
 
+    mine: int
+    """Samples of this replica that count."""
+
 
 class Settings(NamedTuple):
     """Describe where an iteration begins and which replica's share it yields."""
@@ -65,8 +69,19 @@ class Settings(NamedTuple):
     replicas: int
     rank: int
     local: int
+    """Samples of one replica in a full chunk, with autoscaling."""
+
+    step: int
+    """Samples of a step without autoscaling; 0 with autoscaling."""
+
+    largest: int
+    """Most samples of one replica in a chunk; 0: any number."""
+
     fill: int
-    """1 if a replica without samples of a chunk gets a sample that does not count, else 0."""
+    """1 if a replica without samples of a chunk gets samples that do not count, else 0."""
+
+    in_turn: int
+    """1 if chunks that are too small for two samples on each replica go to the replicas in turn, else 0."""
 
     turn: int
     """Part from which the first chunk comes."""
@@ -160,20 +175,41 @@ class ShardedStream(IterableDataset[Item]):
     def _items(
         self, samples: Iterator[Any], part: int, start: int, settings: Settings, leads: bool
     ) -> Iterator[Item]:
-        compared = leads and settings.replicas > 1
-        for chunk in _chunks(islice(samples, start, None), settings.replicas, settings.local, self.drop_last):
+        replicas, largest = settings.replicas, settings.largest or None
+        compared, left = leads and replicas > 1, islice(samples, start, None)
+        if settings.step:
+            sizes = cycle(partition.chunks(settings.step, replicas, largest))
+            turn = (part - settings.turn) % self.parts
+            chunks = _written(left, islice(sizes, turn, None, self.parts), self.drop_last)
+        else:
+            chunks = _chunks(left, replicas, settings.local, self.drop_last)
+        for chunk in chunks:
             found = (digest(chunk[0]) if compared else None) or ""
             compared = False
-            mine = chunk[settings.rank :: settings.replicas] or (chunk[:1] if settings.fill else [])
-            yield Item(len(chunk), mine, part, found)
+            at = start if settings.in_turn else None
+            taken = partition.taken(len(chunk), replicas, settings.rank, largest, at)
+            mine = [chunk[index] for index in taken]
+            if not mine and settings.fill:
+                mine = chunk[: partition.fill(largest)]
+            start += len(chunk)
+            yield Item(len(chunk), mine, part, found, len(taken))
 
     def collate(self, item: Item) -> Item:
         """Return `item` with its samples as a batch, or None if it has none. Runs in the worker, if any."""
         return item._replace(samples=self._collate(item.samples) if item.samples else None)
 
 
+def _written(stream: Iterator[Any], sizes: Iterator[int], drop_last: bool) -> Iterator[list[Any]]:
+    """Yield the stream in chunks of these sizes."""
+    for size in sizes:
+        chunk = list(islice(stream, size))
+        if not chunk or (drop_last and len(chunk) < size):
+            return
+        yield chunk
+
+
 def _chunks(stream: Iterator[Any], replicas: int, local: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Yield the stream in chunks.
+    """Yield the stream in chunks of equal local batches.
 
     Reads `replicas` samples ahead of each chunk, so that `partition.windows` can size the last chunks.
     """
@@ -217,17 +253,17 @@ def iterate_stream(
         session, state = _session.current(), script_position()
         local, settled = helper.resolve_batch_size(), helper.settled
         turn, counts = _position(stream.parts, state.index, state.stream_positions)
-        stream.configure(
-            Settings(seed, state.finished, session.replicas, session.rank, local, int(helper.training), turn),
-            counts,
-        )
+        at = seed, state.finished, session.replicas, session.rank
+        sizes = local, helper.step_samples or 0, helper.largest_pass or 0
+        fills = helper.fills()
+        stream.configure(Settings(*at, *sizes, fills, not fills, turn), counts)
         items = iter(make_iterator())
         window = _next_window(items, helper, stream.drop_last)
         while window:
             if window[0].digest:
                 where = f"{state.finished} {state.entered} {state.index}"
                 registry().comparison.same(f"stream of loader {helper.key}", where, window[0].digest)
-            helper.begin_window(tuple(item.size for item in window))
+            helper.begin_window(tuple(item.size for item in window), tuple(item.mine for item in window))
             for item in window:
                 if item.samples is not None:
                     helper.begin_batch()
@@ -237,7 +273,9 @@ def iterate_stream(
                 turn = (item.part + 1) % stream.parts
                 if item is window[-1]:
                     state.note_stream(helper.current_index, turn, counts)
-                helper.end_batch(even=item.size == local * session.replicas, boundary=False)
+                full = helper.window_samples == helper.current_batch_size
+                even = full or item.size == local * session.replicas
+                helper.end_batch(even=even, boundary=False)
             if helper.settled != settled:
                 break
             window = _next_window(items, helper, stream.drop_last)

@@ -34,7 +34,7 @@ from adaptdl_elastic.torch._data.checks import check_writer
 from adaptdl_elastic.torch._data.loader_batch_size import LoaderBatchSize
 from adaptdl_elastic.torch._data.loop_length import part_done, windows_needed
 from adaptdl_elastic.torch._data.loop_progress import LoopProgress, attempted_steps
-from adaptdl_elastic.torch._data.partition import Window, share
+from adaptdl_elastic.torch._data.partition import Window, taken
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
 from adaptdl_elastic.torch._runtime.step_clock import Stage
@@ -59,6 +59,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         self._progress: LoopProgress | None = None  # of the running data loop
         # the current window
         self._window: Window | None = None  # None: a script-defined loader, whose windows are not planned
+        self._mine: Window = ()  # this replica's samples in each batch of a planned window
         self._chunk = 0  # number of the current batch within the window
         self._window_start = (0, 0)  # index and attempted steps when the window began
         self._handed_out = 0  # batches of the running data loop that this process has got
@@ -139,18 +140,23 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
     @property
     def window_samples(self) -> int:
         """Samples of the current optimizer step, over all replicas and all batches of its window."""
-        if self._window is None:
-            return self.replicas * self.current_local_bsz * (self.accumulation_steps + 1)
-        return sum(self._window)
+        return sum(self._chunks)
+
+    @property
+    def _chunks(self) -> Window:
+        """Samples of each batch of the current window, over all replicas."""
+        return self._window or (self.full_chunk,) * (self.accumulation_steps + 1)
 
     @property
     def local_samples(self) -> int:
         """Samples of the current batch that count for training; 0 for a padding batch or a dry batch."""
         if _session.current().dry:
             return 0
-        if self._window is None:
+        if self._window is not None:
+            return self._mine[self._chunk]
+        if self.full_chunk != self.batch_size or self.equal_shares:
             return self.current_local_bsz
-        return share(self._window[self._chunk], self.replicas, _session.current().rank)
+        return len(taken(self.batch_size, self.replicas, _session.current().rank, self.largest_pass))
 
     @property
     def gradient_weight(self) -> float:
@@ -159,9 +165,25 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         With it, the plain mean over replicas and over the window's batches is the mean over samples. The
         factor is 1 unless the batches of the window have different sizes.
         """
-        if self._window is None:
+        if self._window is None and self.equal_shares:
             return 1.0
-        return self.local_samples * self.replicas * len(self._window) / sum(self._window)
+        return self.local_samples * self.replicas * len(self._chunks) / sum(self._chunks)
+
+    @property
+    def parts(self) -> float:
+        """Number of equal parts to which the parts of the window's gradient are equivalent.
+
+        The parts are the replicas' shares: 1 / Σ shares², with shares whose sum is 1. On one replica, the
+        first batch and the rest are compared: 1 / the first batch's share.
+        """
+        total, replicas = self.window_samples, self.replicas
+        if replicas == 1:
+            return total / self._chunks[0]
+        if self._window is None and self.equal_shares:
+            return float(replicas)
+        ranks, largest = range(replicas), self.largest_pass
+        shares = [sum(len(taken(chunk, replicas, rank, largest)) for chunk in self._chunks) for rank in ranks]
+        return total**2 / sum(share**2 for share in shares)
 
     def resolve_batch_size(self) -> int:
         """Call `sync_local_bsz`, and recover if a peer dies meanwhile.
@@ -368,7 +390,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         runs once, so that variables which it assigns exist after the loop. See
         `adaptdl_elastic.torch._elastic.dry_batch`.
         """
-        window, self._window = self._window, (self.replicas * self.current_local_bsz,)
+        window, self._window = self._window, (self.full_chunk,)
         self._handed_out += 1
         try:
             with _session.current().recovery.dry_batch():
@@ -393,9 +415,9 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         yield
         self.end_batch(commit, boundary=boundary)
 
-    def begin_window(self, window: Window) -> None:
-        """Begin `window` before its first batch is fetched."""
-        self._window, self._chunk = window, 0
+    def begin_window(self, window: Window, mine: Window) -> None:
+        """Begin `window`, of which this replica has `mine`, before its first batch is fetched."""
+        self._window, self._mine, self._chunk = window, mine, 0
         self._seed_window()
 
     def _seed_window(self) -> None:
@@ -413,12 +435,11 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             if self._window is None:
                 self._seed_window()
             if self._window is None and self.end_index:
-                full = self.replicas * self.current_local_bsz
-                self._left = -(-(self.end_index - index % self.end_index) // full)
+                self._left = -(-(self.end_index - index % self.end_index) // self.full_chunk)
             if self._may_train():
                 _session.current().recovery.begin_window(index)
         if self.training:
-            _session.current().metrics.profile_step_start(self.current_local_bsz)
+            _session.current().metrics.profile_step_start(self._atomic)
 
     def _may_train(self) -> bool:
         """Return whether an optimizer step may follow in this loop.
@@ -429,6 +450,17 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         if self.training or self.training_loader_undecided or self.trained:
             return True
         return any(model.module.training for model in _session.current().models)
+
+    def fills(self, shuffle: bool = False) -> bool:
+        """Return whether every replica must get a batch each time, as a backward pass needs all replicas.
+
+        Args:
+            shuffle: Whether the order is random, as if the loop trained.
+        """
+        if self.training or not torch.is_grad_enabled():
+            return self.training
+        in_training_mode = any(model.module.training for model in _session.current().models)
+        return in_training_mode or (self.training_loader_undecided and shuffle)
 
     def end_batch(self, commit: bool = True, even: bool = True, boundary: bool = True) -> None:
         """Finish a batch, after the loop's body has run and `current_index` has been advanced.
@@ -448,7 +480,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 session.metrics.pause()
             if not accumulating:
                 counts = commit and even and not safe.broken
-                self._speed.step_ended(counts, (self.current_local_bsz, self.accumulation))
+                self._speed.step_ended(counts, (self._atomic, self.accumulation))
         if accumulating:
             self._chunk += 1
             return

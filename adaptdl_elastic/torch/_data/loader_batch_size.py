@@ -14,9 +14,10 @@ from adaptdl_elastic._checks import flag, integer
 from adaptdl_elastic._interfaces import Command, ElasticLoader
 from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.torch._data.checks import check_bounds
+from adaptdl_elastic.torch._data.partition import chunks, fill, taken
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._runtime.position import OUTSIDE, script_position
-from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial, local_batch, misfit
+from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial, misfit
 from adaptdl_elastic.torch._tuning.memory_limit import limited, memory_limit, split
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,8 @@ class LoaderBatchSize(ElasticLoader):
         self._max_batch_size: int | None = None
         self._local_bounds: tuple[int, int] | None = None
         self._accumulation = False
-        self._atomic = local_batch(batch_size, self.replicas)
-        self._accum = 0
-        self._sizes = 0, 0, 0  # step when the batch size was set last, that size, the largest that has worked
+self._sizes = 0, 0, 0  # step when the batch size was set last, that size, the largest that has worked
+        self._atomic, self._accum = self._initial()
         self._generation: int | None = None  # generation whose batch size has been settled
         self._repeats = 0  # how often the batches have become smaller, or have been repeated, in this process
         self.trained = False  # a model has been trained with this loader in this process
@@ -66,31 +66,48 @@ class LoaderBatchSize(ElasticLoader):
 
     @property
     def current_local_bsz(self) -> int:
-        """Samples of a full batch on this replica: the atomic batch size."""
-        return self._atomic
+        """Samples of this replica in a full batch.
+
+        With autoscaling it is the atomic batch size, which is the same on all replicas. Without it, it is the
+        share of this replica: 3, 3 and 2 for a batch of 8 on three replicas. A replica without a share gets
+        up to two samples of another replica, which do not count. Where memory divides the batch of a step, it
+        is the most that a replica has in a pass.
+        """
+        if self.equal_shares or self._accum:
+            return self._atomic
+        mine = taken(self.batch_size, self.replicas, _session.current().rank, self.largest_pass)
+        return len(mine) or min(fill(self.largest_pass), self.batch_size)
+
+    @property
+    def equal_shares(self) -> bool:
+        """Whether all replicas have equal local batches: where autoscaling chooses the batch size."""
+        return not self._limits.exact
+
+    @property
+    def full_chunk(self) -> int:
+        """Samples of a full batch over all replicas, of a loader whose windows are not planned."""
+        equal = self.equal_shares or self._accum
+        return self.replicas * self._atomic if equal else self.batch_size
 
     @property
     def current_batch_size(self) -> int:
         """Samples of a full optimizer step, over all replicas."""
-        known = self.step_samples
-        if known is not None:
-            return known
+        if self.step_samples is not None:
+            return self.step_samples
         return self.replicas * self._atomic * (self._accum + 1 if self.training else 1)
 
     @property
     def largest_pass(self) -> int | None:
-        """Samples of one replica that fit into memory in training; None: not known."""
-        return memory_limit().largest if self.training else None
+        """Most samples of one replica in a batch, by the bounds, the memory or equal shares of one sample."""
+        if self.equal_shares and self._atomic == 1:
+            return 1
+        bounds = self._limits.bounds
+        return None if bounds is None else bounds[1]
 
     @property
     def step_samples(self) -> int | None:
-        """Samples of a full step, if they are fewer than its full batches have; else None.
-
-        Without autoscaling, a step has the same samples when memory forces a smaller local batch.
-        """
-        if self.adaptive or not (self.training and self._accum):
-            return None
-        return self.replicas * local_batch(self.batch_size, self.replicas)
+        """Samples of a step without autoscaling, on any number of replicas; None with autoscaling."""
+        return None if self.equal_shares else self.batch_size
 
     @property
     def may_accumulate(self) -> bool:
@@ -152,12 +169,13 @@ class LoaderBatchSize(ElasticLoader):
 
     def _tell_batch_size(self) -> None:
         """Print the batch size with which this process begins to train."""
-        session, total = _session.current(), self.replicas * self._atomic * (self._accum + 1)
+        session, total = _session.current(), self.current_batch_size
         if session.rank or session.joining or session.dry:
             return
         line = f"batch size {total} over {self.replicas} replica{'s' if self.replicas > 1 else ''}"
-        if total != self.batch_size and not self.adaptive:
-            line += f": batch_size={self.batch_size} cannot be divided equally among them"
+        used = max(self.batch_size // 2, 1)
+        if used < self.replicas and not self.equal_shares:
+            line += f", of which only {used} can share it: run it on at most {used}, or raise batch_size"
         print(line, file=sys.stderr, flush=True)
 
     def _train_outside(self) -> None:
@@ -191,8 +209,11 @@ class LoaderBatchSize(ElasticLoader):
 
     def fit_memory(self) -> None:
         """Choose batches that fit into the new, smaller memory limit. On all replicas at one boundary."""
-        fitting = split(BatchSize(self._atomic, self._accum), memory_limit().largest)
-        self._atomic, self._accum = fitting.atomic_bsz, fitting.accumulation_steps
+        if self.equal_shares:
+            fitting = split(BatchSize(self._atomic, self._accum), memory_limit().largest)
+            self._atomic, self._accum = fitting.atomic_bsz, fitting.accumulation_steps
+        else:
+            self._atomic, self._accum = self._initial()
         self._repeats += 1
         self._announce()
 
@@ -241,8 +262,10 @@ class LoaderBatchSize(ElasticLoader):
             polls = _session.current().consensus.polls
             polls[:] = [self._poll if poll == known._poll else poll for poll in polls]
             _session.current().consensus.handlers["batch_size"] = self._change
-        self._max_batch_size, self._local_bounds = largest, bounds
+        begins, self._max_batch_size, self._local_bounds = not self.adaptive, largest, bounds
         self._accumulation = gradient_accumulation
+        if begins and self._generation is None:
+            self._atomic, self._accum = self._initial()
         self.registry.training = self
         self._announce()
 
@@ -251,7 +274,7 @@ class LoaderBatchSize(ElasticLoader):
         return known.key == self.key and self.registry.current is not known
 
     def sync_local_bsz(self) -> int:
-        """Settle the batch size of this generation on all replicas, and return the batch of one replica."""
+        """Settle the batch size of this generation on all replicas, and return `current_local_bsz`."""
         session = _session.current()
         if self._generation != session.generation:
             self._generation = session.generation
@@ -264,7 +287,8 @@ class LoaderBatchSize(ElasticLoader):
                     logger.warning(
                         "%s; until there are others, a batch is %d", problem, self.current_batch_size
                     )
-                best = session.metrics.best_batch_size() if session.rank == 0 else None
+                leads = session.rank == 0 and self.equal_shares
+                best = session.metrics.best_batch_size() if leads else None
                 chosen = None if best is None else (best.atomic_bsz, best.accumulation_steps)
                 chosen = collective.share(chosen, "batch size")
                 if chosen is not None:
@@ -277,10 +301,14 @@ class LoaderBatchSize(ElasticLoader):
                 if self.adaptive:
                     self._remember_size()
                 session.metrics.set_current_batch_size(self._atomic, self._accum)
-        return self._atomic
+        return self.current_local_bsz
 
     def _initial(self) -> tuple[int, int]:
-        """Return the batch of one replica and the accumulation steps that make up the initial batch size."""
+        """Return the largest batch of a replica and the accumulation steps of the initial batch size."""
+        if not self.equal_shares:
+            largest = self.largest_pass
+            window = chunks(self.batch_size, self.replicas, largest)
+            return len(taken(window[0], self.replicas, 0, largest)), len(window) - 1
         given = initial(self._limits, self.replicas)
         return given.atomic_bsz, given.accumulation_steps
 
@@ -300,7 +328,7 @@ class LoaderBatchSize(ElasticLoader):
         replicas agree on the batch size anyway (`sync_local_bsz`).
         """
         session = _session.current()
-        if self._generation != session.generation:
+        if self._generation != session.generation or not self.equal_shares:
             return None
         better = session.metrics.suggestion()
         if better is None or (better.atomic_bsz, better.accumulation_steps) == (self._atomic, self._accum):

@@ -98,7 +98,7 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         size = self.size
-        return partition.share(size - self.index % size, self.num_replicas, self.rank) if size else 0
+        return len(range(self.index % size + self.rank, size, self.num_replicas)) if size else 0
 
 
 class GivenSampler(ElasticSampler):
@@ -191,11 +191,13 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.local = 1  # samples of one replica in a full batch
         self.accumulation = 0  # batches without an optimizer step in a full window
-        self.step: int | None = None  # samples of a full window; None: those of its full batches
-        self.largest: int | None = None  # most samples of a given batch that fit into memory; None: not known
+        # samples of a step, on any number of replicas; None: those of equal local batches
+        self.step: int | None = None
+        self.largest: int | None = None  # most samples of one replica in a batch; None: any number
         self.read_by_loader = False  # True while the AdaptiveDataLoader that owns this makes an iterator
         self.first_only = False  # yield only the first batch of the pass, with at least one sample
-        self.fill = False  # give a replica without samples of a chunk one sample that does not count
+        self.fill = False  # give a replica without samples of a chunk samples that do not count
+        self.in_turn = False  # no replica needs a batch: chunks too small for all go to them in turn
 
     @property
     def given(self) -> bool:
@@ -206,17 +208,19 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """Return the windows from the sampler's position to the end of the pass."""
         size = self.sampler.size
         start, given = self.sampler.index % size if size else 0, self.sampler.batch_sizes()
+        replicas = self.sampler.num_replicas
         if given is not None:
-            return _given_windows(given, start, self.sampler.num_replicas, self.largest)
-        return partition.windows(
-            start,
-            size,
-            self.sampler.num_replicas,
-            self.local,
-            self.accumulation,
-            self.drop_last,
-            self.step,
-        )
+            sizes = _rest(given, start)
+        elif self.step is not None:
+            sizes = partition.steps(start, size, self.step, self.drop_last)
+        else:
+            return partition.windows(start, size, replicas, self.local, self.accumulation, self.drop_last)
+        return (partition.chunks(one, replicas, self.largest) for one in sizes)
+
+    def mine(self, chunk: int, index: int) -> range:
+        """Return this replica's samples of the chunk at `index` that count, from the chunk's first."""
+        sampler, start = self.sampler, index if self.in_turn else None
+        return partition.taken(chunk, sampler.num_replicas, sampler.rank, self.largest, start)
 
     def __iter__(self) -> Iterator[list[int]]:
         session = _session.current()
@@ -226,10 +230,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def _batches(self) -> Iterator[list[int]]:
         sampler = self.sampler
-        size, replicas, rank = sampler.size, sampler.num_replicas, sampler.rank
+        size, replicas, rank, index = sampler.size, sampler.num_replicas, sampler.rank, sampler.index
         if not size:
             return
-        order, position = sampler.order().numpy(), sampler.index % size  # NumPy slices faster than torch
+        order, position = sampler.order().numpy(), index % size  # NumPy slices faster than torch
         if self.first_only:
             given = sampler.batch_sizes()
             first = order[: given[0] if given else replicas * self.local]
@@ -237,12 +241,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
             return
         for window in self.plan():
             for chunk in window:
-                mine = order[position + rank : position + chunk : replicas].tolist()
-                if not mine and self.fill:
-                    mine = order[position : position + 1].tolist()
+                samples, mine = order[position : position + chunk], self.mine(chunk, index)
                 if mine:
-                    yield mine
-                position += chunk
+                    yield samples[mine.start : mine.stop : mine.step].tolist()
+                elif self.fill:
+                    yield samples[: partition.fill(self.largest)].tolist()
+                position, index = position + chunk, index + chunk
 
     def __len__(self) -> int:
         """Return the number of batches of a whole pass at the present batch size."""
@@ -253,20 +257,16 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """Return the number of batches from position `start` of a pass to its end."""
         size, given, replicas = self.sampler.size, self.sampler.batch_sizes(), self.sampler.num_replicas
         if given is not None:
-            return sum(map(len, _given_windows(given, start, replicas, self.largest)))
-        return partition.count_chunks(
-            start, size, replicas, self.local, self.accumulation, self.drop_last, self.step
-        )
+            return sum(len(partition.chunks(one, replicas, self.largest)) for one in _rest(given, start))
+        if self.step is not None:
+            return partition.count_step_chunks(start, size, replicas, self.step, self.largest, self.drop_last)
+        return partition.count_chunks(start, size, replicas, self.local, self.accumulation, self.drop_last)
 
 
-def _given_windows(sizes: list[int], start: int, replicas: int, largest: int | None) -> Iterator[Window]:
-    """Yield one window per batch from sample `start` on; the first may be the rest of a batch.
-
-    A window has one chunk, or as many as needed for `largest` samples of one replica in each.
-    """
+def _rest(sizes: list[int], start: int) -> Iterator[int]:
+    """Yield the sizes of the script's batches from sample `start` on; the first may be the rest of one."""
     end = 0
     for size in sizes:
         end += size
         if end > start:
-            left = min(size, end - start)
-            yield (left,) if largest is None else partition.split(left, replicas, largest)
+            yield min(size, end - start)

@@ -12,6 +12,11 @@ class StepLoopHelper(AdaptiveDataLoaderHelper):
     """Count steps instead of samples: a step of all replicas advances the position by 1."""
 
     @property
+    def equal_shares(self) -> bool:
+        """Always true: each replica has a batch of its own."""
+        return True
+
+    @property
     def window_length(self) -> int:
         """By how much the current step advances `current_index`."""
         return 1

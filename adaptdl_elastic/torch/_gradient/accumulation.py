@@ -55,8 +55,8 @@ class Batch:
     # the last micro-batch, not synchronised: the script itself accumulates several windows
     by_hand: bool = False
     weight: float = 1.0  # w in the module's docstring
-    # every micro-batch of the window has the same size over all replicas, which is not tiny
-    even: bool = True
+    measurable: bool = True  # the window is not tiny, and its gradient has several parts or can be split
+    parts: float = 1.0  # number of equal parts to which the gradient's parts are equivalent
     local: int | None = None  # samples on this replica; None: unknown
     dimension: int | None = None  # dimension of the batch's tensors that counts the samples; None: unknown
     size: float = 1.0  # S: samples of the window relative to the initial batch size
@@ -72,9 +72,7 @@ class Batch:
             by_hand: Whether the script itself accumulates several windows, without synchronisation.
         """
         initial, window = loader.batch_size, loader.window_samples
-        micro_batches = loader.accumulation_steps + 1
-        parts = replicas * micro_batches
-        full = parts * loader.current_local_bsz
+        micro_batches, parts = loader.accumulation_steps + 1, loader.parts
         accumulating = loader.is_accum_step()
         return cls(
             replicas=replicas,
@@ -85,7 +83,9 @@ class Batch:
             weight=loader.gradient_weight,
             # Gradients of at least half a batch enter the statistics. An epoch's last batch may be a single
             # sample, which is too few.
-            even=window == full or (micro_batches == 1 and window % parts == 0 and 2 * window >= full),
+            measurable=2 * window >= loader.current_batch_size
+            and (parts > 1 or replicas * micro_batches == 1),
+            parts=parts,
             local=loader.local_samples,
             dimension=loader.sample_dimension,
             size=window / initial,

@@ -13,9 +13,10 @@ so an unbiased estimate V of the variance of the mean, E V = tr Σ / m, gives bo
 (McCandlish, Kaplan, Amodei et al., *An Empirical Model of Large-Batch Training*, 2018, appendix A.1, with
 B_small and B_big.) There are four ways to V, depending on what a step computes anyway:
 
-* **Parts** (`variance_from_parts`). ḡ is the mean of n part-gradients of equal size, whose mean squared norm
-  is Q = mean |gᵢ|²: V = (Q − |ḡ|²)/(n − 1). The parts are the replicas' gradients; with one replica and
-  accumulation, the first micro-batch's gradient represents all.
+* **Parts** (`measurement.of_replicas`). ḡ is the mean of n part-gradients of equal size, whose mean squared
+  norm is Q = mean |gᵢ|²: V = (Q − |ḡ|²)/(n − 1). The parts are the replicas' gradients; with one replica and
+  accumulation, the first micro-batch's gradient represents all. Parts of unequal size count as
+  n = 1/Σ pᵢ² parts, where pᵢ are their parts of the samples.
 * **Signs** (`balanced_signs`). With one replica and no accumulation, half of the samples get the sign +1 and
   half −1, at random. g± = (1/m) Σ sᵢ gᵢ has mean zero because the signs sum to zero, and V = |g±|² because
   E|g±|² = tr Σ / m. This splits the batch in two halves, (g₁ − g₂)/2, with one squared norm instead of two.

@@ -85,7 +85,7 @@ class Sampler:
     def begin(self, batch: Batch, synchronised: bool) -> bool:
         """Begin a forward pass; return whether its gradient is to be split by signs."""
         self._batch = batch
-        self._sampled, self._halves = batch.even and self._gns.due(), False
+        self._sampled, self._halves = batch.measurable and self._gns.due(), False
         self._hook.recording = None
         if not self._sampled:
             return False
@@ -94,7 +94,6 @@ class Sampler:
             self._hook.recording = Recording()
             self._recordings.append(self._hook.recording)
         single = batch.replicas == 1 and batch.micro_batches == 1
-        # if all are 1, the window would not be even
         split = single and self._split_works and batch.local != 1
         self._halves = single and not split and self._half_works and batch.local != 1
         if not single or split or self._halves:
@@ -309,12 +308,12 @@ class Sampler:
 
         The function's result has shape [2, groups] and is on the device.
         """
-        replicas, parts = self._batch.replicas, self._batch.micro_batches
+        replicas, parts = self._batch.replicas, self._batch.parts
         first, variances = self._first, self._variances
         if replicas > 1:
-            return REPLICAS, lambda: of_replicas(recordings, replicas, self._hook.link)
+            return REPLICAS, lambda: of_replicas(recordings, parts, self._hook.link)
         mean = _total(recordings[-1].own) if self._mean is None else self._mean
-        if parts > 1 and first is not None:
+        if self._batch.micro_batches > 1 and first is not None:
             return MICRO_BATCHES, lambda: torch.stack([mean, (first - mean) / (parts - 1)])
         if variances:
             name = HALF if self._halves else SIGNS
@@ -350,12 +349,13 @@ def _total(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(rows).sum(0)
 
 
-def of_replicas(recordings: list[Recording], replicas: int, link: Group | None = None) -> torch.Tensor:
+def of_replicas(recordings: list[Recording], parts: float, link: Group | None = None) -> torch.Tensor:
     """Return |ḡ|² of the last backward pass, and the sum of V over all backward passes.
 
-    Each of R replicas has N/R of the N samples, so ḡ = Σ g_r / R. G is the true gradient, S the variance of
-    one sample's gradient. The expectation of |ḡ|² is |G|² + S/N. The expectation of Σ |g_r/R|² is
-    |G|²/R + S/N. So V = (R Σ |g_r/R|² - |ḡ|²) / (R - 1) is an unbiased estimate of S/N, the variance of ḡ.
+    Replica r has the part p_r of the N samples, so ḡ = Σ p_r g_r. G is the true gradient, S the variance of
+    one sample's gradient. The expectation of |ḡ|² is |G|² + S/N. With P = 1 / Σ p_r² (`parts`, which is R if
+    all parts are equal), the expectation of Σ |p_r g_r|² is |G|²/P + S/N. So
+    V = (P Σ |p_r g_r|² - |ḡ|²) / (P - 1) is an unbiased estimate of S/N, the variance of ḡ.
 
     A step may have a second synchronised pass: D(real), then D(fake). It adds its gradient to the present
     average. That average is the same on all replicas, so the difference of the norms does not change. The
@@ -372,8 +372,8 @@ def of_replicas(recordings: list[Recording], replicas: int, link: Group | None =
         else:
             recording.work.wait(_PATIENCE)
         mean = _total(recording.average)
-        assert recording.reduced is not None  # of buffers that were divided by R already
-        variance = variance + (replicas * recording.reduced - mean) / (replicas - 1)
+        assert recording.reduced is not None  # of buffers that were multiplied by p_r already
+        variance = variance + (parts * recording.reduced - mean) / (parts - 1)
         if recording.whole is not None:
             mean = recording.whole
     return torch.stack([mean, torch.as_tensor(variance)])

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -101,6 +101,8 @@ class ShardedNoise:
                 "gradient noise is estimated from successive steps, less well at high learning rates, while "
                 "there is one replica"
             )
+        if self._replicas > 1 and batch.micro_batches > 1 and batch.parts != self._replicas:
+            batch = replace(batch, measurable=False)  # each pass would have its own parts
         self._sampler.begin(batch, synchronised=True)
         if self._hook.recording is not None:
             self._passes.append(_Pass(self._hook.recording))
@@ -153,7 +155,9 @@ class ShardedNoise:
         ]
         if batch.accumulating:
             if batch.place == 0:
-                self._sampler.first_part((param, part / batch.share) for param, part in pairs)
+                self._sampler.first_part(
+                    (param, part / (batch.share * batch.weight)) for param, part in pairs
+                )
             return
         current.own.append(norms.squares(pairs))
         kept = self._hook.kept

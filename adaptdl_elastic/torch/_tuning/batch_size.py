@@ -53,6 +53,11 @@ class Limits:
     bounds: tuple[int, int] | None
     accumulation: bool
 
+    @property
+    def exact(self) -> bool:
+        """Whether a step has exactly `init` samples, as autoscaling has no other choice."""
+        return self.maximum is None or (self.maximum == self.init and self.accumulation)
+
 
 def initial(limits: Limits, replicas: int) -> BatchSize:
     """Return the given batch size in equal shares, rounded up, within the bounds.

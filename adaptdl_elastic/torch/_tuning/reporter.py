@@ -123,8 +123,8 @@ class Metrics:
         self._skip = WARMUP
         self._where: Key | None = None
         # rate of the last steps, for the measured throughput
-        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
-        self._window_time, self._window_samples = 0.0, 0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._window_time, self._window_samples = 0.0, 0.0
         # results of the background thread
         self._estimates: Estimates = estimates(())
         self._entries: tuple[ProfileEntry, ...] = ()  # to which `_perf_params` were fitted
@@ -164,7 +164,9 @@ class Metrics:
                 self._recent.clear()
             self._where = key
         self._window_time += elapsed
-        self._window_samples += session.replicas * self._atomic
+        passes = self._current.accumulation_steps + 1
+        exact = self._limits is not None and self._limits.exact
+        self._window_samples += self._batch_size() / passes if exact else session.replicas * self._atomic
         if not accumulation_step:
             self._recent.append((self._window_time, self._window_samples))
             self._window_time, self._window_samples = 0.0, 0
@@ -257,7 +259,7 @@ class Metrics:
         now, limits, replicas = self._current, self._limits, self._session.replicas
         if limits is not None:
             parts = replicas * (now.accumulation_steps + 1)
-            problem = data_problem(data_size, parts * now.atomic_bsz, limits.init, parts)
+            problem = data_problem(data_size, self._batch_size(), limits.init, parts)
             self.report_problem("the batch size", problem)
         if self._session.rank == 0 and self._background and self._thread is None:
             self._start()  # no step is measured if all are shorter than the batch size
@@ -358,6 +360,8 @@ class Metrics:
 
     def _batch_size(self) -> int:
         """Return the global batch size in use; 0: none yet."""
+        if self._current.atomic_bsz and self._limits is not None and self._limits.exact:
+            return self._limits.init
         return self._session.replicas * self._current.atomic_bsz * (self._current.accumulation_steps + 1)
 
     def _efficiency(self) -> float | None:
