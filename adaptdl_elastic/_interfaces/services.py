@@ -62,6 +62,25 @@ class Closable(Protocol):
         """End the threads of the part."""
 
 
+class Drift(Protocol):
+    """Find replicas whose models drift apart."""
+
+    def check(self) -> None:
+        """Raise an error if the replicas are known to have drifted apart."""
+
+    def window_begins(self, place: tuple[int, ...]) -> None:
+        """Begin to count the optimizer steps of the window at `place`."""
+
+    def synchronises(self) -> None:
+        """Note that gradients of the running window are about to be averaged over the replicas."""
+
+    def window_ends(self) -> None:
+        """Record the steps of the running window, which trains."""
+
+    def epoch_ends(self, epoch: int) -> None:
+        """Compare the parameters at the end of an epoch."""
+
+
 class Consensus(Protocol):
     """Carry out commands on every replica at the same step."""
 
@@ -75,6 +94,10 @@ class Consensus(Protocol):
     """Why this generation can agree on nothing any more; None while no replica is lost."""
     handlers: dict[str, Callable[[Command], None]]
     polls: list[Callable[[], Command | None]]
+
+    @property
+    def drift(self) -> Drift:
+        """Comparison of the replicas' optimizer steps and parameters."""
 
     def start(self) -> None:
         """Begin to handle the agent's messages, SIGINT and SIGTERM. Further calls do nothing."""
@@ -320,6 +343,9 @@ class TorchGroup(Protocol):
     """Define torch's default process group; see `adaptdl_elastic.torch._process_group.backends.Group`."""
 
     completion_is_unreliable: bool
+
+    def abort(self) -> None:
+        """Make every operation of the group end. From any thread."""
 
     @property
     def is_aborted(self) -> bool:

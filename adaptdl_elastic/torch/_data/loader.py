@@ -415,8 +415,10 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             if self._window is None and self.end_index:
                 full = self.replicas * self.current_local_bsz
                 self._left = -(-(self.end_index - index % self.end_index) // full)
+            session, state = _session.current(), self._running()
+            session.consensus.drift.window_begins((state.finished, state.entered, state.outside_loop, index))
             if self._may_train():
-                _session.current().recovery.begin_window(index)
+                session.recovery.begin_window(index)
         if self.training:
             _session.current().metrics.profile_step_start(self.current_local_bsz)
 
@@ -440,6 +442,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """
         session, state, training = _session.current(), self._running(), self.training
         accumulating, safe = self.is_accum_step(), session.recovery
+        session.consensus.drift.check()
         self._speed.clock.enter(Stage.DATA if accumulating else Stage.BOUNDARY)
         if training:
             if commit and even and not (safe.broken or safe.failed):
@@ -468,6 +471,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             return
         if safe.failed:
             raise PeerLostError("a replica is gone, in a training loop outside of remaining_epochs_until")
+        if training:
+            session.consensus.drift.window_ends()
         session.consensus.report_step()
         if boundary:
             self.pass_boundary()
