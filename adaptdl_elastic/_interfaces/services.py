@@ -62,25 +62,6 @@ class Closable(Protocol):
         """End the threads of the part."""
 
 
-class Drift(Protocol):
-    """Find replicas whose models drift apart."""
-
-    def check(self) -> None:
-        """Raise an error if the replicas are known to have drifted apart."""
-
-    def window_begins(self, place: tuple[int, ...]) -> None:
-        """Begin to count the optimizer steps of the window at `place`."""
-
-    def synchronises(self) -> None:
-        """Note that gradients of the running window are about to be averaged over the replicas."""
-
-    def window_ends(self) -> None:
-        """Record the steps of the running window, which trains."""
-
-    def epoch_ends(self, epoch: int) -> None:
-        """Compare the parameters at the end of an epoch."""
-
-
 class Consensus(Protocol):
     """Carry out commands on every replica at the same step."""
 
@@ -96,8 +77,8 @@ class Consensus(Protocol):
     polls: list[Callable[[], Command | None]]
 
     @property
-    def drift(self) -> Drift:
-        """Comparison of the replicas' optimizer steps and parameters."""
+    def drift(self) -> Any:
+        """The `DriftWatch`, which compares the replicas' optimizer steps and parameters."""
 
     def start(self) -> None:
         """Begin to handle the agent's messages, SIGINT and SIGTERM. Further calls do nothing."""

@@ -100,8 +100,8 @@ class DriftWatch:
         """Note that gradients of the running window are about to be averaged over the replicas."""
         self._synchronised, at = True, self._at
         if at in self._others:
-            for rank, (steps, synchronised) in list(self._others[at].items()):
-                self._check_waiting(at, rank, steps, synchronised)
+            for rank, record in list(self._others.get(at, {}).items()):
+                self._check_waiting(at, rank, *record)
 
     def window_ends(self) -> None:
         """Record the steps of the running window, which trains; raise ReplicasApartError if they differ."""
@@ -160,32 +160,29 @@ class DriftWatch:
     # -- differences -------------------------------------------------------------------------------
 
     def _compare(self, at: Place, own: Counts, rank: int, other: Counts) -> None:
+        mine = self._session.rank
         for name in sorted(own.keys() & other.keys()):
             if own[name] != other[name]:
-                if len(at) == 2:
-                    self._found(at, self._parameters(at[1], [self._session.rank, rank]))
-                else:
-                    times = {self._session.rank: own[name], rank: other[name]}
-                    steps = " and ".join(f"{times[one]} times on rank {one}" for one in sorted(times))
-                    self._found(at, f"{self._where(at)} the optimizer of {name} stepped {steps}: {_STEP}")
-                return
+                times = dict(sorted({mine: own[name], rank: other[name]}.items()))
+                steps = " and ".join(f"{count} times on rank {one}" for one, count in times.items())
+                where = self._where(at, f"the optimizer of {name} stepped {steps}")
+                return self._found(at, where if len(at) > 2 else self._parameters(at[1], *times))
 
     def _check_waiting(self, at: Place, rank: int, steps: Counts, synchronised: bool) -> None:
         """Report the error if this replica waits for gradients that replica `rank` does not synchronise."""
         if synchronised or any(steps.values()):
             return
-        what = f"rank {self._session.rank} synchronises gradients and rank {rank} did not, nor stepped"
-        self._found(at, f"{self._where(at)} {what}: {_STEP}")
-        group = self._session.group
+        mine, group = self._session.rank, self._session.group
+        what = f"rank {mine} synchronises gradients, and rank {rank} neither does nor steps"
+        self._found(at, self._where(at, what))
         if group is not None:
             group.abort()
 
-    def _where(self, at: Place) -> str:
-        return f"{self._line or 'a data loop'}: at sample {at[-1]} of epoch {at[1]}"
+    def _where(self, at: Place, what: str) -> str:
+        return f"{self._line}: at sample {at[-1]} of epoch {at[1]} {what}: {_STEP}"
 
-    def _parameters(self, epoch: int, ranks: list[int]) -> str:
-        between = " and ".join(str(rank) for rank in sorted(ranks))
-        return f"{self._line}: the parameters of ranks {between} differ in epoch {epoch}: {_CHANGE}"
+    def _parameters(self, epoch: int, one: int, other: int) -> str:
+        return f"{self._line}: the parameters of ranks {one} and {other} differ in epoch {epoch}: {_CHANGE}"
 
     def _found(self, at: Place, text: str) -> None:
         for rank in {self._session.rank, 0}:
@@ -201,9 +198,8 @@ class DriftWatch:
             return
         self.error = ReplicasApartError(text)
         log.error("%s", text)
-        if session.rank == 0:
-            for rank in range(1, session.replicas):
-                self._tell(rank, (APART, generation, text))
+        for rank in range(1, session.replicas) if session.rank == 0 else ():
+            self._tell(rank, (APART, generation, text))
         if session.reducer is not None:
             session.reducer.come_apart(self.error)
         for model in session.models:
@@ -212,47 +208,39 @@ class DriftWatch:
     # -- parameters --------------------------------------------------------------------------------
 
     def digest(self) -> Counts:
-        """Return a number for the bits of all parameters that every replica has, by type of device.
+        """Return sums of the bits of all parameters that every replica has, by type of device.
 
-        All replicas add the same averaged gradients, so that their parameters are equal to the last bit.
-        Devices of different types may round an optimizer's arithmetic differently, so only devices of one
-        type are compared. Parameters in shards, and those that the script hides from DDP, are left out.
+        All replicas add the same averaged gradients, so their parameters are equal to the last bit. The norm
+        of a gradient, as for clipping, is rounded differently on devices of other types and with other
+        numbers of threads, so only devices of one type are compared. Parameters in shards, and those that
+        the script hides from DDP, are left out.
         """
-        sums: dict[torch.device, torch.Tensor] = {}
-        with torch.no_grad():
-            for model in self._session.models:
-                hidden = getattr(model, "parameters_to_ignore", ())
-                if model.has_own_process_group:
-                    continue
-                for name, param in model.module.named_parameters():
-                    if name not in hidden and _comparable(param):
-                        bits = param.detach().view(_INTEGERS[param.element_size()]).sum(dtype=torch.int64)
-                        sums[param.device] = sums.get(param.device, 0) * 31 + bits
-        found: Counts = {}
-        for device, total in sums.items():
-            kind = _kind(device)
-            found[kind] = (found.get(kind, 0) * 31 + int(total)) % 2**62
-        return found
+        sums: dict[torch.device, Any] = {}
+        for model in self._session.models:
+            hidden = getattr(model, "parameters_to_ignore", ())
+            for name, param in model.module.named_parameters():
+                if name not in hidden and not model.has_own_process_group and _comparable(param):
+                    bits = param.detach().view(_INTEGERS[param.element_size()]).sum(dtype=torch.int64)
+                    sums[param.device] = sums.get(param.device, 0) * 31 + bits
+        return {f"{_kind(device)} {number}": int(sums[device]) for number, device in enumerate(sums)}
 
     def compare(self, digests: Sequence[Counts]) -> None:
         """Raise ReplicasApartError, on every replica, unless the `digests` of all replicas are equal."""
         for rank, other in enumerate(digests):
             if any(other.get(kind, value) != value for kind, value in digests[0].items()):
-                epoch = self._session.epoch
-                self._line = self._line or _frames.script_line()
-                raise ReplicasApartError(self._parameters(epoch or 0, [0, rank]))
+                self._line = _frames.script_line()
+                raise ReplicasApartError(self._parameters(self._session.epoch or 0, 0, rank))
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _comparable(param: torch.Tensor) -> bool:
-    plain = param.layout is torch.strided and not param.is_meta and not param.is_quantized
-    lazy = torch.nn.parameter.is_lazy(param)
-    return plain and not lazy and not hasattr(param, "placements") and param.element_size() in _INTEGERS
+    plain = param.layout is torch.strided and not param.is_meta and not torch.nn.parameter.is_lazy(param)
+    return plain and not hasattr(param, "placements") and param.element_size() in _INTEGERS
 
 
 def _kind(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
