@@ -73,7 +73,7 @@ class DriftWatch:
         self._others: dict[Place, dict[int, tuple[Counts, bool]]] = {}  # records of places not reached yet
         self._last: tuple[int, Counts] | None = None  # generation and steps of the window before
         self._loop: Place = ()
-        self._line = ""  # of the script's running data loop
+        self._line = self._epoch_line = ""  # of the script's data loop and epoch loop
         # of the running window
         self._at: Place | None = None
         self._before: Counts = {}
@@ -119,7 +119,7 @@ class DriftWatch:
         session = self._session
         whole = not (session.recovery.failed or session.joining)
         if whole and session.consensus.lost is None and session.replicas > 1 and session.models:
-            self._line = _frames.script_line()
+            self._epoch_line = _frames.script_line()
             self._record((session.generation, epoch), self.digest(), send=True)
 
     def _steps(self) -> Counts:
@@ -182,7 +182,8 @@ class DriftWatch:
         return f"{self._line}: at sample {at[-1]} of epoch {at[1]} {what}: {_STEP}"
 
     def _parameters(self, epoch: int, one: int, other: int) -> str:
-        return f"{self._line}: the parameters of ranks {one} and {other} differ in epoch {epoch}: {_CHANGE}"
+        what = f"the parameters of ranks {one} and {other} differ in epoch {epoch}"
+        return f"{self._epoch_line}: {what}: {_CHANGE}"
 
     def _found(self, at: Place, text: str) -> None:
         for rank in {self._session.rank, 0}:
@@ -228,7 +229,7 @@ class DriftWatch:
         """Raise ReplicasApartError, on every replica, unless the `digests` of all replicas are equal."""
         for rank, other in enumerate(digests):
             if any(other.get(kind, value) != value for kind, value in digests[0].items()):
-                self._line = _frames.script_line()
+                self._epoch_line = _frames.script_line()
                 raise ReplicasApartError(self._parameters(self._session.epoch or 0, 0, rank))
 
 
