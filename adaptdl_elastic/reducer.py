@@ -346,7 +346,7 @@ class Reducer:
             failure.__cause__ = None if failure is error else error
             self.spread(_FAILURE, sequence, _wire.pack((type(failure).__name__, str(failure))))
             call.future._set(error=failure)
-            self._come_apart(failure)
+            self.come_apart(failure)
         else:
             self.spread(_RESULT, sequence, payload)
             call.future._set(value)
@@ -366,7 +366,7 @@ class Reducer:
             value = call.reduce_fn(value, _wire.unpack(packed, call.objects and self._trusted))
         return value
 
-    def _come_apart(self, failure: CollectiveError) -> None:
+    def come_apart(self, failure: CollectiveError) -> None:
         """Let all unfinished and later collectives fail if `failure` is a mismatch."""
         if not isinstance(failure, CollectiveMismatchError):
             return
@@ -466,7 +466,7 @@ class Reducer:
             future._set(error=CollectiveError(str(error)))
             return
         future._set(error=failure)
-        self._come_apart(failure)
+        self.come_apart(failure)
 
     def _on_lost(self, peer: int, reason: str) -> None:
         with self._lock:

@@ -76,6 +76,10 @@ class Consensus(Protocol):
     handlers: dict[str, Callable[[Command], None]]
     polls: list[Callable[[], Command | None]]
 
+    @property
+    def drift(self) -> Any:
+        """The `DriftWatch`, which compares the replicas' optimizer steps and parameters."""
+
     def start(self) -> None:
         """Begin to handle the agent's messages, SIGINT and SIGTERM. Further calls do nothing."""
 
@@ -320,6 +324,9 @@ class TorchGroup(Protocol):
     """Define torch's default process group; see `adaptdl_elastic.torch._process_group.backends.Group`."""
 
     completion_is_unreliable: bool
+
+    def abort(self) -> None:
+        """Make every operation of the group end. From any thread."""
 
     @property
     def is_aborted(self) -> bool:

@@ -130,6 +130,7 @@ class AdaptiveDataParallel(OptimizerSteps):
         self._hook = comm_hook.HookState(
             norms, self.process_group, self.process_group.size(), clock=registry().speed.clock
         )
+        self._hook.synchronises = current_session().consensus.drift.synchronises
         if self.process_group is dist.group.WORLD:
             self._hook.link = backends.present(current_session())
         self._memory.hook = self._hook

@@ -436,8 +436,10 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 self._seed_window()
             if self._window is None and self.end_index:
                 self._left = -(-(self.end_index - index % self.end_index) // self.full_chunk)
+            session, state = _session.current(), self._running()
+            session.consensus.drift.window_begins((state.finished, state.entered, state.outside_loop, index))
             if self._may_train():
-                _session.current().recovery.begin_window(index)
+                session.recovery.begin_window(index)
         if self.training:
             _session.current().metrics.profile_step_start(self._atomic)
 
@@ -472,6 +474,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """
         session, state, training = _session.current(), self._running(), self.training
         accumulating, safe = self.is_accum_step(), session.recovery
+        session.consensus.drift.check()
         self._speed.clock.enter(Stage.DATA if accumulating else Stage.BOUNDARY)
         if training:
             if commit and even and not (safe.broken or safe.failed):
@@ -500,6 +503,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             return
         if safe.failed:
             raise PeerLostError("a replica is gone, in a training loop outside of remaining_epochs_until")
+        if training:
+            session.consensus.drift.window_ends()
         session.consensus.report_step()
         if boundary:
             self.pass_boundary()

@@ -17,7 +17,7 @@ from adaptdl_elastic.torch._data.checks import check_bounds
 from adaptdl_elastic.torch._data.partition import chunks, fill, taken
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._runtime.position import OUTSIDE, script_position
-from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial, misfit
+from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial, local_batch, misfit
 from adaptdl_elastic.torch._tuning.memory_limit import limited, memory_limit, split
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class LoaderBatchSize(ElasticLoader):
         self._max_batch_size: int | None = None
         self._local_bounds: tuple[int, int] | None = None
         self._accumulation = False
-self._sizes = 0, 0, 0  # step when the batch size was set last, that size, the largest that has worked
+        self._sizes = 0, 0, 0  # step when the batch size was set last, that size, the largest that has worked
         self._atomic, self._accum = self._initial()
         self._generation: int | None = None  # generation whose batch size has been settled
         self._repeats = 0  # how often the batches have become smaller, or have been repeated, in this process

@@ -381,6 +381,7 @@ class Recovery:
             UnrecoverableStateError: the survivors have no common state from which to continue.
             SystemExit: the plan does not include this replica.
         """
+        self._session.consensus.drift.check()
         reducer = self._session.reducer
         # A peer that has ended regularly is no death. (Only checked once this generation has formed.)
         if self.armed and reducer is not None and reducer.finished is not None:

@@ -201,6 +201,8 @@ class HookState:
     link: "Group | None" = None  # what the library knows of the group, if it is torch's default one
     queued: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # pending buckets and their works
     clock: StepClock = field(default_factory=StepClock)  # measures what this replica does in a step
+    # called before the last bucket's all-reduce
+    synchronises: Callable[[], None] = lambda: None
 
     @property
     def completion_is_unreliable(self) -> bool:
@@ -311,6 +313,7 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
         buffer.fill_(math.nan)
     if bucket.is_last():  # before the call below: a slow peer may let it wait
         state.clock.computed(buffer.is_cuda)
+        state.synchronises()
     begun = time.monotonic()
     try:
         if state.lost is not None:

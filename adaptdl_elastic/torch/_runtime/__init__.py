@@ -4,6 +4,7 @@
 |---|---|
 | `position` | Which epochs and data loops has the script finished, and where is it in the current one? |
 | `consensus` | How do all replicas act at the same step? |
+| `drift` | Have the replicas stepped at the same batches, and are their parameters equal? |
 | `rounds` | When does rank 0 ask all replicas to act, and at which step do they? |
 | `script_names` | Which names have the script's loops assigned, and which does a new process lack? |
 | `heap` | Which objects of a type exist in this process? |

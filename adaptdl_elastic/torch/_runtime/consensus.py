@@ -72,6 +72,7 @@ from adaptdl_elastic.protocol.messages import (
     WithdrawPlan,
 )
 from adaptdl_elastic.reducer import AGREEMENT, CollectiveMismatchError, PeerFinishedError, PeerLostError
+from adaptdl_elastic.torch._runtime.drift import APART, RECORD, DriftWatch
 from adaptdl_elastic.torch._runtime.rounds import KEPT, RoundCoordinator
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,9 @@ class BoundaryConsensus:
         self.saving = False  # the training thread writes a checkpoint
         self.between = False  # the connections of the old generation are closed, the new ones not yet open
         self.leader = RoundCoordinator(self)
+        self.drift = DriftWatch(session, self.tell)
+        self.listen(RECORD, self.drift.on_record)
+        self.listen(APART, self._on_apart)
         self._reported = float("-inf")
         self._first_step = True
         self._told: float | None = None  # time of the last step that was reported to the agent
@@ -311,6 +315,12 @@ class BoundaryConsensus:
             self._condition.notify_all()
         self.session.recovery.on_lost()
 
+    def _on_apart(self, _: int, generation: int, text: Any) -> None:
+        """Wake the training thread, which ends with an error: the replicas' models have drifted apart."""
+        self.drift.on_apart(generation, str(text))
+        with self._condition:
+            self._condition.notify_all()
+
     def on_finished(self, rank: int) -> None:
         """Wake the training thread and rank 0's control thread: a replica has ended regularly."""
         with self._condition:
@@ -397,6 +407,7 @@ class BoundaryConsensus:
                 self._position = position
                 return
             while self._decision is None and self.round_open:
+                self.drift.check()
                 if self.lost is not None:
                     raise PeerLostError(self.lost)
                 if (finished := self.finished) is not None:
@@ -443,14 +454,17 @@ class BoundaryConsensus:
         position; those at the latest position wait for them.
 
         Raises:
-            CollectiveMismatchError: the replicas do not reach the same position.
+            CollectiveMismatchError: the replicas do not reach the same position, or their parameters differ.
         """
         reducer = self.session.reducer
         if reducer is None or reducer.replicas == 1:
             return True
-        positions = reducer.allreduce([position], tag="agreement", stream=AGREEMENT)
+        mine = [(position, self.drift.digest())]
+        found = reducer.allreduce(mine, tag="agreement", stream=AGREEMENT)
+        positions, digests = zip(*found, strict=True)
         latest = max(tuple(p) for p in positions)
         if min(tuple(p) for p in positions) == latest:
+            self.drift.compare(digests)
             return True
         if position < latest:
             with self._condition:

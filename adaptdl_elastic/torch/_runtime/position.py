@@ -192,6 +192,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.seeds = {key: seed for key, seed in self.seeds.items() if key.isdigit()}  # not made in an epoch
         self.end_indices = {key: end for key, end in self.end_indices.items() if key.isdigit()}
         if not session.joining:
+            session.consensus.drift.epoch_ends(epoch)
             session.rescaling.epoch_ends(epoch)
         checkpoint.end_epoch(epoch)
 

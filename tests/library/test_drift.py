@@ -1,0 +1,78 @@
+"""Replicas that drift apart end with an error, and right scripts are not accused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fake_agent
+import loop_script_path
+import pytest
+import torch
+from fake_agent import FakeAgent
+
+pytestmark = pytest.mark.processes
+
+
+def run(folder: Path, **given: Any) -> FakeAgent:
+    return FakeAgent(loop_script_path.DRIFT, folder, LOOP=fake_agent.settings(**given), OUT=str(folder))
+
+
+def errors(job: FakeAgent) -> list[str]:
+    """Return the last line of each replica, all of which must have failed."""
+    assert [each.join() for each in job.running] == [1] * len(job.running), job.outputs()
+    return [each.text().splitlines()[-1] for each in job.running]
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_a_clause_on_len_loader_after_growth_is_an_error_with_the_remedy(
+    tmp_path: Path, no_sync: bool
+) -> None:
+    with run(tmp_path, no_sync=no_sync, pace=0.2) as job:
+        job.start(1)
+        job.wait_for("step")
+        job.rescale(2)
+        (tmp_path / "hurry").touch()
+        for line in errors(job):
+            assert "at sample 120 of epoch 0" in line, job.outputs()
+            assert "adl.expected_batches()" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("step", "stepped 1 times on rank 0 and 0 times on rank 1"),
+        ("edit", "the parameters of ranks 0 and 1 differ in epoch 0"),
+        ("parameter", "the parameters of ranks 0 and 1 differ in epoch 0"),
+    ],
+)
+def test_what_one_rank_does_alone_is_an_error(tmp_path: Path, kind: str, found: str) -> None:
+    with run(tmp_path, kind=kind, epochs=1) as job:
+        job.start(2)
+        for line in errors(job):
+            assert "ReplicasApartError: drift_script.py:" in line
+            assert found in line
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"kind": "right"}, {"kind": "right", "no_sync": True}, {"kind": "scaler"}, {"kind": "gan"}],
+    ids=str,
+)
+def test_right_scripts_are_not_accused_over_a_change(tmp_path: Path, given: dict[str, Any]) -> None:
+    with run(tmp_path, **given, pace=0.2) as job:
+        job.start(1)
+        job.wait_for("step")
+        job.rescale(2)
+        job.finish()
+    weights = [torch.load(tmp_path / f"weights-{rank}") for rank in range(2)]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dies", [0, 2])
+def test_a_death_in_mid_loop_is_no_drift(tmp_path: Path, dies: int) -> None:
+    with run(tmp_path, kind="plain", dies=dies) as job:
+        job.start(3)
+        job.bury(dies)
+        job.plan_recovery()
+        job.finish()
