@@ -111,6 +111,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.agent.terminal.torchrun_options": "the command line",
     "adaptdl_elastic.rendezvous.local.addresses": "real sockets",
     "adaptdl_elastic.rendezvous.local.runtime_file": "a file that tells other processes of this machine",
+    "adaptdl_elastic.rendezvous.local.safe_stream": "the real terminal",
     "adaptdl_elastic.rendezvous.local.scratch_directory": "directories",
     "adaptdl_elastic.rendezvous.local.store_server": "real sockets",
     "adaptdl_elastic.rendezvous.services": "addresses and signatures of services, which no agent here uses",
