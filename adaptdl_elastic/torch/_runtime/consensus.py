@@ -472,12 +472,13 @@ class BoundaryConsensus:
                 self._decision = (_before(latest), self._decision[1])
                 self._position = position
             return False
-        again = reducer.allreduce([position], tag="agreement", stream=AGREEMENT)
-        if any(tuple(p) != position for p in again):
+        positions, digests = zip(*reducer.allreduce(mine, tag="agreement", stream=AGREEMENT), strict=True)
+        if any(tuple(p) != position for p in positions):
             raise CollectiveMismatchError(
-                f"the replicas are at different places of the script: {sorted(map(tuple, again))} "
+                f"the replicas are at different places of the script: {sorted(map(tuple, positions))} "
                 f"(epoch, data loop, sample); is a data loop run on some replicas only?"
             )
+        self.drift.compare(digests)
         return True
 
     # the loop may be in `torch.inference_mode`, whose tensors are of no use to training

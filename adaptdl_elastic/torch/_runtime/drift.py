@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -221,7 +222,7 @@ class DriftWatch:
             hidden = getattr(model, "parameters_to_ignore", ())
             for name, param in model.module.named_parameters():
                 if name not in hidden and not model.has_own_process_group and _comparable(param):
-                    bits = param.detach().view(_INTEGERS[param.element_size()]).sum(dtype=torch.int64)
+                    bits = _bits(param.detach()).sum(dtype=torch.int64)
                     sums[param.device] = sums.get(param.device, 0) * 31 + bits
         return {f"{_kind(device)} {number}": int(sums[device]) for number, device in enumerate(sums)}
 
@@ -234,6 +235,14 @@ class DriftWatch:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as integers: of 8 bytes if possible, whose sum is 40 times faster on a CPU."""
+    if tensor.is_contiguous() and tensor.numel() * tensor.element_size() % 8 == 0:
+        with suppress(RuntimeError):  # its memory does not begin at a multiple of 8 bytes
+            return tensor.view(-1).view(torch.int64)
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def _comparable(param: torch.Tensor) -> bool:
