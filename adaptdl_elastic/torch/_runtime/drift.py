@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -238,11 +237,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as integers: of 8 bytes if possible, whose sum is 40 times faster on a CPU."""
-    if tensor.is_contiguous() and tensor.numel() * tensor.element_size() % 8 == 0:
-        with suppress(RuntimeError):  # its memory does not begin at a multiple of 8 bytes
-            return tensor.view(-1).view(torch.int64)
-    return tensor.view(_INTEGERS[tensor.element_size()])
+    """Return a tensor's bits as integers: of 8 bytes if possible, whose sum is 40 times faster on a CPU.
+
+    The result depends on the elements only, since replicas may have other strides and addresses.
+    """
+    size = tensor.element_size()
+    if tensor.numel() * size % 8:
+        return tensor.view(_INTEGERS[size])
+    flat = tensor.contiguous().view(-1)
+    return (flat.clone() if flat.storage_offset() * size % 8 else flat).view(torch.int64)
 
 
 def _comparable(param: torch.Tensor) -> bool:
