@@ -21,11 +21,18 @@ from adaptdl_elastic.rendezvous.schema.records import (
     JobSpec,
     MasterRecord,
     PeerLossRecord,
+    Plan,
     ReadyRecord,
     RunningRecord,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, read_record
+from adaptdl_elastic.rendezvous.store.base import (
+    KeyValue,
+    Store,
+    StoreUnavailableError,
+    read_record,
+    read_text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +46,12 @@ class NodeReporter:
         self._store, self._keys, self._writer = store, keys, writer
         self._job, self._node, self._agent, self._run = me.job, me.node, me.agent, me.run
         self._reported: dict[str, float] = {}
+        self._of_newest: dict[str, str] = {}  # this node's reports of its newest generation, by key
+        self._newest = -1
 
     def master(self, record: MasterRecord) -> None:
         """Publish where the replicas of a generation meet."""
-        self._put(self._keys.generation(self._job, record.generation, "master"), encode(record))
+        self._of_generation("master", record)
 
     def ready(self, generation: int) -> None:
         """Report that this node's newcomers are ready to join."""
@@ -85,6 +94,32 @@ class NodeReporter:
         found = read_record(JobSpec, self._store.get(self._keys.job(self._job, "spec")))
         return found is not None and found.run != self._run
 
+    def restore(self, records: Mapping[str, str]) -> None:
+        """Write back what a store has lost that was replaced by an empty or an older one.
+
+        The agent that writes the plan writes the other records. All agents repeat their own reports.
+
+        Args:
+            records: Key → text of the job's records, the plan first and the specification last.
+        """
+        self._writer.submit(lambda: self._restore(dict(records), dict(self._of_newest)))
+
+    def _restore(self, records: dict[str, str], reports: dict[str, str]) -> None:
+        plan, spec = (self._keys.job(self._job, name) for name in ("plan", "spec"))
+        found = self._store.get(plan)
+        theirs, mine = read_record(Plan, found), read_text(Plan, records.pop(plan, None))
+        first = mine is None or (theirs is not None and theirs.generation >= mine.generation)
+        if mine is not None and not first:
+            revision = 0 if found is None else found.mod_revision
+            if self._store.compare_and_swap(plan, encode(mine), revision) is None:
+                raise StoreUnavailableError("the plan changes while it is written back")
+            for key, text in records.items():
+                self._store.put(key, text)
+        elif self._store.get(spec) is None:
+            self._store.compare_and_swap(spec, records[spec], 0)
+        for key, text in reports.items():
+            self._store.put(key, text)
+
     def script_reported(self, fields: Mapping[str, object]) -> None:
         """Keep the numbers that the script has reported for the next hints."""
         for name, value in fields.items():
@@ -106,13 +141,15 @@ class NodeReporter:
         return True
 
     def _of_generation(
-        self, what: str, record: ReadyRecord | RunningRecord | PeerLossRecord | EndedRecord
+        self, what: str, record: MasterRecord | ReadyRecord | RunningRecord | PeerLossRecord | EndedRecord
     ) -> None:
-        key = self._keys.generation(self._job, record.generation, what, self._node)
-        self._put(key, encode(record))
-
-    def _put(self, key: str, value: str) -> None:
-        self._writer.submit(lambda: self._store_put(key, value))
+        place = () if isinstance(record, MasterRecord) else (self._node,)
+        key = self._keys.generation(self._job, record.generation, what, *place)
+        if record.generation > self._newest:
+            self._newest, self._of_newest = record.generation, {}
+        if record.generation == self._newest:
+            self._of_newest[key] = encode(record)
+        self._writer.submit(lambda: self._store_put(key, encode(record)))
 
     def _store_put(self, key: str, value: str) -> None:
         self._store.put(key, value)

@@ -21,8 +21,11 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     decode,
 )
+from adaptdl_elastic.rendezvous.store.base import read_text
 
 logger = logging.getLogger(__name__)
+_KEPT = ("plan", "checkpoint", "request", "spec")
+"""Records of a job that its agents write back to a store that has lost them, in this order."""
 R = TypeVar("R")
 
 
@@ -62,6 +65,22 @@ class StoreView:
                     yield event
         if news.prefix == self._keys.nodes:
             yield self._nodes()
+
+    def lost_records(self, news: Keyspace) -> dict[str, str]:
+        """Return this job's records that are lost in `news`, because the store is a new or an older one.
+
+        They are known to be lost if the specification is not there, or the plan is an older one. The records
+        are those that no other process writes again by itself.
+        """
+        own = self._keys.job(self._job)
+        known = {f"{own}{name}": self._values.get(f"{own}{name}") for name in _KEPT}
+        records = {key: text for key, text in known.items() if text is not None}
+        status = read_text(JobStatus, self._values.get(f"{own}status"))
+        if news.prefix != own or f"{own}spec" not in records or (status is not None and status.state.ended):
+            return {}
+        plans = [read_text(Plan, items.get(f"{own}plan")) for items in (records, news.items)]
+        mine, theirs = (-1 if plan is None else plan.generation for plan in plans)
+        return records if f"{own}spec" not in news.items or theirs < mine else {}
 
     def last_step_before(self, plan: Plan) -> float | None:
         """Return the wall-clock end of the last step in earlier generations of a plan's run, as reported."""

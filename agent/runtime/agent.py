@@ -218,6 +218,10 @@ class ElasticAgent(SimpleElasticAgent):
     def _handle(self, event: object) -> None:
         match event:
             case Keyspace() | KeyChanged():
+                if isinstance(event, Keyspace) and (lost := self._view.lost_records(event)):
+                    self._say("the store has lost records of this job: this node writes back what it knows")
+                    self._reporter.restore(lost)
+                    event = Keyspace(event.prefix, {**event.items, **lost})
                 for change in self._view.apply(event):
                     self._decide(change)
                 self._check_requests()

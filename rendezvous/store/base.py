@@ -83,8 +83,13 @@ class Change:
 
 def read_record(kind: type[R], item: KeyValue | None) -> R | None:
     """Return the record of type `kind` that a key holds; None if there is no such key or no such record."""
+    return None if item is None else read_text(kind, item.value)
+
+
+def read_text(kind: type[R], text: str | None) -> R | None:
+    """Return the record of type `kind` that a value is; None if there is none, or it is no such record."""
     try:
-        return None if item is None else decode(kind, item.value, item.key)
+        return None if text is None else decode(kind, text, "")
     except MalformedRecordError:
         return None
 
