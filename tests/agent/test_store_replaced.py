@@ -27,7 +27,7 @@ def test_a_job_goes_on_in_a_store_that_has_lost_it(tmp_path: Path, how: str) -> 
             return stack.enter_context(ElasticRun([*where, *rest], tmp_path))
 
         def scale(replicas: int) -> None:
-            seen, command = len(first.events), ("scale", "job", "--replicas", str(replicas))
+            seen, command = len(first.events), ["scale", "job", "--replicas", str(replicas)]
             until(
                 "no job", lambda: first.adaptdl(*command, "--etcd", etcd.endpoint).returncode == 0, PATIENCE
             )
