@@ -279,8 +279,7 @@ class Agents:
         given: dict[str, str] = {}
         if submission.environment is not None:
             self._blobs.fetch(submission.environment, peers, self._client)
-            private = read_private(self._blobs.path(submission.environment), submission.owner)
-            given = dict(private.variables)
+            given = dict(read_private(self._blobs.path(submission.environment), submission.owner))
         if not submission.checkpoint_path:
             given[CHECKPOINT_WAIT] = str(WAIT_SECONDS)
         secret = self._directory.job_secret(submission.job)

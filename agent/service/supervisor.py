@@ -36,7 +36,6 @@ from adaptdl_elastic.agent.service.etcd import EtcdServer
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort
 from adaptdl_elastic.agent.service.job_records import JobRecords
 from adaptdl_elastic.agent.service.known_jobs import KnownJobs, LostListError
-from adaptdl_elastic.agent.service.notices import Notices
 from adaptdl_elastic.agent.service.stand_in import Membership
 from adaptdl_elastic.agent.terminal.run_options import parse_ports
 from adaptdl_elastic.rendezvous.local.addresses import listen
@@ -80,7 +79,6 @@ class Supervisor:
         self._stopping = threading.Event()
         self._agents = Agents(config, directory, slots, self._blobs, client, self._wake.set)
         self._copies = CheckpointCopies(directory, client)
-        self._notices = Notices(config, directory, self._blobs, client)
         self._peers: list[ServiceRecord] = []
         self._copied: set[str] = set()  # jobs whose checkpoints lie on the nodes
         self._known = KnownJobs(directory.state / "jobs.json", config.node)
@@ -254,7 +252,6 @@ class Supervisor:
         for one in found.requests:
             if one.over:
                 self._agents.forget(one.submission.job)
-        self._notices.look(store, found.requests, peers)
         if time.monotonic() - self._swept_at > _SWEEP_SECONDS:
             self._swept_at = time.monotonic()
             self._blobs.sweep(self._known.needed_archives())

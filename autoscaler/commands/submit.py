@@ -79,8 +79,9 @@ LEAVE_SECONDS = 30.0
 @click.option(
     "--notify",
     multiple=True,
-    metavar="CMD|URL",
-    help="When the job ends or is cancelled, run CMD on a node or send JSON to an http(s) URL.",
+    hidden=True,
+    callback=lambda context, option, value: _refuse_notify(value),
+    expose_value=False,
 )
 @click.option(
     "--env",
@@ -125,7 +126,6 @@ def submit(
     after: tuple[str, ...],
     retry: int,
     array: tuple[str, ...],
-    notify: tuple[str, ...],
     variables: tuple[str, ...],
     workdir: Path,
     max_size: int,
@@ -162,13 +162,11 @@ def submit(
             after=after,
             max_restarts=retry,
             checkpoint_path=checkpoint_path,
-            notify=bool(notify),
             created=now + number * 1e-3,  # those of an array begin in the order of its values
         )
         for number, member in enumerate(members)
     ]
     given = variables_of(variables, os.environ)
-    wanted = [notice_of(text) for text in notify]
     reader, store, keys = open_cluster(context)
     with store, tempfile.TemporaryDirectory(prefix="adaptdl-submit-") as folder:
         found = reader.read(None)
@@ -182,8 +180,8 @@ def submit(
             return
         archives = [packed]
         environment = None
-        if given or wanted:
-            archives.append(bundles.pack_private(given, wanted, context.person, Path(folder) / "variables"))
+        if given:
+            archives.append(bundles.pack_private(given, context.person, Path(folder) / "variables"))
             environment = archives[1].digest
         _send(client_of(context), found.services, archives)
         drafts = [
@@ -248,14 +246,13 @@ def name_of(given: str | None, command: str) -> str:
         raise OptionError(str(error)) from None
 
 
-def notice_of(text: str) -> str:
-    """Return the command or URL of a `--notify`."""
-    if not text.strip():
-        raise OptionError("--notify: give a command, or a URL that begins with https:// or http://")
-    scheme, sign, _ = text.partition("://")
-    if sign and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme) and scheme not in ("http", "https"):
-        raise OptionError(f"--notify {text}: a URL begins with https:// or http://")
-    return text
+def _refuse_notify(given: tuple[str, ...]) -> None:
+    """Refuse an option of version 0.1."""
+    if given:
+        raise OptionError(
+            "--notify is gone: `adaptdl wait JOB; CMD` in your shell runs CMD at the job's end, and alert "
+            "rules do without your shell (docs/cluster.md)"
+        )
 
 
 def variables_of(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

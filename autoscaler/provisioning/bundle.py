@@ -82,18 +82,17 @@ def pack(
     return _described(target, len(names))
 
 
-def pack_private(variables: Mapping[str, str], notify: Sequence[str], owner: str, target: Path) -> Bundle:
-    """Write an archive of what only jobs of `owner` get.
+def pack_private(variables: Mapping[str, str], owner: str, target: Path) -> Bundle:
+    """Write an archive of variables that only jobs of `owner` get.
 
     The archive also has a random file, so that its digest does not reveal the rest.
 
     Args:
         variables: The variables of `submit --env`.
-        notify: The commands and URLs of `submit --notify`; a URL may hold a token.
         owner: The person who submits.
         target: The file to write.
     """
-    content = {"owner": owner, "variables": dict(variables), "notify": list(notify)}
+    content = {"owner": owner, "variables": dict(variables)}
     files = {"environment.json": json.dumps(content).encode(), "salt": secrets.token_bytes(32)}
     with _archive(target) as tar:
         for name, data in files.items():

@@ -32,7 +32,6 @@ submissions/<job>                       Signed Submission, written by `adaptdl s
 cancellations/<job>                     Signed Cancellation, written by `adaptdl cancel`
 resumptions/<job>                       Signed Resumption, written by `adaptdl resume`
 outcomes/<job>/status                   JobStatus of a submitted job that ended and was forgotten
-notified/<job>/<end>                    the node that has taken over to send the notices of `--notify`
 events/<millis>-<suffix>                bounded log of what coordinator and autoscaler did
 """
 
@@ -219,7 +218,3 @@ class Keys:
     def outcome(self, job: str, *parts: str) -> str:
         """Return a key of how one job ended: `outcome("mnist", "status")`; without parts the prefix."""
         return f"{self.outcomes}{check_name('job', job)}/" + "/".join(parts)
-
-    def notified(self, job: str, end: str) -> str:
-        """Return the key of the node that sends the notices of one end of a job."""
-        return f"{self.root}notified/{check_name('job', job)}/{end}"

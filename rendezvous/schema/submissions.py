@@ -66,7 +66,7 @@ class Submission:
     mode: Literal["script", "module", "exec"]
     command: tuple[str, ...]
     bundle: _Digest  # of the working directory's archive
-    environment: _Digest | None = None  # of the archive of variables and notices
+    environment: _Digest | None = None  # of the archive of variables
     min_replicas: _Replicas = 1
     max_replicas: _Replicas = 1
     gpus_per_replica: _Replicas = 1
@@ -75,7 +75,6 @@ class Submission:
     max_restarts: int = 3
     checkpoint_path: str = ""  # "": a directory of each node
     created: float = 0.0
-    notify: bool = False  # the archive names what is run or sent when the job is over
     replaces: float | None = None  # `created` of the submission of this name that it replaces
     follows: str = ""  # JobSpec.run with which that submission ended; "": it had none
 

@@ -11,7 +11,13 @@ from adaptdl_elastic.agent.service.agents import agent_environment, agent_option
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Place, Where
 from adaptdl_elastic.autoscaler.commands.cluster_setup import with_options
 from adaptdl_elastic.autoscaler.commands.logs import chosen
-from adaptdl_elastic.autoscaler.commands.submit import command_of, name_of, replicas_of, variables_of
+from adaptdl_elastic.autoscaler.commands.submit import (
+    command_of,
+    name_of,
+    replicas_of,
+    submit,
+    variables_of,
+)
 from adaptdl_elastic.autoscaler.commands.tables import ask_all
 from adaptdl_elastic.autoscaler.provisioning import wheel
 from adaptdl_elastic.autoscaler.provisioning.credentials import write_private
@@ -194,6 +200,8 @@ def test_options_of_submit_are_checked() -> None:
         with pytest.raises(OptionError, match="--replicas"):
             replicas_of(text)
     assert name_of(None, "src/my train.py") == "my-train"
+    with pytest.raises(OptionError, match="--notify is gone: `adaptdl wait JOB; CMD`"):
+        submit.main(["--notify", "true", "train.py"], standalone_mode=False)
     with pytest.raises(OptionError, match="--name 'a/b' cannot be used"):
         name_of("a/b", "x")
     assert variables_of(["A=1=2", "B"], {"B": "b"}) == {"A": "1=2", "B": "b"}

@@ -76,7 +76,7 @@ def test_a_job_that_another_version_has_noted_with_other_fields_is_the_same_job(
     opened(path).check(read(waiting(job())), PEOPLE)
     noted = json.loads(path.read_text())
     fields = json.loads(noted["job"]["submission"])
-    del fields["notify"]  # which the version before did not know
+    del fields["priority"]  # as if the version before did not know it
     noted["job"]["submission"] = json.dumps({**fields, "later": 1})
     path.write_text(json.dumps(noted))
     cancelled = Request(job(), "alice", JobState())
