@@ -1,6 +1,8 @@
 """An Accelerate loop on made data, whose records tell which samples were trained with; see framework_runs.
 
-SETTINGS: "batch", "epochs", "accumulation". Until OUT/hurry exists a step takes PACE.
+SETTINGS: "batch", "epochs", "accumulation", "stop": sample at which the last replica alone asks to end the
+epoch, "items": the loss is a mean over items, of which samples have different numbers. Until OUT/hurry exists
+a step takes PACE.
 """
 
 import json
@@ -40,6 +42,8 @@ def main():
         DataLoader(points(20), 10),
         scheduler,
     )
+    if S.get("items"):
+        training.weigh_by(lambda batch: (batch[2] % 5).sum())
     for epoch in accelerator.epochs(S["epochs"]):
         for x, y, numbers in training:
             with accelerator.accumulate(model):
@@ -48,7 +52,12 @@ def main():
                     epoch=epoch, samples=numbers.tolist(), local=helper.local_samples,
                     index=helper.current_index,
                 )  # fmt: skip
-                loss = torch.nn.functional.mse_loss(model(x), y)
+                output = model(x)
+                loss = torch.nn.functional.mse_loss(output, y)
+                if S.get("items"):
+                    items = numbers % 5
+                    total = ((output - y).squeeze(1) ** 2 * items).sum()
+                    loss = total * accelerator.num_processes / accelerator.gather(items.sum()).sum().clamp(1)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 5.0)
@@ -56,6 +65,10 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
             accelerator.log({"loss": loss.item()})
+            if adl.rank() == adl.world_size() - 1 and helper.current_index >= S.get("stop", SIZE):
+                accelerator.set_trigger()
+            if accelerator.check_trigger():
+                break
             if not (OUT / "hurry").exists():
                 time.sleep(float(os.environ.get("PACE", "0")))
         model.eval()

@@ -1,7 +1,8 @@
 """A Trainer on made data, whose records tell which samples were trained with; see framework_runs.
 
 SETTINGS are arguments of TrainingArguments as JSON. Until OUT/hurry exists a step takes PACE.
-With PLAIN it is transformers' own Trainer.
+With PLAIN it is transformers' own Trainer; with LANGUAGE the model is a language model, whose loss is a mean
+over tokens, and the sequences are padded. Every sample that is read is recorded in OUT/read-<pid>.
 """
 
 import json
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset
 
 import adaptdl_elastic.torch as adl
 
-PLAIN = "PLAIN" in os.environ
+PLAIN, LANGUAGE = "PLAIN" in os.environ, "LANGUAGE" in os.environ
 if PLAIN:
     from transformers import Trainer, TrainingArguments
 else:
@@ -36,6 +37,12 @@ class Sequences(Dataset):
     def __getitem__(self, index):
         number = self.first + index
         words = torch.tensor([number, number % 7 + 1, number % 11 + 1, 3])
+        with (OUT / f"read-{os.getpid()}").open("a") as file:
+            file.write(f"{index}\n")
+        if LANGUAGE:
+            words = torch.cat([words, torch.full((8,), number % 5)])
+            kept = torch.arange(len(words)) < 2 + number * 7 % 11
+            return {"input_ids": words, "labels": torch.where(kept, words, -100)}
         return {"input_ids": words, "labels": torch.tensor(number % 2)}
 
 
@@ -66,6 +73,11 @@ def main():
         intermediate_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2,
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config)
+    if LANGUAGE:
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=SIZE + 200, n_positions=16, n_embd=16, n_layer=1, n_head=2,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        ))  # fmt: skip
     trainer = Recording(
         model, args, train_dataset=Sequences(0, SIZE), eval_dataset=Sequences(SIZE, 20), callbacks=[Pace()]
     )
