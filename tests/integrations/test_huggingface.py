@@ -9,6 +9,7 @@ from typing import Any
 
 import framework_runs
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parent / "scripts" / "hf_trainer.py"
 SIZE = 480
@@ -99,6 +100,19 @@ def test_max_steps_ends_two_replicas_in_mid_epoch(tmp_path: Path) -> None:
     assert framework_runs.summary(tmp_path / "run")["global_step"] == 50
     used = framework_runs.used(tmp_path / "run")
     assert (used.keys(), used[0].total(), max(used[0].values())) == ({0}, 200, 1)
+
+
+def test_samples_that_are_read_ahead_or_again_are_trained_once(tmp_path: Path) -> None:
+    changed = settings(
+        optim="sgd", learning_rate=4, lr_scheduler_type="constant", max_grad_norm=0, dataloader_num_workers=1
+    )
+    framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", COUNT="1", SIZE="240", SETTINGS=changed)
+    trained = framework_runs.weights(tmp_path / "run")["trained"][:240]
+    torch.testing.assert_close(trained, torch.full((240,), -2.0))
+    read = Counter(
+        int(line) for path in (tmp_path / "run").glob("read-*") for line in path.read_text().split()
+    )
+    assert max(read[number] for number in range(240)) > 2
 
 
 def test_loss_per_token_has_the_gradients_of_transformers_own_trainer(tmp_path: Path) -> None:

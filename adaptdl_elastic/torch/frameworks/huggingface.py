@@ -379,21 +379,16 @@ class ElasticTrainerMixin:
         """
         parent: Any = super()
         loader: Any = adl.current_dataloader()
-        losses: list[torch.Tensor] = []
-        weights: list[float] = []
+        loss: Any = 0.0
+        total = 0.0
         for batch in chain([inputs], self._batches):
             items = self._count_items(batch)
-            given = None if items is None else items.clamp(min=1)
-            losses.append(parent.training_step(model, batch, given))
-            weights.append(loader.gradient_weight)
+            found = parent.training_step(model, batch, None if items is None else items.clamp(min=1))
+            loss, total = loss + found * loader.gradient_weight, total + loader.gradient_weight
             if adl.is_optim_step():
                 break
-        total = sum(weights)
-        if not (self._counts() and total):
-            return torch.zeros_like(losses[0])
-        return torch.stack(
-            [loss * (weight / total) for loss, weight in zip(losses, weights, strict=True)]
-        ).sum()
+        mean: torch.Tensor = loss / total if self._counts() and total else torch.zeros_like(loss)
+        return mean
 
     def _counts(self) -> bool:
         """Return whether the current step counts: its gradients have arrived, and its batch counts."""

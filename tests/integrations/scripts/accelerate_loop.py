@@ -44,7 +44,9 @@ def main():
     )
     if S.get("items"):
         training.weigh_by(lambda batch: (batch[2] % 5).sum())
+    steps = adl.Value("steps", 0)
     for epoch in accelerator.epochs(S["epochs"]):
+        sums = adl.Accumulator()
         for x, y, numbers in training:
             with accelerator.accumulate(model):
                 helper = adl.current_dataloader()
@@ -64,6 +66,9 @@ def main():
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            steps.value += adl.is_optim_step()
+            sums["loss"] += loss.item() * len(y)
+            sums["samples"] += len(y)
             accelerator.log({"loss": loss.item()})
             if adl.rank() == adl.world_size() - 1 and helper.current_index >= S.get("stop", SIZE):
                 accelerator.set_trigger()
@@ -71,6 +76,8 @@ def main():
                 break
             if not (OUT / "hurry").exists():
                 time.sleep(float(os.environ.get("PACE", "0")))
+        with sums.synchronized():
+            mean = sums["loss"] / sums["samples"]
         model.eval()
         with torch.no_grad():
             losses = [torch.nn.functional.mse_loss(model.module(x), y) for x, y, _ in validation]
@@ -78,7 +85,8 @@ def main():
         model.train()
     accelerator.save(accelerator.unwrap_model(model).state_dict(), OUT / "final.pt")
     if accelerator.is_main_process:
-        summary = {"rate": scheduler.get_last_lr()[0], "validation": held_out.item()}
+        summary = {"rate": scheduler.get_last_lr()[0], "validation": held_out.item(), "mean": mean}
+        summary["steps"] = steps.value
         (OUT / "summary.json").write_text(json.dumps(summary))
     accelerator.end_training()
 

@@ -2,7 +2,9 @@
 
 SETTINGS are arguments of TrainingArguments as JSON. Until OUT/hurry exists a step takes PACE.
 With PLAIN it is transformers' own Trainer; with LANGUAGE the model is a language model, whose loss is a mean
-over tokens, and the sequences are padded. Every sample that is read is recorded in OUT/read-<pid>.
+over tokens, and the sequences are padded. With COUNT the model is a table, in which a learning rate of the
+batch size adds -1 to the entry of each sample that is trained, and a step takes its PACE in the forward pass.
+Every sample that is read is recorded in OUT/read-<pid>.
 """
 
 import json
@@ -17,7 +19,7 @@ from torch.utils.data import Dataset
 
 import adaptdl_elastic.torch as adl
 
-PLAIN, LANGUAGE = "PLAIN" in os.environ, "LANGUAGE" in os.environ
+PLAIN, LANGUAGE, COUNT = (name in os.environ for name in ("PLAIN", "LANGUAGE", "COUNT"))
 if PLAIN:
     from transformers import Trainer, TrainingArguments
 else:
@@ -38,7 +40,7 @@ class Sequences(Dataset):
         number = self.first + index
         words = torch.tensor([number, number % 7 + 1, number % 11 + 1, 3])
         with (OUT / f"read-{os.getpid()}").open("a") as file:
-            file.write(f"{index}\n")
+            file.write(f"{number}\n")
         if LANGUAGE:
             words = torch.cat([words, torch.full((8,), number % 5)])
             kept = torch.arange(len(words)) < 2 + number * 7 % 11
@@ -46,10 +48,26 @@ class Sequences(Dataset):
         return {"input_ids": words, "labels": torch.tensor(number % 2)}
 
 
+def pace():
+    if not (OUT / "hurry").exists():
+        time.sleep(float(os.environ.get("PACE", "0")))
+
+
 class Pace(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        if not (OUT / "hurry").exists():
-            time.sleep(float(os.environ.get("PACE", "0")))
+        if not COUNT:
+            pace()
+
+
+class Table(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trained = torch.nn.Parameter(torch.zeros(SIZE + 20))
+
+    def forward(self, input_ids, labels):
+        if self.training:
+            pace()
+        return {"loss": self.trained[input_ids[:, 0]].mean()}
 
 
 class Recording(Trainer):
@@ -78,6 +96,8 @@ def main():
             vocab_size=SIZE + 200, n_positions=16, n_embd=16, n_layer=1, n_head=2,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         ))  # fmt: skip
+    if COUNT:
+        model = Table()
     trainer = Recording(
         model, args, train_dataset=Sequences(0, SIZE), eval_dataset=Sequences(SIZE, 20), callbacks=[Pace()]
     )
