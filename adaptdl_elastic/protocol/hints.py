@@ -40,8 +40,11 @@ SCHED_HINTS = MappingProxyType(
 
 
 # Larger numbers in a report are errors, and computing with them could overflow.
-_Count = Annotated[int, Field(ge=0, le=10**9)]
-_Positive = Annotated[int, Field(ge=1, le=10**9)]
+MANY = 10**9
+"""Largest count that can be reported."""
+
+_Count = Annotated[int, Field(ge=0, le=MANY)]
+_Positive = Annotated[int, Field(ge=1, le=MANY)]
 _Seconds = Annotated[float, Field(ge=0, le=1e9)]
 MOST = 1e30
 """Largest squared norm that can be reported."""

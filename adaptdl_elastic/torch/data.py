@@ -23,7 +23,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -208,6 +208,18 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             )
         super().autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
 
+    def weigh_by(self, count: Callable[[Any], Any]) -> None:
+        """Weigh the gradient of each batch by its items instead of its samples.
+
+        For a loss that is the mean over the items of a batch, such as its tokens with a label. The gradient
+        of a step is then that of the mean over all items of all replicas. The batches of a step are read
+        ahead, and the replicas add up the number of items in each step.
+
+        Args:
+            count: Function that returns the number of items of a batch; None: as many as samples.
+        """
+        self._elastic.items.count = count
+
     def __len__(self) -> int:
         """Return the number of batches that each replica gets in one pass at the current batch size."""
         if self._stream:
@@ -364,9 +376,10 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 mine.append(len(batches.mine(chunk, index)))
                 index += chunk
             helper.begin_window(window, tuple(mine))
-            for chunk in window:
-                if helper.local_samples or batches.fill:
-                    batch = next(iterator)
+            own = (next(iterator) if samples or batches.fill else None for samples in mine)
+            read = helper.items.counted(own, tuple(mine), helper)
+            for chunk, samples, batch in zip(window, mine, read, strict=True):
+                if samples or batches.fill:
                     helper.begin_batch()
                     yield batch
                 helper.current_index += chunk

@@ -23,20 +23,32 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("killed", "batch", "accumulation"),
     [(1, 4, 1), (0, 2, 2)],
-    ids=["the last is killed", "accumulation, rank 0 is killed"],
+    ids=["the last is killed", "accumulation, a loss per item, rank 0 is killed"],
 )
 def test_resized_and_killed_loop_ends_as_an_undisturbed_one(
     tmp_path: Path, killed: int, batch: int, accumulation: int
 ) -> None:
-    settings = json.dumps({"batch": batch, "epochs": 2, "accumulation": accumulation})
+    items = accumulation > 1
+    settings = json.dumps({"batch": batch, "epochs": 2, "accumulation": accumulation, "items": items})
     given = {"SIZE": str(SIZE), "SETTINGS": settings}
     plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given)
     framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", killed=killed, **given)
     assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
     summary = framework_runs.summary(tmp_path / "run")
+    assert summary["steps"] == plain["steps"] == 240
     assert summary["rate"] == pytest.approx(plain["rate"])
     assert summary["validation"] == pytest.approx(plain["validation"], abs=1e-4)
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
+
+
+def test_trigger_that_one_replica_sets_ends_the_loop_on_all(tmp_path: Path) -> None:
+    settings = json.dumps({"batch": 4, "epochs": 2, "accumulation": 1, "stop": 40})
+    given = {"SIZE": str(SIZE), "SETTINGS": settings}
+    plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given)
+    framework_runs.replicas(SCRIPT, tmp_path / "run", 2, **given)
+    used = framework_runs.used(tmp_path / "run")
+    assert {epoch: samples.total() for epoch, samples in used.items()} == {0: 44, 1: 44}
+    assert framework_runs.summary(tmp_path / "run") == pytest.approx(plain, rel=1e-4)
 
 
 def test_the_example_runs(tmp_path: Path) -> None:

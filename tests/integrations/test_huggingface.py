@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import framework_runs
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parent / "scripts" / "hf_trainer.py"
 SIZE = 480
@@ -34,15 +36,21 @@ def settings(**changes: object) -> str:
         (1, {}),
         (
             0,
-            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_tqdm": False},
+            {
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "disable_tqdm": False,
+                "LANGUAGE": "1",
+            },
         ),
     ],
-    ids=["the last is killed", "accumulation, rank 0 is killed"],
+    ids=["the last is killed", "accumulation, a language model, rank 0 is killed"],
 )
 def test_resized_and_killed_trainer_ends_as_an_undisturbed_one(
-    tmp_path: Path, killed: int, changes: dict[str, int]
+    tmp_path: Path, killed: int, changes: dict[str, Any]
 ) -> None:
-    given = {"SIZE": str(SIZE), "SETTINGS": settings(**changes)}
+    language = {name: changes.pop(name) for name in ["LANGUAGE"] if name in changes}
+    given = {"SIZE": str(SIZE), "SETTINGS": settings(**changes), **language}
     plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given)
     framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", killed=killed, **given)
     assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
@@ -92,6 +100,30 @@ def test_max_steps_ends_two_replicas_in_mid_epoch(tmp_path: Path) -> None:
     assert framework_runs.summary(tmp_path / "run")["global_step"] == 50
     used = framework_runs.used(tmp_path / "run")
     assert (used.keys(), used[0].total(), max(used[0].values())) == ({0}, 200, 1)
+
+
+def test_samples_that_are_read_ahead_or_again_are_trained_once(tmp_path: Path) -> None:
+    changed = settings(
+        optim="sgd", learning_rate=4, lr_scheduler_type="constant", max_grad_norm=0, dataloader_num_workers=1
+    )
+    framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", COUNT="1", SIZE="240", SETTINGS=changed)
+    trained = framework_runs.weights(tmp_path / "run")["trained"][:240]
+    torch.testing.assert_close(trained, torch.full((240,), -2.0))
+    read = Counter(
+        int(line) for path in (tmp_path / "run").glob("read-*") for line in path.read_text().split()
+    )
+    assert max(read[number] for number in range(240)) > 2
+
+
+def test_loss_per_token_has_the_gradients_of_transformers_own_trainer(tmp_path: Path) -> None:
+    changed = settings(
+        per_device_train_batch_size=2, gradient_accumulation_steps=4, optim="sgd", learning_rate=0.5,
+        num_train_epochs=1, save_strategy="no",
+    )  # fmt: skip
+    given = {"LANGUAGE": "1", "SIZE": "96", "SETTINGS": changed}
+    framework_runs.undisturbed(SCRIPT, tmp_path / "plain", PLAIN="1", **given)
+    framework_runs.replicas(SCRIPT, tmp_path / "two", 2, **given)
+    framework_runs.assert_same_weights(tmp_path / "two", tmp_path / "plain")
 
 
 def test_the_example_runs(tmp_path: Path) -> None:

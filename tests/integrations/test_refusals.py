@@ -54,6 +54,16 @@ net = torch.nn.Linear(2, 2)
             marks=pytest.mark.needs("transformers"),
         ),
         pytest.param(
+            HUGGINGFACE + "TrainingArguments(output_dir='out', use_cpu=True, max_batch_size=64)",
+            "max_batch_size in an elastic Trainer, whose schedule counts steps of a fixed size: leave it out",
+            marks=pytest.mark.needs("transformers"),
+        ),
+        pytest.param(
+            ACCELERATE + "Accelerator(cpu=True, max_batch_size=64)",
+            "max_batch_size in an elastic Accelerator, whose schedule counts steps of a fixed size",
+            marks=pytest.mark.needs("accelerate"),
+        ),
+        pytest.param(
             HUGGINGFACE + "from trl import SFTConfig\n"
             "class Arguments(TrainingArguments, SFTConfig): pass\nArguments(output_dir='out', use_cpu=True)",
             "write class Arguments(ElasticArgumentsMixin, SFTConfig)",

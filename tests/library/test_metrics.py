@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -448,6 +449,14 @@ def test_statistics_of_training_that_diverges_are_reported(script: Script) -> No
     metrics.update_grad_params("other", 0.0, 0.0)
     sqr, var = metrics.hints().grad_params or (0.0, 0.0)
     assert sqr / var == pytest.approx(2.0)
+
+
+def test_an_end_that_is_never_reached_is_reported_as_none(script: Script) -> None:
+    metrics = Metrics(background=False)
+    # the epochs of a Trainer that counts steps
+    metrics.update_position(step=20, epochs=sys.maxsize, samples_done=80, samples_total=1e20)
+    hints = metrics.hints()
+    assert (hints.epochs, hints.remaining_samples, hints.samples_done) == (None, None, 80)
 
 
 def test_the_report_and_the_event_say_all_that_is_documented(

@@ -11,6 +11,7 @@
 | `loaders_of_others` | Which loaders and samplers of other libraries are accepted, which are refused? |
 | `registry` | Which loaders exist, under which keys, and whose data loop is running? |
 | `random_streams` | From which random streams does each replica draw? |
+| `window_items` | How much does each batch of a step weigh where a loss is a mean over tokens? |
 | `batch_comparison` | Do the replicas train on different batches and read the same stream? |
 | `accumulator_state` | Which sums of an Accumulator are kept in checkpoints? |
 | `checks` | Which arguments may a script pass to data and epoch loops? |

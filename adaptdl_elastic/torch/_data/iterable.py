@@ -263,7 +263,9 @@ def iterate_stream(
             if window[0].digest:
                 where = f"{state.finished} {state.entered} {state.index}"
                 registry().comparison.same(f"stream of loader {helper.key}", where, window[0].digest)
-            helper.begin_window(tuple(item.size for item in window), tuple(item.mine for item in window))
+            mine = tuple(item.mine for item in window)
+            helper.begin_window(tuple(item.size for item in window), mine)
+            helper.items.counted((item.samples for item in window), mine, helper)
             for item in window:
                 if item.samples is not None:
                     helper.begin_batch()

@@ -36,6 +36,7 @@ from adaptdl_elastic.torch._data.loop_length import part_done, windows_needed
 from adaptdl_elastic.torch._data.loop_progress import LoopProgress, attempted_steps
 from adaptdl_elastic.torch._data.partition import Window, taken
 from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic.torch._data.window_items import WindowItems
 from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
 from adaptdl_elastic.torch._runtime.step_clock import Stage
 
@@ -61,12 +62,12 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         self._window: Window | None = None  # None: a script-defined loader, whose windows are not planned
         self._mine: Window = ()  # this replica's samples in each batch of a planned window
         self._chunk = 0  # number of the current batch within the window
+        self.items = WindowItems()
         self._window_start = (0, 0)  # index and attempted steps when the window began
         self._handed_out = 0  # batches of the running data loop that this process has got
         self.left_out = 0  # samples at the end of a pass that `drop_last` leaves out
         self._rest = (0, 0)  # index before and after the rest that was left out last
-        # the number of batches from a position to the end of its pass; None: not known
-        self.count_from: Callable[[int], int] | None = None
+        self.count_from: Callable[[int], int] | None = None  # batches from a position to its pass's end
         self._left: int | None = None  # script-defined loader: batches left when the window began, if known
 
     def repeats(self) -> None:
@@ -162,9 +163,11 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
     def gradient_weight(self) -> float:
         """Factor by which to multiply the mean gradient of the current batch.
 
-        With it, the plain mean over replicas and over the window's batches is the mean over samples. The
-        factor is 1 unless the batches of the window have different sizes.
+        With it, the plain mean over replicas and over the window's batches is the mean over samples, or over
+        items if they are counted (`weigh_by`). The factor is 1 unless the batches have different sizes.
         """
+        if self.items.shares:
+            return self.items.shares[self._chunk] * self.replicas * len(self._chunks)
         if self._window is None and self.equal_shares:
             return 1.0
         return self.local_samples * self.replicas * len(self._chunks) / sum(self._chunks)
@@ -446,8 +449,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
     def _may_train(self) -> bool:
         """Return whether an optimizer step may follow in this loop.
 
-        That may be so although another loader is the training loader: this loader takes its place only in
-        the forward pass.
+        That may be so although another loader is the training loader until the coming forward pass.
         """
         if self.training or self.training_loader_undecided or self.trained:
             return True

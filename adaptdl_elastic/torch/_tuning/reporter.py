@@ -25,7 +25,7 @@ import numpy as np
 from adaptdl_elastic import _session, checkpoint, env
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.protocol import environment
-from adaptdl_elastic.protocol.hints import MOST, JobHints, ProfileEntry, Straggler, TypeProfile, encode
+from adaptdl_elastic.protocol.hints import MANY, MOST, JobHints, ProfileEntry, Straggler, TypeProfile, encode
 from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits, accumulation_ratio
 from adaptdl_elastic.torch._tuning.step_times import ENOUGH, Estimates, Key, StepTimes, estimates, robust_mean
@@ -250,11 +250,13 @@ class Metrics:
         Args:
             step: number of steps.
             epoch: present epoch.
-            epochs: declared number of epochs.
+            epochs: declared number of epochs; one that is too large for a report is no end.
             samples_done: samples so far, at the initial batch size.
             samples_total: samples of the whole job, at the initial batch size.
             data_size: samples of the data set; 0: unknown.
         """
+        if epochs is not None and epochs > MANY:  # sys.maxsize, as of a Trainer that counts steps
+            epochs = samples_total = None
         self._position = _Position(step, epoch, epochs, samples_done, samples_total)
         now, limits, replicas = self._current, self._limits, self._session.replicas
         if limits is not None:

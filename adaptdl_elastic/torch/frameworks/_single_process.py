@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,15 @@ def single_process() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def refuse_autoscaling(arguments: Iterable[str], what: str) -> None:
+    """Raise ValueError if one of these names asks for a batch size that is chosen during training."""
+    for name in {"autoscale_batch_size", "max_batch_size", "local_bsz_bounds"}.intersection(arguments):
+        raise ValueError(
+            f"{name} in an elastic {what}, whose schedule counts steps of a fixed size: leave it out, or "
+            f"write the loop with AdaptiveDataLoader.autoscale_batch_size"
+        )
 
 
 def connect(device_type: str, backend: str | None = None) -> None:

@@ -10,11 +10,13 @@
 
 How it works. Accelerate sees a single process that trains with the whole batch. `prepare` puts the model
 into `AdaptiveDataParallel` and the training loader into `AdaptiveDataLoader`. Accelerate's own collectives
-(`gather`, `reduce`, `wait_for_everyone`) do nothing then, so a death cannot interrupt one.
+(`gather`, `reduce`, `wait_for_everyone`) do nothing then, so a death cannot interrupt one. Only
+`check_trigger` asks the other replicas.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +31,9 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import env
-from adaptdl_elastic.torch.frameworks._single_process import connect, single_process
+from adaptdl_elastic import collective, env
+from adaptdl_elastic.reducer import PeerLostError
+from adaptdl_elastic.torch.frameworks._single_process import connect, refuse_autoscaling, single_process
 
 __all__ = ["Accelerator"]
 
@@ -58,6 +61,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *args: Any, gradient_accumulation_steps: int = 1, **kwargs: Any) -> None:
+        refuse_autoscaling(kwargs, "Accelerator")
         if AcceleratorState._shared_state or PartialState._shared_state:
             AcceleratorState._reset_state(reset_partial_state=True)  # may have seen the launcher
         with single_process():
@@ -69,6 +73,7 @@ class Accelerator(accelerate.Accelerator):
                 "a GradientAccumulationPlugin in an elastic job: give gradient_accumulation_steps"
             )
         self._accumulated = gradient_accumulation_steps
+        self.flag_tensor: Any = None
         self._trackers_given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         connect(self.device.type)
 
@@ -154,6 +159,21 @@ class Accelerator(accelerate.Accelerator):
         """Enclose a batch. `sync_gradients` says whether the optimizer steps after it."""
         self.sync_gradients = adl.is_optim_step()
         yield
+
+    def check_trigger(self) -> bool:
+        """Return whether any replica has called `set_trigger` since this was last true. A collective.
+
+        If a peer dies meanwhile, the answer is False. The trigger stays set until the next check.
+        """
+        if not adl.batch_counts():
+            return False
+        mine = self.flag_tensor is not None and bool(self.flag_tensor)
+        try:
+            found = bool(collective.allreduce(mine, operator.or_))
+        except PeerLostError:  # the data loop recovers when its next batch is asked for
+            return False
+        self.flag_tensor = None
+        return found
 
     # -- actions of rank 0 for all replicas --------------------------------------------------------
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, fields
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from transformers.trainer_callback import ExportableState
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic.torch.epoch import continue_at
-from adaptdl_elastic.torch.frameworks._single_process import connect, single_process
+from adaptdl_elastic.torch.frameworks._single_process import connect, refuse_autoscaling, single_process
 
 __all__ = ["ElasticArgumentsMixin", "ElasticTrainerMixin", "Trainer", "TrainingArguments"]
 
@@ -47,6 +48,11 @@ class ElasticArgumentsMixin:
         TypeError: the class has lost a default value of one of its bases.
         ValueError: an argument contradicts elastic training; the message says what to do.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse arguments for autoscaling, which a dataclass would report as a TypeError."""
+        refuse_autoscaling(kwargs, "Trainer")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _refuse_lost_defaults(type(self))
@@ -190,9 +196,11 @@ class ElasticTrainerMixin:
 
     Raises:
         TypeError: the arguments are those of plain transformers.
+        ValueError: an argument asks for a batch size that is chosen during training.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_autoscaling(kwargs, "Trainer")
         with single_process():
             super().__init__(*args, **kwargs)
         trainer = self._trainer()
@@ -287,6 +295,8 @@ class ElasticTrainerMixin:
         elastic: Any = adl.AdaptiveDataLoader.from_loader(loader, batch_size=size)
         if size > largest:
             elastic.autoscale_batch_size(size, (1, largest), gradient_accumulation=True)
+        if trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
+            elastic.weigh_by(self._count_items)
         trainer.callback_handler.train_dataloader = elastic
         return wrapped, elastic
 
@@ -327,8 +337,12 @@ class ElasticTrainerMixin:
 
     # -- one step ----------------------------------------------------------------------------------
 
+    def _count_items(self, batch: Any) -> Any:
+        """Return the number of items of a batch (`num_items_in_batch`); None if it has none."""
+        return self._trainer()._get_num_items_in_batch([batch], self._trainer().args.device)
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, None]:
-        """Return all windows that are left of the epoch, and no number of items, since losses are means."""
+        """Return all windows that are left of the epoch, and no number of items: `training_step` counts."""
         self._batches = epoch_iterator
         return _Windows(self), None
 
@@ -359,13 +373,22 @@ class ElasticTrainerMixin:
         return True
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward passes for all batches of the window; return their mean loss."""
+        """Run forward and backward passes for all batches of the window; return their mean loss.
+
+        The loss of a batch is the mean over its own items. The loader weighs its gradient.
+        """
         parent: Any = super()
-        loss, passes = parent.training_step(model, inputs, None), 1
-        while not adl.is_optim_step():
-            loss = loss + parent.training_step(model, next(self._batches), None)
-            passes += 1
-        return loss / passes if self._counts() else torch.zeros_like(loss)
+        loader: Any = adl.current_dataloader()
+        loss: Any = 0.0
+        total = 0.0
+        for batch in chain([inputs], self._batches):
+            items = self._count_items(batch)
+            found = parent.training_step(model, batch, None if items is None else items.clamp(min=1))
+            loss, total = loss + found * loader.gradient_weight, total + loader.gradient_weight
+            if adl.is_optim_step():
+                break
+        mean: torch.Tensor = loss / total if self._counts() and total else torch.zeros_like(loss)
+        return mean
 
     def _counts(self) -> bool:
         """Return whether the current step counts: its gradients have arrived, and its batch counts."""

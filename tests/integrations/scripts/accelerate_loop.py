@@ -1,6 +1,8 @@
 """An Accelerate loop on made data, whose records tell which samples were trained with; see framework_runs.
 
-SETTINGS: "batch", "epochs", "accumulation". Until OUT/hurry exists a step takes PACE.
+SETTINGS: "batch", "epochs", "accumulation", "stop": sample at which the last replica alone asks to end the
+epoch, "items": the loss is a mean over items, of which samples have different numbers. Until OUT/hurry exists
+a step takes PACE.
 """
 
 import json
@@ -40,7 +42,11 @@ def main():
         DataLoader(points(20), 10),
         scheduler,
     )
+    if S.get("items"):
+        training.weigh_by(lambda batch: (batch[2] % 5).sum())
+    steps = adl.Value("steps", 0)
     for epoch in accelerator.epochs(S["epochs"]):
+        sums = adl.Accumulator()
         for x, y, numbers in training:
             with accelerator.accumulate(model):
                 helper = adl.current_dataloader()
@@ -48,16 +54,30 @@ def main():
                     epoch=epoch, samples=numbers.tolist(), local=helper.local_samples,
                     index=helper.current_index,
                 )  # fmt: skip
-                loss = torch.nn.functional.mse_loss(model(x), y)
+                output = model(x)
+                loss = torch.nn.functional.mse_loss(output, y)
+                if S.get("items"):
+                    items = numbers % 5
+                    total = ((output - y).squeeze(1) ** 2 * items).sum()
+                    loss = total * accelerator.num_processes / accelerator.gather(items.sum()).sum().clamp(1)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 5.0)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            steps.value += adl.is_optim_step()
+            sums["loss"] += loss.item() * len(y)
+            sums["samples"] += len(y)
             accelerator.log({"loss": loss.item()})
+            if adl.rank() == adl.world_size() - 1 and helper.current_index >= S.get("stop", SIZE):
+                accelerator.set_trigger()
+            if accelerator.check_trigger():
+                break
             if not (OUT / "hurry").exists():
                 time.sleep(float(os.environ.get("PACE", "0")))
+        with sums.synchronized():
+            mean = sums["loss"] / sums["samples"]
         model.eval()
         with torch.no_grad():
             losses = [torch.nn.functional.mse_loss(model.module(x), y) for x, y, _ in validation]
@@ -65,7 +85,8 @@ def main():
         model.train()
     accelerator.save(accelerator.unwrap_model(model).state_dict(), OUT / "final.pt")
     if accelerator.is_main_process:
-        summary = {"rate": scheduler.get_last_lr()[0], "validation": held_out.item()}
+        summary = {"rate": scheduler.get_last_lr()[0], "validation": held_out.item(), "mean": mean}
+        summary["steps"] = steps.value
         (OUT / "summary.json").write_text(json.dumps(summary))
     accelerator.end_training()
 

@@ -1,7 +1,10 @@
 """A Trainer on made data, whose records tell which samples were trained with; see framework_runs.
 
 SETTINGS are arguments of TrainingArguments as JSON. Until OUT/hurry exists a step takes PACE.
-With PLAIN it is transformers' own Trainer.
+With PLAIN it is transformers' own Trainer; with LANGUAGE the model is a language model, whose loss is a mean
+over tokens, and the sequences are padded. With COUNT the model is a table, in which a learning rate of the
+batch size adds -1 to the entry of each sample that is trained, and a step takes its PACE in the forward pass.
+Every sample that is read is recorded in OUT/read-<pid>.
 """
 
 import json
@@ -16,7 +19,7 @@ from torch.utils.data import Dataset
 
 import adaptdl_elastic.torch as adl
 
-PLAIN = "PLAIN" in os.environ
+PLAIN, LANGUAGE, COUNT = (name in os.environ for name in ("PLAIN", "LANGUAGE", "COUNT"))
 if PLAIN:
     from transformers import Trainer, TrainingArguments
 else:
@@ -36,13 +39,35 @@ class Sequences(Dataset):
     def __getitem__(self, index):
         number = self.first + index
         words = torch.tensor([number, number % 7 + 1, number % 11 + 1, 3])
+        with (OUT / f"read-{os.getpid()}").open("a") as file:
+            file.write(f"{number}\n")
+        if LANGUAGE:
+            words = torch.cat([words, torch.full((8,), number % 5)])
+            kept = torch.arange(len(words)) < 2 + number * 7 % 11
+            return {"input_ids": words, "labels": torch.where(kept, words, -100)}
         return {"input_ids": words, "labels": torch.tensor(number % 2)}
+
+
+def pace():
+    if not (OUT / "hurry").exists():
+        time.sleep(float(os.environ.get("PACE", "0")))
 
 
 class Pace(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        if not (OUT / "hurry").exists():
-            time.sleep(float(os.environ.get("PACE", "0")))
+        if not COUNT:
+            pace()
+
+
+class Table(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trained = torch.nn.Parameter(torch.zeros(SIZE + 20))
+
+    def forward(self, input_ids, labels):
+        if self.training:
+            pace()
+        return {"loss": self.trained[input_ids[:, 0]].mean()}
 
 
 class Recording(Trainer):
@@ -66,6 +91,13 @@ def main():
         intermediate_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2,
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config)
+    if LANGUAGE:
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=SIZE + 200, n_positions=16, n_embd=16, n_layer=1, n_head=2,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        ))  # fmt: skip
+    if COUNT:
+        model = Table()
     trainer = Recording(
         model, args, train_dataset=Sequences(0, SIZE), eval_dataset=Sequences(SIZE, 20), callbacks=[Pace()]
     )
