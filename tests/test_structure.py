@@ -59,6 +59,13 @@ def test_trees_together_have_no_cycle_beyond_those_within_a_tree() -> None:
         assert len({modules[name].tree for name in component}) == 1, component
 
 
+def test_python_is_started_only_without_the_working_directory() -> None:
+    """A `token.py` there would replace Python's own, and a `click.py` of another person would run."""
+    starts = re.compile(r"(?:sys\.executable|python)(?:, \"-u\")?, \"-[mc]\"")
+    found = {module.path.name for module in product().values() if starts.search(module.text)}
+    assert found == {"fork_server.py", "_own_python.py"}
+
+
 @pytest.mark.processes
 def test_the_picture_of_the_architecture_shows_the_imports() -> None:
     command = [sys.executable, str(ROOT / "docs" / "generate_picture.py"), "--check"]

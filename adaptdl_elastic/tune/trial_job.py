@@ -6,13 +6,13 @@ import itertools
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.autoscaler.sweep.trial_process import JobProcess
 from adaptdl_elastic.storage import is_id
 
@@ -20,7 +20,7 @@ LOOK_EVERY = 0.1  # seconds between two looks at the event log
 SAVE_SECONDS = 120.0  # the longest wait for a checkpoint
 _SAVED, _PENDING = "checkpoints", "reports.json"
 _LINES_OF_LOG = 3  # in the message of a failure
-_CHECKPOINT = (sys.executable, "-m", "adaptdl_elastic.autoscaler", "checkpoint")
+_CHECKPOINT = _own_python.module("adaptdl_elastic.autoscaler", "checkpoint")
 
 
 class TrialFailedError(RuntimeError):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class CoordinatorChild:
                 return None
             self._hang_up()
             read, self._pipe = os.pipe()
-            command = [sys.executable, "-m", "adaptdl_elastic.autoscaler", "coordinator"]
+            command = _own_python.module("adaptdl_elastic.autoscaler", "coordinator")
             try:
                 with self._open_log() as log:
                     self._process = subprocess.Popen(

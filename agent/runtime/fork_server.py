@@ -34,13 +34,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.runtime.forked_child import Command, become, run
 
 PRELOAD_VARIABLE = "ADAPTDL_PRELOAD"  # further modules to import, separated by commas
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "adaptdl_elastic.torch")
 _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = (
-    "import sys; sys.path[:1] = []; "
+    f"{_own_python.WITHOUT_DIRECTORY}"
     "from adaptdl_elastic.agent.runtime import fork_server; fork_server.main({}, {}, {})"
 )
 _CHUNK = 1 << 16

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.cluster.ended_run import JobEndedError
 from adaptdl_elastic.agent.service.agent_forker import AgentForker, can_fork
 from adaptdl_elastic.agent.service.archives import unpack
@@ -244,7 +244,7 @@ class Agents:
                 child = self.forker.start(stand_in.arguments, stand_in.work, log, stand_in.environment)
                 process = KeptProcess.noted(child, note)
             else:
-                command = [sys.executable, "-m", "adaptdl_elastic.agent", *stand_in.arguments]
+                command = _own_python.module("adaptdl_elastic.agent", *stand_in.arguments)
                 process = KeptProcess.start(command, note, log, stand_in.work, stand_in.environment)
         except Exception as error:  # or the job would be prepared for ever
             with self._lock:

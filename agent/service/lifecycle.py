@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import adaptdl_elastic
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.decisions import STOP_SECONDS
@@ -91,7 +92,7 @@ def keep(directory: ServiceDirectory) -> int:
 
 def service_command(action: str, directory: ServiceDirectory) -> list[str]:
     """Return the command line of an action of the service."""
-    return [sys.executable, "-m", _MODULE, action, str(directory.path)]
+    return _own_python.module(_MODULE, action, str(directory.path))
 
 
 def fingerprint(directory: ServiceDirectory) -> str:

@@ -22,6 +22,7 @@ import boto3
 from boto3.exceptions import Boto3Error
 from botocore.exceptions import BotoCoreError, ClientError
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.cluster.ended_run import of_status
 from adaptdl_elastic.agent.service.archives import unpack
 from adaptdl_elastic.agent.service.blobs import BlobError
@@ -80,7 +81,7 @@ def fetch(code: str, folder: Path, s3: Any) -> Path:
         raise BlobError(f"{code} is not what was uploaded: its SHA-256 is another one")
     unpack(archive, directory, STACK_OWNER)
     if (directory / "requirements.txt").exists():
-        pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+        pip = _own_python.module("pip", "install", "--disable-pip-version-check")
         done = subprocess.run([*pip, "-r", "requirements.txt"], cwd=directory, capture_output=True, text=True)
         if done.returncode:
             raise BlobError(f"requirements.txt cannot be installed:\n{done.stdout}{done.stderr}")
@@ -107,7 +108,7 @@ def main(arguments: list[str]) -> str:
             s3.put_object(Bucket=bucket, Key=key, Body=str(error).encode())
         return f"adaptdl: {error}"
     os.chdir(directory)
-    agent = [sys.executable, "-m", "adaptdl_elastic.agent", f"--rdzv-id={job}", *options, *command]
+    agent = _own_python.module("adaptdl_elastic.agent", f"--rdzv-id={job}", *options, *command)
     os.execve(sys.executable, agent, {**environ, CODE: code})
 
 

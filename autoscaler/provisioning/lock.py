@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.autoscaler.provisioning import wheel
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 
@@ -84,7 +85,7 @@ def locked(beside: Iterable[Path], others: str = "") -> str:
 def _uv() -> list[str]:
     """Return the command of uv that writes a lock file, but for its requirements."""
     installed = importlib.util.find_spec("uv") is not None
-    program = [sys.executable, "-m", "uv"] if installed else [shutil.which("uv") or ""]
+    program = _own_python.module("uv") if installed else [shutil.which("uv") or ""]
     if not program[0]:
         raise ProvisionError("no lock file can be made without uv: pip install uv")
     options = "--quiet --no-header --no-annotate --generate-hashes --only-binary=:all: --find-links=."
@@ -119,7 +120,7 @@ def in_one_line(said: str) -> str:
 
 def indexes() -> dict[str, str]:
     """Return uv's variables for the indexes of pip's settings, without local ones: no machine has those."""
-    command = [sys.executable, "-m", "pip", "config", "list"]
+    command = _own_python.module("pip", "config", "list")
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     # the environment is listed before the files, and has precedence
     settings = dict(reversed(re.findall(r"^(?::env:|global)\.([\w-]+)='(.*)'$", listed, re.MULTILINE)))

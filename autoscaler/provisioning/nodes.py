@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh
 
 OLDEST_PYTHON = (3, 10)
@@ -248,7 +249,7 @@ def install_files(ssh: Ssh, facts: NodeFacts, files: Mapping[str, bytes]) -> Non
 
 def start_service(ssh: Ssh, facts: NodeFacts, python: str) -> dict[str, Any]:
     """Start the service of a node unless it runs as it should; return what it says of itself."""
-    command = [python, "-m", "adaptdl_elastic.agent.service", "start", facts.directory]
+    command = _own_python.module("adaptdl_elastic.agent.service", "start", facts.directory, python=python)
     text = ssh.run(facts.node, command, seconds=_START_SECONDS)
     try:
         return dict(json.loads(text))

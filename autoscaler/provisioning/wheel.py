@@ -9,11 +9,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import adaptdl_elastic
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 
 _PACKAGE = "adaptdl-elastic"
@@ -49,7 +49,7 @@ def build(folder: Path, source: str, name: str = "") -> None:
     Raises:
         ProvisionError: pip cannot build it.
     """
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
+    command = _own_python.module("pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps")
     # a wheel in pip's cache may have another time
     command += ["--no-cache-dir", "-w", str(folder), source]
     environment = {"SOURCE_DATE_EPOCH": "1577836800", **os.environ}

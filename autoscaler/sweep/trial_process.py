@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.autoscaler.providers.local import end_with_parent
 
 _AGENT = "adaptdl_elastic.agent"
@@ -63,7 +63,7 @@ class JobProcess:
         arguments += [f"--checkpoint-path={self.checkpoints}", *options]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _AGENT, *arguments, *command],
+                _own_python.module(_AGENT, *arguments, *command),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 preexec_fn=end_with_parent, env=environment,
             )  # fmt: skip

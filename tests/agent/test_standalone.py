@@ -45,6 +45,18 @@ def says(run: ElasticRun, *arguments: str) -> str:
     return done.stdout
 
 
+def test_files_of_the_working_directory_replace_no_module_of_the_product(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text(Path(TRAIN).read_text())
+    for name in ("token", "random", "logging", "copy", "click", "runpy", "pydantic"):
+        (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w')\nraise ImportError('not this one')\n")
+    command = ["--standalone", "--nproc-per-node=2", "src/train.py", "2", "0"]
+    with ElasticRun(command, tmp_path, fresh=True) as run:
+        assert run.wait() == 0, run.text()
+        assert run.of("generation")
+    assert not [*tmp_path.glob("ran-*")]
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.exhaustive
 def test_no_process_beside_the_agent_is_needed_for_good(seed: int, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ SPEED = ("the speed of replica", "the progress of replica")
 NO_VARIANCE = "the gradient has had no variance since step 0"
 
 
-def run(kind: str, replicas: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
+def run(kind: str, replicas: int, folder: Path, code: int = 0) -> tuple[list[dict[str, Any]], str]:
     """The warnings about data among the events, and what all replicas printed.
 
     On a busy machine one replica may really be slower than the others, which is a warning, too.
@@ -33,7 +33,7 @@ def run(kind: str, replicas: int, folder: Path) -> tuple[list[dict[str, Any]], s
         SCRIPT, replicas, folder, LOOP=json.dumps({"kind": kind}), ADAPTDL_EVENT_LOG=str(log)
     )
     output = "".join(one.output for one in ended)
-    assert [one.code for one in ended] == [0] * replicas, output
+    assert [one.code for one in ended] == [code] * replicas, output
     events = [json.loads(line) for line in log.read_text().splitlines()]
     warnings = [event for event in events if event["event"].startswith("warning")]
     return [one for one in warnings if not one["about"].startswith(SPEED)], output
@@ -51,7 +51,8 @@ def run(kind: str, replicas: int, folder: Path) -> tuple[list[dict[str, Any]], s
     ],
 )
 def test_wrong_data_are_said_once_with_a_remedy(kind: str, messages: list[str], tmp_path: Path) -> None:
-    events, printed = run(kind, 2, tmp_path)
+    # with learning rates of their own the replicas drift apart, which ends the job at the epoch's end
+    events, printed = run(kind, 2, tmp_path, code=int(kind == "own rate"))
     assert [event["event"] for event in events] == ["warning"] * len(messages)
     said = [event["message"] for event in events]
     for message in messages:

@@ -24,9 +24,12 @@ from typing import Any
 import psutil
 from warm_agent import MARK, WarmAgent, suits
 
+from adaptdl_elastic import _own_python
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 200.0  # seconds that a slow and busy machine may need for anything
-_AGENT = (sys.executable, "-m", "adaptdl_elastic.agent")
+# as `adaptdl-run`, which does not look for modules in the working directory
+_AGENT = _own_python.module("adaptdl_elastic.agent")
 
 Event = dict[str, Any]
 

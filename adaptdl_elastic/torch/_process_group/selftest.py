@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.protocol.environment import describes_replica
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.backends import Nccl, base, gloo, nccl
@@ -122,7 +123,7 @@ def _nccl(backend: str) -> type[Nccl]:
 def ask_processes(backend: str, limit: float) -> str | None:
     """Run the self-test in new processes, which end with it; return why it failed, or None."""
     module = _nccl(backend).__module__
-    command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
+    command = _own_python.module(_NAME, backend, "--import", module, "--asked")
     environment = {name: value for name, value in os.environ.items() if not describes_replica(name)}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
@@ -214,7 +215,7 @@ def _together(backend: str, module: str) -> None:
     """Test in a world of two: one process is killed in a collective, and a third takes its place."""
     stores = [open_store("127.0.0.1") for _ in range(2)]
     ports = ",".join(str(store.port) for store in stores)
-    command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
+    command = _own_python.module(_NAME, backend, "--import", module, "--asked")
     command += ["--ports", ports, "--role"]
     members: dict[str, subprocess.Popen[bytes]] = {}
     for role in ("survivor", "victim", "replacement"):

@@ -1,0 +1,27 @@
+"""Start Python processes of this product that run no code of the working directory.
+
+`python -m` and `python -c` put the working directory first into `sys.path`. There a file `click.py` of
+another person (in /tmp) would run as this user, and a `token.py` of a project would replace Python's own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+WITHOUT_DIRECTORY = "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
+"""Code for the beginning of `python -c` that takes the working directory from `sys.path`.
+
+`PYTHONSAFEPATH`, of Python 3.11, leaves it out already; then the first entry is another one.
+"""
+
+
+def module(name: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Return a command line that runs a module as `python -m` does, without the working directory.
+
+    Args:
+        name: The module.
+        *arguments: Its arguments.
+        python: The interpreter.
+    """
+    run = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return [python, "-c", WITHOUT_DIRECTORY + run, *arguments]
