@@ -44,13 +44,16 @@ def test_resized_and_killed_trainer_ends_as_an_undisturbed_one(
 ) -> None:
     given = {"SIZE": str(SIZE), "SETTINGS": settings(**changes)}
     plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given)
-    framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", killed=killed, **given)
+    said = framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", killed=killed, **given)
     assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
     summary = framework_runs.summary(tmp_path / "run")
     assert summary["global_step"] == plain["global_step"] == 240
     for name in ("step", "epoch", "learning_rate"):
         assert [line[name] for line in summary["log"]] == [line[name] for line in plain["log"]]
     assert summary["eval"] == pytest.approx(plain["eval"], abs=1e-4)
+    assert (summary["updates"], summary["counted"]) == (240, 20)
+    assert summary["averages"] == pytest.approx(plain["averages"], abs=1e-3)
+    assert said.count("Average.last (deque)") == 1
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
 
 
@@ -62,6 +65,8 @@ def test_restarted_trainer_continues_from_the_checkpoint_of_the_job(tmp_path: Pa
     summary = framework_runs.summary(tmp_path / "run")
     for name in ("step", "epoch", "learning_rate"):
         assert [line[name] for line in summary["log"]] == [line[name] for line in plain["log"]]
+    assert summary["updates"] == 240
+    assert summary["averages"] == pytest.approx(plain["averages"], abs=1e-3)
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
 
 
