@@ -16,10 +16,12 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -123,12 +125,21 @@ class _Places(checkpoint.TensorState):
     def __init__(self, trainer: Any) -> None:
         super().__init__(f"lightning-places-{next(_trainers)}")
         # loggers that number their versions find the next free one in their folder
-        loggers = [one for one in trainer.loggers if hasattr(one, "_version")]
-        self._places: dict[str, Any] = {"versions": [one.version for one in loggers]}
+        self._loggers = [one for one in trainer.loggers if hasattr(one, "_version")]
+        self._places: dict[str, Any] = {"versions": [one.version for one in self._loggers]}
         checkpoint.load_state(self)
         self._places = collective.broadcast(self._places, tag=self.name)
-        for one, version in zip(loggers, self._places["versions"], strict=False):
+        for one, version in zip(self._loggers, self._places["versions"], strict=False):
             one._version = version
+        self.keep_logs()
+
+    def keep_logs(self) -> None:
+        """Rename the file of a CSVLogger that begins to write on this replica and would delete it."""
+        for one in self._loggers:
+            if adl.rank() == 0 and isinstance(one, CSVLogger) and one._experiment is None:
+                file = Path(one.log_dir, "metrics.csv")
+                if file.exists():
+                    file.rename(file.with_name(f"metrics-{file.stat().st_mtime_ns}.csv"))
 
     def set_folders(self, trainer: Any) -> None:
         """Give the checkpoint callbacks, which have chosen their folders, those of the job."""
@@ -362,6 +373,8 @@ class ElasticStrategy(SingleDeviceStrategy):
 
     def _refresh(self) -> None:
         """Update what may have changed in the Trainer since the last step: the rank and the step number."""
+        assert self._places is not None
+        self._places.keep_logs()
         rank_zero_only.rank = adl.rank()
         loop = self._trainer.fit_loop
         loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
