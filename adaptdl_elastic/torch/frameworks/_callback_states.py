@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,9 +20,6 @@ from adaptdl_elastic.checkpoint.state_copy import like
 
 logger = logging.getLogger(__name__)
 
-OwnState = tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], Any]]
-"""Methods of a callback that return its state and load it."""
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _FRAMEWORKS = ("lightning.", "pytorch_lightning.", "transformers.", "adaptdl_elastic.")
 
@@ -32,33 +29,27 @@ class CallbackStates(checkpoint.TensorState):
 
     Args:
         name: Name of this State.
-        callbacks: Callbacks and their names, which need not be different.
+        callbacks: Callbacks; several may be of one class.
         model: The trained model, whose own parameters are not a part of a callback's state.
-        own: Function that returns the methods by which a callback saves and loads itself; None: it has none.
     """
 
     part_of_step = True
     required = False
 
-    def __init__(
-        self,
-        name: str,
-        callbacks: Iterable[tuple[str, Any]],
-        model: torch.nn.Module,
-        own: Callable[[Any], OwnState | None],
-    ) -> None:
+    def __init__(self, name: str, callbacks: Iterable[Any], model: torch.nn.Module) -> None:
         super().__init__(name)
         self._kept: dict[str, _Kept] = {}
-        for label, one in callbacks:
+        for one in callbacks:
+            label = getattr(one, "state_key", type(one).__name__)
             while label in self._kept:
                 label += "'"
-            self._kept[label] = _Kept(one, own(one), _tensors(model))
-        missing = [text for one in self._kept.values() for text in one.missing()]
+            self._kept[label] = _Kept(one, _tensors(model))
+        missing = ", ".join(text for one in self._kept.values() for text in one.missing())
         if missing and adl.rank() == 0:
             logger.warning(
                 "not in the job's checkpoints, and not given to new replicas: %s. If training changes one, "
                 "give its callback a state_dict() and a load_state_dict()",
-                ", ".join(missing),
+                missing,
             )
         checkpoint.load_state(self)
 
@@ -74,43 +65,37 @@ class CallbackStates(checkpoint.TensorState):
 class _Kept:
     """Read and set the state of one callback."""
 
-    def __init__(self, callback: Any, own: OwnState | None, trained: set[int]) -> None:
-        self._callback, self._own, self._trained = callback, own, trained
+    def __init__(self, callback: Any, trained: set[int]) -> None:
+        self._callback, self._trained = callback, trained
         self._name = type(callback).__name__
+        save = getattr(callback, "state_dict", None)
+        # that of Lightning's base class returns nothing
+        self._own = getattr(save, "__qualname__", "Callback.state_dict") != "Callback.state_dict"
         # methods of the framework need not save everything: EMAWeightAveraging's leave out the average
-        self._complete = own is not None and not own[0].__module__.startswith(_FRAMEWORKS)
-        self._has_values = own is None and not type(callback).__module__.startswith(_FRAMEWORKS)
-        self._first = {
-            name: copy.deepcopy(value)
-            for name, value in self._values().items()
-            if not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
-        }
+        self._complete = self._own and not str(getattr(save, "__module__", "")).startswith(_FRAMEWORKS)
+        self._has_values = not self._own and not type(callback).__module__.startswith(_FRAMEWORKS)
+        self._first: dict[str, Any] = {}
+        for name, value in self._parts()[1].items():
+            if not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value)):
+                self._first[name] = copy.deepcopy(value)
 
-    def _modules(self) -> dict[str, torch.nn.Module]:
-        """Return the callback's models that share no parameter with the trained one."""
-        return {
-            name: value
-            for name, value in vars(self._callback).items()
-            if not self._complete
-            and isinstance(value, torch.nn.Module)
-            and self._trained.isdisjoint(_tensors(value))
-        }
+    def _parts(self) -> tuple[dict[str, torch.nn.Module], dict[str, Any]]:
+        """Return the models, without those that have the trained parameters, and the other values to keep."""
+        modules, values = dict[str, torch.nn.Module](), dict[str, Any]()
+        for name, value in vars(self._callback).items():
+            if isinstance(value, torch.nn.Module):
+                if not self._complete and self._trained.isdisjoint(_tensors(value)):
+                    modules[name] = value
+            elif self._has_values and all(map(self._may_be_kept, _leaves(value))):
+                values[name] = value
+        return modules, values
 
-    def _values(self) -> dict[str, Any]:
-        """Return the callback's tensors and plain values, unless it saves its state itself."""
-        return {
-            name: value
-            for name, value in vars(self._callback).items()
-            if self._has_values
-            and all(
-                type(leaf) in _PLAIN or (isinstance(leaf, torch.Tensor) and id(leaf) not in self._trained)
-                for leaf in _leaves(value)
-            )
-        }
+    def _may_be_kept(self, leaf: Any) -> bool:
+        return type(leaf) in _PLAIN or (isinstance(leaf, torch.Tensor) and id(leaf) not in self._trained)
 
     def missing(self) -> Iterator[str]:
         """Yield the names of attributes that may be a state, and are not kept."""
-        kept = self._values()
+        kept = self._parts()[1]
         for name, value in vars(self._callback).items() if self._has_values else ():
             # metrics of torchmetrics are modules whose state dicts are empty
             if hasattr(value, "metric_state") or not (name in kept or callable(value)):
@@ -118,28 +103,26 @@ class _Kept:
 
     def state(self) -> dict[str, Any]:
         """Return the state, with the tensors themselves."""
+        modules, values = self._parts()
+        first = self._first
         return {
-            "own": self._own[0]() if self._own else {},
-            "modules": {name: module.state_dict() for name, module in self._modules().items()},
-            "values": {
-                name: value
-                for name, value in self._values().items()
-                if name not in self._first or self._first[name] != value
-            },
+            "own": self._callback.state_dict() if self._own else {},
+            "modules": {name: module.state_dict() for name, module in modules.items()},
+            "values": {k: value for k, value in values.items() if k not in first or first[k] != value},
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Set the callback to `state`, and to its first values where `state` has none."""
-        attributes, modules = vars(self._callback), self._modules()
+        attributes, (modules, values) = vars(self._callback), self._parts()
         if state["own"] and self._own:
-            self._own[1](copy.deepcopy(state["own"]))
+            self._callback.load_state_dict(copy.deepcopy(state["own"]))
         for name, saved in state["modules"].items():
             if name in modules:
                 modules[name].load_state_dict(saved)
             else:
                 logger.warning("%s.%s is not restored: make it when the training begins", self._name, name)
         found = {**self._first, **state["values"]}
-        for name in self._values().keys() - found.keys():
+        for name in values.keys() - found.keys():
             del attributes[name]
         for name, value in found.items():
             attributes[name] = _copied(value, attributes.get(name))

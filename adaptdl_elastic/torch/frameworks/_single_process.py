@@ -55,7 +55,7 @@ def _hide_group_from_metrics() -> None:
         return
     available = getattr(module, "jit_distributed_available", None)
     if not isinstance(available, FunctionType):
-        raise RuntimeError("this version of torchmetrics in an elastic Trainer: use torchmetrics 1.0 to 1.9")
+        raise RuntimeError("this version of torchmetrics in an elastic Trainer : use torchmetrics 1.9")
     available.__code__ = _alone.__code__
 
 

@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic.torch.epoch import continue_at
-from adaptdl_elastic.torch.frameworks._callback_states import CallbackStates, OwnState
+from adaptdl_elastic.torch.frameworks._callback_states import CallbackStates
 from adaptdl_elastic.torch.frameworks._single_process import connect, single_process
 
 __all__ = ["ElasticArgumentsMixin", "ElasticTrainerMixin", "Trainer", "TrainingArguments"]
@@ -307,10 +307,8 @@ class ElasticTrainerMixin:
             return
         assert self._epochs is not None
         if self._callback_states is None:  # here all callbacks have begun the training
-            callbacks = [(type(one).__name__, one) for one in trainer.callback_handler.callbacks]
-            self._callback_states = CallbackStates(
-                "huggingface-callbacks", callbacks, trainer.model, _own_state
-            )
+            callbacks = trainer.callback_handler.callbacks
+            self._callback_states = CallbackStates("huggingface-callbacks", callbacks, trainer.model)
         next(self._epochs)
         steps, trainer.args.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps, 1
         run: Any = parent
@@ -470,11 +468,6 @@ class ElasticTrainerMixin:
     def _stateful_callbacks(self) -> list[Any]:
         callbacks = self._trainer().callback_handler.callbacks
         return [one for one in callbacks if isinstance(one, ExportableState)]
-
-
-def _own_state(callback: Any) -> OwnState | None:
-    own = hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
-    return (callback.state_dict, callback.load_state_dict) if own else None
 
 
 def _plain(value: Any) -> bool:

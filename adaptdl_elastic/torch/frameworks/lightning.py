@@ -12,6 +12,7 @@ done again. An epoch ends when the loader says so, because only then its last st
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -26,12 +27,11 @@ from lightning.pytorch.loops import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint, collective, env
 from adaptdl_elastic.torch.epoch import continue_at
-from adaptdl_elastic.torch.frameworks._callback_states import CallbackStates, OwnState
+from adaptdl_elastic.torch.frameworks._callback_states import CallbackStates
 from adaptdl_elastic.torch.frameworks._single_process import connect
 
 __all__ = ["ElasticStrategy"]
@@ -138,7 +138,7 @@ class _Places(checkpoint.TensorState):
         for one in self._loggers:
             if adl.rank() == 0 and isinstance(one, CSVLogger) and one._experiment is None:
                 file = Path(one.log_dir, "metrics.csv")
-                if file.exists():
+                with contextlib.suppress(OSError):  # there is none
                     file.rename(file.with_name(f"metrics-{file.stat().st_mtime_ns}.csv"))
 
     def set_folders(self, trainer: Any) -> None:
@@ -155,10 +155,6 @@ class _Places(checkpoint.TensorState):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._places = dict(state_dict)
-
-
-def _own_state(callback: Any) -> OwnState | None:
-    return (callback.state_dict, callback.load_state_dict) if is_overridden("state_dict", callback) else None
 
 
 class _ElasticEpochLoop(_TrainingEpochLoop):
@@ -185,9 +181,8 @@ class _ElasticEpochLoop(_TrainingEpochLoop):
                 finally:
                     self.on_iteration_done()
             ended = ended or strategy.ends(lambda: self.done)
-        if (
-            not ran and not strategy.skipped() and self._num_ready_batches_reached()
-        ):  # the validation after the steps was interrupted
+        # whether the validation after the steps was interrupted
+        if not ran and not strategy.skipped() and self._num_ready_batches_reached():
             self._batches_that_stepped -= 1
             self.on_advance_end(data_fetcher)
 
@@ -303,8 +298,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         """Wrap the model, and restore what the job's checkpoint or the other replicas have."""
         trainer, module = self._trainer, self.lightning_module
         self._counters = _Counters(trainer)
-        callbacks = [(one.state_key, one) for one in trainer.callbacks]
-        CallbackStates("lightning-callbacks", callbacks, module, _own_state)
+        CallbackStates("lightning-callback-states", trainer.callbacks, module)
         options = dict(self._ddp_kwargs)
         if self.root_device.type == "cuda":
             options["device_ids"] = [self.root_device.index]
