@@ -37,6 +37,7 @@ def test_resized_and_killed_loop_ends_as_an_undisturbed_one(
     summary = framework_runs.summary(tmp_path / "run")
     assert summary["steps"] == plain["steps"] == 240
     assert summary["rate"] == pytest.approx(plain["rate"])
+    assert summary["counted"] == 20
     assert summary["validation"] == pytest.approx(plain["validation"], abs=1e-4)
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
 

@@ -52,30 +52,35 @@ def test_resized_and_killed_trainer_ends_as_an_undisturbed_one(
     language = {name: changes.pop(name) for name in ["LANGUAGE"] if name in changes}
     given = {"SIZE": str(SIZE), "SETTINGS": settings(**changes), **language}
     plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given)
-    framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", killed=killed, **given)
+    said = framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", killed=killed, **given)
     assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
     summary = framework_runs.summary(tmp_path / "run")
     assert summary["global_step"] == plain["global_step"] == 240
     for name in ("step", "epoch", "learning_rate"):
         assert [line[name] for line in summary["log"]] == [line[name] for line in plain["log"]]
     assert summary["eval"] == pytest.approx(plain["eval"], abs=1e-4)
+    assert (summary["updates"], summary["counted"]) == (240, 20)
+    assert summary["averages"] == pytest.approx(plain["averages"], abs=1e-3)
+    assert said.count("Average.last (deque)") == 1
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
 
 
 def test_restarted_trainer_continues_from_the_checkpoint_of_the_job(tmp_path: Path) -> None:
     given = {"SIZE": str(SIZE), "SETTINGS": settings()}
     plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given)
-    framework_runs.restarted(SCRIPT, tmp_path / "run", **given)
+    framework_runs.grown(SCRIPT, tmp_path / "run", "restart", **given)
     assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
     summary = framework_runs.summary(tmp_path / "run")
     for name in ("step", "epoch", "learning_rate"):
         assert [line[name] for line in summary["log"]] == [line[name] for line in plain["log"]]
+    assert summary["updates"] == 240
+    assert summary["averages"] == pytest.approx(plain["averages"], abs=1e-3)
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
 
 
 def test_plain_trainer_is_restarted_from_its_own_checkpoints(tmp_path: Path) -> None:
     changed = settings(max_steps=60, save_steps=1, eval_strategy="no")
-    framework_runs.restarted(SCRIPT, tmp_path / "run", PLAIN="1", SIZE=str(SIZE), SETTINGS=changed)
+    framework_runs.grown(SCRIPT, tmp_path / "run", "restart", PLAIN="1", SIZE=str(SIZE), SETTINGS=changed)
     steps = framework_runs.steps_by_replicas(tmp_path / "run")
     assert steps[1] | steps[2] == set(range(60))
     assert len(steps[1] & steps[2]) <= 2  # at most the step that was under way, and the one being saved

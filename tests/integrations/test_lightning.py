@@ -46,7 +46,7 @@ def test_resized_and_killed_run_ends_as_an_undisturbed_one(
 
 def test_restarted_run_continues_from_the_checkpoint_of_the_job(tmp_path: Path) -> None:
     plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given())
-    framework_runs.restarted(SCRIPT, tmp_path / "run", **given())
+    framework_runs.grown(SCRIPT, tmp_path / "run", "restart", **given())
     assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
     summary = framework_runs.summary(tmp_path / "run")
     assert summary == {**plain, "best": pytest.approx(plain["best"], abs=1e-4)}
@@ -55,11 +55,37 @@ def test_restarted_run_continues_from_the_checkpoint_of_the_job(tmp_path: Path) 
 
 def test_plain_run_is_restarted_from_its_own_checkpoints(tmp_path: Path) -> None:
     changed = given(max_steps=60, max_epochs=-1, saves={"every_n_train_steps": 1}, limit_val_batches=0)
-    framework_runs.restarted(SCRIPT, tmp_path / "run", PLAIN="1", **changed)
+    framework_runs.grown(SCRIPT, tmp_path / "run", "restart", PLAIN="1", **changed)
     steps = framework_runs.steps_by_replicas(tmp_path / "run")
     assert steps[1] | steps[2] == set(range(60))
     assert len(steps[1] & steps[2]) <= 2  # at most the step that was under way, and the one being saved
     assert framework_runs.summary(tmp_path / "run")["global_step"] == 60
+
+
+def test_newcomer_in_the_last_epoch_gets_averages_metrics_and_folders(tmp_path: Path) -> None:
+    changed = given(average=True, saves={"monitor": "age", "mode": "min"})
+    framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **changed)
+    said = framework_runs.grown(SCRIPT, tmp_path / "run", HOLD="1", **changed)
+    assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
+    framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
+    one, other = framework_runs.ends(tmp_path / "run")
+    assert one["weights"] == other["weights"]
+    assert {*one["counts"], *other["counts"]} == {20}
+    for name in ("best", "folder", "epoch"):
+        assert one[name] == other[name]
+    assert one["best"].endswith("version_0/checkpoints/epoch=0-step=60.ckpt")
+    assert said.count("that training_step updates see only rank 0's share") == 1
+
+
+def test_stopped_run_keeps_its_averages_and_its_best_checkpoint(tmp_path: Path) -> None:
+    changed = given(average=True, saves={"monitor": "age", "mode": "min"}, val_check_interval=2)
+    framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **changed)
+    framework_runs.stopped_and_resumed(SCRIPT, tmp_path / "run", **changed)
+    framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
+    one, other = framework_runs.ends(tmp_path / "run")
+    assert one["weights"] == other["weights"]
+    assert one["best"] == other["best"]
+    assert one["best"].endswith("version_0/checkpoints/epoch=0-step=2.ckpt")
 
 
 def test_run_resumes_from_its_own_checkpoint(tmp_path: Path) -> None:

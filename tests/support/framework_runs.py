@@ -29,6 +29,11 @@ def variables(folder: Path, **extra: str) -> dict[str, str]:
     return {"OUT": str(folder), "PYTHONPATH": f"{SUPPORT}{os.pathsep}{ROOT}", "PACE": "1", **extra}
 
 
+def ends(folder: Path) -> list[dict[str, Any]]:
+    """What each replica of the last generation had at its end."""
+    return [json.loads(path.read_text()) for path in folder.glob("end-*")]
+
+
 def undisturbed(script: Path, folder: Path, **extra: str) -> dict[str, Any]:
     """Run the script as one process without a launcher; return its summary."""
     folder.mkdir()
@@ -71,21 +76,22 @@ def resized_and_killed(
         return run.text()
 
 
-def restarted(script: Path, folder: Path, **extra: str) -> None:
-    """Run the script on 1 replica, and then on 2 by a restart."""
+def grown(script: Path, folder: Path, rescale: str = "inplace", **extra: str) -> str:
+    """Run the script on 1 replica, and then on 2, which come by `rescale`; return the output."""
     folder.mkdir()
     options = ["--standalone", "--nproc-per-node=1:2", "--rdzv-id=frame", "--no-autoscale"]
-    options += ["--rescale=restart", "--max-restarts=0"]
+    options += [f"--rescale={rescale}", "--max-restarts=0"]
     with ElasticRun([*options, str(script)], folder, variables(folder, **extra)) as run:
         run.wait_for_event("generation", replicas=1)
         trained(run, folder)
         seen = len(run.events)
         assert run.adaptdl("scale", "frame", "--replicas", "2").returncode == 0
         change = run.wait_for_event("generation", after=seen, replicas=2)
-        assert change["transition"] == "restart", run.text()
+        assert change["transition"] == rescale, run.text()
         (folder / "hurry").touch()
         assert run.wait() == 0, run.text()
         assert run.of("failure") == []
+        return run.text()
 
 
 def stopped_and_resumed(script: Path, folder: Path, **extra: str) -> None:

@@ -1,10 +1,12 @@
-"""Make other training frameworks elastic. Each has a module, which only its users import.
+"""Make other training frameworks elastic. Each has a public module, which only its users import.
 
 | module | question that it answers |
 |---|---|
 | `huggingface` | How does the Trainer of transformers become elastic? |
 | `accelerate` | How does a loop of Hugging Face Accelerate become elastic? |
 | `lightning` | How does Lightning's Trainer become elastic? |
+| `_single_process` | How does a framework see a single process? |
+| `_callback_states` | How are the states of callbacks saved and given to newcomers? |
 
     from adaptdl_elastic.torch.frameworks.huggingface import Trainer, TrainingArguments
 

@@ -27,6 +27,7 @@ from transformers.trainer_callback import ExportableState
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic.torch.epoch import continue_at
+from adaptdl_elastic.torch.frameworks._callback_states import CallbackStates
 from adaptdl_elastic.torch.frameworks._single_process import connect, refuse_autoscaling, single_process
 
 __all__ = ["ElasticArgumentsMixin", "ElasticTrainerMixin", "Trainer", "TrainingArguments"]
@@ -212,6 +213,7 @@ class ElasticTrainerMixin:
             )
         self._counters: _Counters | None = None
         self._kept_history: _History | None = None
+        self._callback_states: CallbackStates | None = None
         self._elastic_model: adl.AdaptiveDataParallel | None = None
         self._epochs: Iterator[int] | None = None
         self._batches: Any = None
@@ -314,6 +316,9 @@ class ElasticTrainerMixin:
             trainer.control.should_training_stop = self._stopped = True
             return
         assert self._epochs is not None
+        if self._callback_states is None:  # here all callbacks have begun the training
+            callbacks = trainer.callback_handler.callbacks
+            self._callback_states = CallbackStates("huggingface-callbacks", callbacks, trainer.model)
         next(self._epochs)
         steps, trainer.args.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps, 1
         run: Any = parent

@@ -12,26 +12,35 @@ done again. An epoch ends when the loader says so, because only then its last st
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import checkpoint, env
+from adaptdl_elastic import checkpoint, collective, env
 from adaptdl_elastic.torch.epoch import continue_at
+from adaptdl_elastic.torch.frameworks._callback_states import CallbackStates
 from adaptdl_elastic.torch.frameworks._single_process import connect
 
 __all__ = ["ElasticStrategy"]
 
+logger = logging.getLogger(__name__)
+
 _MANY_EPOCHS = 2**31
 _END = object()
+_trainers = itertools.count()  # numbers of the Trainers of this script, which may have one to test
 
 
 class _StepFailedError(Exception):
@@ -94,25 +103,58 @@ class _Counters(checkpoint.TensorState):
         for tracker in (progress.total, progress.current):
             tracker.ready = tracker.started = tracker.processed = tracker.completed = epochs
 
+    def skipped(self) -> bool:
+        """Return whether the others have finished this epoch, which a newcomer therefore passes by.
 
-class _Callbacks(checkpoint.TensorState):
-    """Keep the states of the Trainer's callbacks: best scores, patience, names of checkpoints."""
+        The counters, which are those of the others' epoch, are set back to this one: the Trainer counts it.
+        """
+        progress, epoch = self._loop.epoch_progress, adl.finished_epochs()
+        if progress.current.processed <= epoch:
+            return False
+        self.begin(epoch)
+        for tracker in (progress.total, progress.current):
+            tracker.ready = tracker.started = epoch + 1
+        return True
 
-    part_of_step = True
+
+class _Places(checkpoint.TensorState):
+    """Keep what rank 0 chose at the job's start: versions of loggers and folders of checkpoints."""
+
     required = False
 
     def __init__(self, trainer: Any) -> None:
-        super().__init__("lightning-callbacks")
-        self._callbacks = {one.state_key: one for one in trainer.callbacks}
+        super().__init__(f"lightning-places-{next(_trainers)}")
+        # loggers that number their versions find the next free one in their folder
+        self._loggers = [one for one in trainer.loggers if hasattr(one, "_version")]
+        self._places: dict[str, Any] = {"versions": [one.version for one in self._loggers]}
         checkpoint.load_state(self)
+        self._places = collective.broadcast(self._places, tag=self.name)
+        for one, version in zip(self._loggers, self._places["versions"], strict=False):
+            one._version = version
+        self.keep_logs()
+
+    def keep_logs(self) -> None:
+        """Rename the file of a CSVLogger that begins to write on this replica and would delete it."""
+        for one in self._loggers:
+            if adl.rank() == 0 and isinstance(one, CSVLogger) and one._experiment is None:
+                file = Path(one.log_dir, "metrics.csv")
+                with contextlib.suppress(OSError):  # there is none
+                    file.rename(file.with_name(f"metrics-{file.stat().st_mtime_ns}.csv"))
+
+    def set_folders(self, trainer: Any) -> None:
+        """Give the checkpoint callbacks, which have chosen their folders, those of the job."""
+        callbacks = {one.state_key: one for one in trainer.checkpoint_callbacks if hasattr(one, "dirpath")}
+        if "folders" not in self._places:
+            folders = {key: str(one.dirpath) for key, one in callbacks.items()}
+            self._places["folders"] = collective.broadcast(folders, tag=f"{self.name}-folders")
+        for key in callbacks.keys() & self._places["folders"].keys():
+            callbacks[key].dirpath = self._places["folders"][key]
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: one.state_dict() for key, one in self._callbacks.items()}
+        return self._places
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for key, state in state_dict.items():
-            if state and key in self._callbacks:
-                self._callbacks[key].load_state_dict(dict(state))
+        self._places = dict(state_dict)
 
 
 class _ElasticEpochLoop(_TrainingEpochLoop):
@@ -139,7 +181,8 @@ class _ElasticEpochLoop(_TrainingEpochLoop):
                 finally:
                     self.on_iteration_done()
             ended = ended or strategy.ends(lambda: self.done)
-        if not ran and self._num_ready_batches_reached():  # the validation after the steps was interrupted
+        # whether the validation after the steps was interrupted
+        if not ran and not strategy.skipped() and self._num_ready_batches_reached():
             self._batches_that_stepped -= 1
             self.on_advance_end(data_fetcher)
 
@@ -166,13 +209,14 @@ class ElasticStrategy(SingleDeviceStrategy):
         self._trainer: Any = None
         self._accumulated = 1
         self._counters: _Counters | None = None
-        self._kept: _Callbacks | None = None
+        self._places: _Places | None = None
         self._began = False
         self._epochs: Any = None
         self._loader: Any = None
         self._batches: Any = None  # batches of this replica in the running epoch, once asked for
         self._next: Any = None  # a batch that was fetched to commit the step before it
         self._left = False  # the last epoch was left before its end
+        self._told = False  # whether the metrics of `training_step` were looked at
         self._batch: Any = None  # batch that replaces the Trainer's in `training_step`
 
     # -- who and where -----------------------------------------------------------------------------
@@ -212,6 +256,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         super().setup_environment()
         connect(self.root_device.type)
         rank_zero_only.rank = adl.rank()
+        self._places = self._places or _Places(self.lightning_module.trainer)
 
     # -- model, optimizer, loader ------------------------------------------------------------------
 
@@ -227,6 +272,8 @@ class ElasticStrategy(SingleDeviceStrategy):
                 raise ValueError("fit() a second time with ElasticStrategy: only one fit() per script")
             self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
             trainer.fit_loop.epoch_loop.__class__ = _ElasticEpochLoop
+            assert self._places is not None
+            self._places.set_folders(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and len(self.lr_scheduler_configs) > 1:
             raise ValueError("several learning-rate schedulers with ElasticStrategy: chain them into one")
@@ -251,7 +298,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         """Wrap the model, and restore what the job's checkpoint or the other replicas have."""
         trainer, module = self._trainer, self.lightning_module
         self._counters = _Counters(trainer)
-        self._kept = _Callbacks(trainer)
+        CallbackStates("lightning-callback-states", trainer.callbacks, module)
         options = dict(self._ddp_kwargs)
         if self.root_device.type == "cuda":
             options["device_ids"] = [self.root_device.index]
@@ -290,6 +337,11 @@ class ElasticStrategy(SingleDeviceStrategy):
         next(self._epochs)
         self._batches, self._left = None, False
 
+    def skipped(self) -> bool:
+        """Return whether this is an epoch that the others had finished before this replica joined them."""
+        assert self._counters is not None
+        return self._counters.skipped()
+
     def steps(self) -> Iterator[Any]:
         """Yield the first batch of every step of an epoch."""
         while True:
@@ -315,6 +367,8 @@ class ElasticStrategy(SingleDeviceStrategy):
 
     def _refresh(self) -> None:
         """Update what may have changed in the Trainer since the last step: the rank and the step number."""
+        assert self._places is not None
+        self._places.keep_logs()
         rank_zero_only.rank = adl.rank()
         loop = self._trainer.fit_loop
         loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
@@ -344,7 +398,23 @@ class ElasticStrategy(SingleDeviceStrategy):
         """Run the module's step on the current batch."""
         if self._batch is not None:
             args = (self._batch, *args[1:])
-        return super().training_step(*args, **kwargs)
+        if self._told:
+            return super().training_step(*args, **kwargs)
+        before, self._told = self._metric_counts(), True
+        result = super().training_step(*args, **kwargs)
+        used = [name for name, count in self._metric_counts().items() if count != before.get(name)]
+        if used and self.is_global_zero:
+            logger.warning(
+                "metrics that training_step updates see only rank 0's share of the samples, and begin again "
+                "at a restart: %s",
+                ", ".join(used),
+            )
+        return result
+
+    def _metric_counts(self) -> dict[str, int]:
+        """Return how often each metric of torchmetrics in the module has been updated."""
+        modules = self.lightning_module.named_modules()
+        return {name: one.update_count for name, one in modules if hasattr(one, "metric_state")}
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step without AdaptiveDataParallel, whose forward pass needs all replicas."""

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+import torchmetrics
 from step_records import record
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -82,11 +83,15 @@ def main():
         with torch.no_grad():
             losses = [torch.nn.functional.mse_loss(model.module(x), y) for x, y, _ in validation]
         held_out = accelerator.gather_for_metrics(torch.stack(losses)).mean()
+        metric = torchmetrics.SumMetric()
+        metric.update(accelerator.gather_for_metrics(torch.ones(20)))
+        counted = int(metric.compute())
         model.train()
     accelerator.save(accelerator.unwrap_model(model).state_dict(), OUT / "final.pt")
     if accelerator.is_main_process:
         summary = {"rate": scheduler.get_last_lr()[0], "validation": held_out.item(), "mean": mean}
         summary["steps"] = steps.value
+        summary["counted"] = counted
         (OUT / "summary.json").write_text(json.dumps(summary))
     accelerator.end_training()
 

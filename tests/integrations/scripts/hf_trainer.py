@@ -7,12 +7,16 @@ batch size adds -1 to the entry of each sample that is trained, and a step takes
 Every sample that is read is recorded in OUT/read-<pid>.
 """
 
+import copy
 import json
 import os
 import time
+from collections import deque
 from pathlib import Path
 
+import accelerate
 import torch
+import torchmetrics
 import transformers
 from step_records import record
 from torch.utils.data import Dataset
@@ -70,6 +74,34 @@ class Table(torch.nn.Module):
         return {"loss": self.trained[input_ids[:, 0]].mean()}
 
 
+class Average(transformers.TrainerCallback):
+    """Keeps averages of the weights as a model and as tensors, and counts."""
+
+    def __init__(self):
+        self.model, self.shadow, self.updates, self.last = None, {}, 0, deque(maxlen=2)
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        self.model = copy.deepcopy(model)
+        self.shadow = {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        self.updates += 1
+        with torch.no_grad():
+            for name, one in model.named_parameters():
+                self.shadow[name].lerp_(one, 0.1)
+                self.model.get_parameter(name).lerp_(one, 0.1)
+
+    def summary(self):
+        both = {name: [self.shadow[name], one] for name, one in self.model.named_parameters()}
+        return {"updates": self.updates, "averages": [float(x.sum()) for pair in both.values() for x in pair]}
+
+
+def counted(prediction):
+    metric = torchmetrics.SumMetric()
+    metric.update(len(accelerate.utils.gather(torch.as_tensor(prediction.label_ids))))
+    return {"counted": int(metric.compute())}
+
+
 class Recording(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         helper = adl.current_dataloader()
@@ -98,9 +130,11 @@ def main():
         ))  # fmt: skip
     if COUNT:
         model = Table()
+    average = Average()
     trainer = Recording(
-        model, args, train_dataset=Sequences(0, SIZE), eval_dataset=Sequences(SIZE, 20), callbacks=[Pace()]
-    )
+        model, args, train_dataset=Sequences(0, SIZE), eval_dataset=Sequences(SIZE, 20),
+        callbacks=[Pace(), average], compute_metrics=counted,
+    )  # fmt: skip
     last = transformers.trainer_utils.get_last_checkpoint(args.output_dir) if PLAIN else None
     result = trainer.train(resume_from_checkpoint=os.environ.get("RESUME", last))
     metrics = trainer.evaluate()
@@ -109,6 +143,7 @@ def main():
         log = [{name: line.get(name) for name in ("loss", "eval_loss", "step", "epoch", "learning_rate")}
                for line in trainer.state.log_history]  # fmt: skip
         summary = {"global_step": result.global_step, "train_loss": result.training_loss}
+        summary.update(average.summary(), counted=metrics["eval_counted"])
         (OUT / "summary.json").write_text(json.dumps({**summary, "log": log, "eval": metrics["eval_loss"]}))
 
 

@@ -1,7 +1,9 @@
 """A Lightning run on made data, whose records tell which samples were trained with; see framework_runs.
 
 SETTINGS are arguments of Trainer as JSON; "batch" is the loader's. Until OUT/hurry exists a step takes PACE.
-With PLAIN it is Lightning's own strategy for several processes.
+With PLAIN it is Lightning's own strategy for several processes. With "average" it has an average of the
+weights and Lightning's own folders, and each replica leaves what it has at the end in OUT/end-PID.json. With
+HOLD a newcomer waits in front of its training until the others, which hurry then, are in the last epoch.
 """
 
 import json
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+import torchmetrics
 from step_records import record
 from torch.utils.data import DataLoader, Dataset
 
@@ -18,7 +21,7 @@ import adaptdl_elastic.torch as adl
 
 OUT, SIZE = Path(os.environ["OUT"]), int(os.environ["SIZE"])
 SETTINGS = json.loads(os.environ["SETTINGS"])
-PLAIN = "PLAIN" in os.environ
+PLAIN, HOLD = "PLAIN" in os.environ, "HOLD" in os.environ
 if not PLAIN:
     from adaptdl_elastic.torch.frameworks.lightning import ElasticStrategy
 
@@ -40,6 +43,8 @@ class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        self.validated, self.trained = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+        self.counts = []
 
     def training_step(self, batch, batch_idx):
         x, y, numbers = batch
@@ -51,13 +56,22 @@ class Net(L.LightningModule):
                 epoch=adl.finished_epochs(), samples=numbers.tolist(), local=helper.local_samples,
                 index=helper.current_index, step=self.global_step,
             )  # fmt: skip
+        self.trained.update(len(x))
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch, batch_idx):
         x, y, _ = batch
+        self.validated.update(len(x))
         self.log("val_loss", torch.nn.functional.mse_loss(self.layers(x), y))
+        self.log("age", float(self.global_step), sync_dist=True, reduce_fx="max")
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self):
+        self.counts.append(int(self.validated.compute()))
+        self.validated.reset()
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -71,8 +85,17 @@ class Watch(L.Callback):
     def __init__(self):
         self.seen = []
 
+    def on_fit_start(self, trainer, module):
+        if HOLD and adl.rank():
+            (OUT / "waits").touch()
+            while not (OUT / "last").exists():
+                time.sleep(0.05)
+
     def on_train_batch_end(self, trainer, *_):
-        if not (OUT / "hurry").exists():
+        last = trainer.current_epoch == trainer.max_epochs - 1
+        if last:
+            (OUT / "last").touch()
+        if not (OUT / ("waits" if HOLD and not last else "hurry")).exists():
             time.sleep(float(os.environ.get("PACE", "0")))
 
     def on_validation_end(self, trainer, module):
@@ -96,13 +119,17 @@ def plain():
 
 def main():
     settings = dict(SETTINGS)
+    average = settings.pop("average", False)
     batch, saves = settings.pop("batch"), settings.pop("saves", {"monitor": "val_loss"})
     L.seed_everything(5)
     watch, net = Watch(), Net()
-    saved = L.pytorch.callbacks.ModelCheckpoint(OUT / "kept", save_last=True, **saves)
+    saved = L.pytorch.callbacks.ModelCheckpoint(None if average else OUT / "kept", save_last=True, **saves)
+    callbacks = [watch, saved]
+    if average:
+        callbacks.append(L.pytorch.callbacks.EMAWeightAveraging(decay=0.9))
     strategy, last = plain() if PLAIN else ({"strategy": ElasticStrategy()}, os.environ.get("RESUME"))
     trainer = L.Trainer(
-        accelerator="cpu", callbacks=[watch, saved], default_root_dir=OUT, enable_progress_bar=False,
+        accelerator="cpu", callbacks=callbacks, default_root_dir=OUT, enable_progress_bar=False,
         gradient_clip_val=5.0, **strategy, **settings,
     )  # fmt: skip
     trainer.fit(
@@ -112,6 +139,12 @@ def main():
         ckpt_path=last,
         weights_only=False,
     )
+    if average:
+        end = {
+            "weights": [float(one.detach().sum()) for one in net.parameters()], "counts": net.counts,
+            "best": saved.best_model_path, "folder": trainer.log_dir, "epoch": trainer.current_epoch,
+        }  # fmt: skip
+        (OUT / f"end-{os.getpid()}.json").write_text(json.dumps(end))
     if trainer.is_global_zero:
         torch.save(net.state_dict(), OUT / "final.pt")
         summary = {
@@ -120,6 +153,8 @@ def main():
             "best": None if saved.best_model_score is None else float(saved.best_model_score),
         }  # fmt: skip
         (OUT / "summary.json").write_text(json.dumps(summary))
+    if average:
+        trainer.test(net, DataLoader(Points(20), batch_size=10), ckpt_path="best", weights_only=False)
 
 
 main()
