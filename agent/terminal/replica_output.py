@@ -27,6 +27,7 @@ from pathlib import Path
 from string import Template
 from typing import BinaryIO
 
+from adaptdl_elastic._private import RuntimeFileError, check_private
 from adaptdl_elastic.protocol.uncaught_error import TRACEBACK
 from adaptdl_elastic.rendezvous.local.safe_stream import Unshown
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
@@ -143,10 +144,13 @@ class Output:
         try:
             base.mkdir(mode=0o755 if log_dir else 0o700, parents=True, exist_ok=True)
             if log_dir is None:
+                check_private(base)  # another user may have made it, or a link of this name
                 sweep("", base, keep=_KEPT_RUNS, older_than=_KEPT_FOR)
             self._scratch = Scratch(f"{job}_", base)
         except OSError as error:
             raise NoOutputError(base, error) from None
+        except RuntimeFileError as error:
+            raise RuntimeFileError(f"{error}; --log-dir keeps the output elsewhere") from None
         self.directory = self._scratch.path
         self.keep = log_dir is not None  # also set when the run has failed
         self._unshown = unshown or Unshown()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from adaptdl_elastic._private import RuntimeFileError
 from adaptdl_elastic.agent.terminal.replica_output import Output, Pump, Streams
 from adaptdl_elastic.agent.terminal.traceback_display import Shown, TracebackDisplay
 from adaptdl_elastic.protocol import uncaught_error
@@ -210,3 +212,21 @@ def test_output_is_only_carried_by_us_where_something_is_to_be_added(
     assert [opened(False), opened(True)] == [False, True]
     monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "")
     assert not opened(True)
+
+
+@pytest.mark.parametrize("kind", ["link", "open to all"])
+def test_a_folder_for_logs_that_another_user_may_have_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    base, elsewhere = tmp_path / f"adaptdl-logs-{os.getuid()}", tmp_path / "elsewhere"
+    (elsewhere / "old").mkdir(parents=True)
+    os.utime(elsewhere / "old", (0, 0))
+    if kind == "link":
+        base.symlink_to(elsewhere)
+    else:
+        base.mkdir()
+        base.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RuntimeFileError, match=r"that nobody else can enter; .*--log-dir"):
+        Output("job", None, Streams(), Streams(), None)
+    assert (elsewhere / "old").exists()
