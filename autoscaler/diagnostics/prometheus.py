@@ -12,16 +12,17 @@ import errno
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from socket import AF_INET, AF_INET6
 from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from typing import cast
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
+    MetricsHandler,
     ProcessCollector,
-    start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -33,6 +34,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.diagnostics.rows import ENDED_STATES, STATES, WAITING_STATES, job_rows
 from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.schema.records import JobCost, JobStatus, Plan
+from adaptdl_elastic.rendezvous.services.connections import BoundedServer
 from adaptdl_elastic.rendezvous.services.submitted import Submitted
 from adaptdl_elastic.rendezvous.store.base import StoreError
 
@@ -323,7 +325,9 @@ def serve(host: str, port: int | None, version: str = "") -> CoordinatorMetrics:
         OSError: the address cannot be used.
     """
     registry = CollectorRegistry()
-    server, thread = _listen(host, port, registry)
+    server = _listen(host, port, registry)
+    thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     metrics = CoordinatorMetrics(registry, version)
     ProcessCollector(registry=registry)
     metrics.port = server.server_port
@@ -337,14 +341,16 @@ def serve(host: str, port: int | None, version: str = "") -> CoordinatorMetrics:
     return metrics
 
 
-def _listen(host: str, port: int | None, registry: CollectorRegistry) -> tuple[WSGIServer, Thread]:
-    if port is not None:
-        return start_http_server(port, addr=host, registry=registry)
-    for number in DEFAULT_PORTS:
+def _listen(host: str, port: int | None, registry: CollectorRegistry) -> BoundedServer:
+    """Return a server of the metrics. Strangers may open any number of connections to it."""
+    handler = MetricsHandler.factory(registry)
+    family = AF_INET6 if ":" in host else AF_INET
+    server = type("MetricsServer", (BoundedServer,), {"address_family": family})
+    for number in DEFAULT_PORTS if port is None else (port,):
         try:
-            return start_http_server(number, addr=host, registry=registry)
+            return cast(BoundedServer, server((host, number), handler))
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
+            if port is not None or error.errno != errno.EADDRINUSE:
                 raise
     raise PortsTakenError(
         errno.EADDRINUSE, f"the ports {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]} are all in use"

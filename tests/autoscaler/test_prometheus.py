@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -17,10 +19,12 @@ from typing import Any
 
 import pytest
 from filled_metrics import filled_pump, observe
+from polling import until
 from ports import free_port
 from prometheus_client import CollectorRegistry, generate_latest
 
 from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics, serve
+from adaptdl_elastic.rendezvous.services.connections import MOST_UNKNOWN
 
 pytestmark = pytest.mark.processes
 
@@ -268,3 +272,18 @@ def test_a_job_is_told_from_the_scrape_job(prometheus: str) -> None:
     assert all("exported_job" not in one["metric"] for one in found)
     assert wait_for(prometheus, "process_resident_memory_bytes > 0")
     assert wait_for(prometheus, 'adaptdl_build_info{version="1.2.3"} == 1')
+
+
+def test_silent_connections_keep_no_scraper_out_and_take_few_threads() -> None:
+    metrics, before = serve("127.0.0.1", 0), threading.active_count()
+    with ExitStack() as stack:
+        stack.callback(metrics.close)
+        address = ("127.0.0.1", metrics.port)
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(3 * MOST_UNKNOWN)]
+        # the server has ended the first ones, so it has accepted the last
+        for one in silent[: 2 * MOST_UNKNOWN]:
+            one.settimeout(100)
+            assert one.recv(1) == b""
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=100) as answer:
+            assert b"adaptdl_leader" in answer.read()
+        until("too many threads", lambda: threading.active_count() - before <= MOST_UNKNOWN + 1)
