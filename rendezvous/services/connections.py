@@ -62,6 +62,7 @@ class BoundedServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = MOST_UNKNOWN
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
