@@ -15,6 +15,8 @@ from pathlib import Path
 MOST_KEPT = 1 << 20
 """Most characters that are kept of what could not be shown."""
 
+_LONGEST_LINE = 1024
+
 
 class Unshown:
     """Keep what could not be shown: in memory, and in a file as soon as there is one."""
@@ -61,7 +63,8 @@ class SafeStream(io.TextIOWrapper):
             self.unshown.add(self._line)
             self._line = ""
         else:
-            self._line = self._line[self._line.rfind("\n") + 1 :]
+            # a progress bar has no end of a line
+            self._line = self._line[self._line.rfind("\n") + 1 :][-_LONGEST_LINE:]
         return len(text)
 
     def flush(self) -> None:
