@@ -19,6 +19,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from adaptdl_elastic.protocol.uncaught_error import is_installed
+
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
 """Prefix of the file names of the library's code."""
 
@@ -142,9 +144,13 @@ def main_thread_stack() -> tuple[str, list[str]]:
 
 
 def innermost(stack: str) -> str:
-    """Return the last place in a stack that `main_thread_stack` returned, on one line."""
+    """Return the script's last place in a stack that `main_thread_stack` returned, on one line.
+
+    If there is none of the script, return the last one of all.
+    """
     lines = [line.strip() for line in stack.splitlines() if line.startswith('  File "')]
-    return lines[-1] if lines else "with an empty stack"
+    own = [line for line in lines if not is_installed(line.split('"')[1])] or lines
+    return own[-1] if own else "with an empty stack"
 
 
 def _line(frame: FrameType) -> str:

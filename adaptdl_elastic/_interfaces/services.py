@@ -118,7 +118,7 @@ class Consensus(Protocol):
     def renew(self, position: Position, recovered: bool = False) -> None:
         """Begin a new generation at `position`; `recovered` if the old one ended with a peer's death."""
 
-    def save(self, kind: str, requests: Sequence[Command] = ()) -> None:
+    def save(self, kind: str, requests: Sequence[Command] = ()) -> str:
         """Save a checkpoint and tell the agent. All replicas call this between the same two steps."""
 
     def report_step(self, force: bool = False) -> None:

@@ -35,6 +35,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
@@ -267,11 +268,13 @@ def save_all_states(
     manager.open()  # carries the states of the old checkpoint over, even if nothing was loaded so far
     if kind == "periodic" and background and manager.busy():
         logger.debug("periodic checkpoint left out: the one before is still being written")
+        _report_overdue(session, manager, f"one is still being written to {manager.storage.path}")
         return None
 
     def finished(saved: Saved) -> None:
+        _report_overdue(session, manager, saved.error)
         if saved.error is not None:
-            logger.warning("%s; the checkpoint before stays", saved.error)
+            logger.warning("%s%s", saved.error, "; the checkpoint before stays" if manager.has_one else "")
             session.emit("checkpoint_failed", kind=saved.kind, step=saved.step, message=saved.error)
         elif done is not None:
             done(saved)
@@ -298,6 +301,15 @@ def save_all_states(
     if job.result is None or job.result.error is not None:
         raise CheckpointSaveError(job.result.error if job.result and job.result.error else "could not save")
     return job.result
+
+
+def _report_overdue(session: Session, manager: CheckpointManager, problem: str | None) -> None:
+    """Report a problem for which no checkpoint was saved for two intervals; None: one has been saved."""
+    interval = env.checkpoint_interval()
+    if problem is None or 0 < 2 * interval < time.monotonic() - manager.saved_at:
+        line = f"no checkpoint was saved for longer than two intervals of {interval:g} s: {problem}"
+        with suppress(RuntimeError):  # a script without the training library has no reporter
+            session.metrics.report_problem("checkpoints", problem and line)
 
 
 def _writer(state: SavedState) -> Callable[[Any], None]:

@@ -170,6 +170,7 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._swept = False
         self._told = self._told_uncleaned = False
+        self.saved_at = clock()  # when the last checkpoint was saved, or this session began
         self.ended = -1  # last epoch that has ended
 
     # Loading
@@ -382,6 +383,11 @@ class CheckpointManager:
 
     # Saving
 
+    @property
+    def has_one(self) -> bool:
+        """Whether there is a checkpoint that this session has loaded or saved."""
+        return bool(self._history)
+
     def busy(self) -> bool:
         """Return whether a save is still being written."""
         return any(not job.done.is_set() for job in self._pending)
@@ -482,6 +488,7 @@ class CheckpointManager:
             writing.abandon()
             raise
         self._history = (*self._history, checkpoint_id)[-HISTORY:]
+        self.saved_at = self._clock()
         return manifest
 
     def _check_generation(self, ids: list[str], generation: int) -> None:

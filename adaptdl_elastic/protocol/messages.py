@@ -187,12 +187,14 @@ class Finished:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Stopping:
-    """Tell that the replica has saved as requested, and raises SystemExit(143).
+    """Tell that the replica has carried out a stop, and raises SystemExit(143).
 
     The replica counts as stopped, even if the script ends with another exit code.
     """
 
     kind: ClassVar[str] = "stopping"
+    unsaved: str = ""
+    """Why rank 0 could not save; "" if it has saved."""
 
 
 @dataclass(frozen=True, config=_CONFIG)

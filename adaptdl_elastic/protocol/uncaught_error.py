@@ -99,7 +99,7 @@ def read(directory: Path) -> UncaughtError | None:
 
 def _is_of_an_import(error: BaseException, trace: TracebackType | None) -> bool:
     """Return whether the script, or a module that it imports, is no Python or needs a missing module."""
-    own = [frame for frame in traceback.extract_tb(trace) if not _is_installed(frame.filename)]
+    own = [frame for frame in traceback.extract_tb(trace) if not is_installed(frame.filename)]
     kinds = (SyntaxError, ModuleNotFoundError)
     return isinstance(error, kinds) and all(frame.name == "<module>" for frame in own)
 
@@ -129,11 +129,11 @@ def _where(error: BaseException, trace: TracebackType | None) -> str:
     if isinstance(error, SyntaxError):  # it is raised before the file has a frame
         return f"{Path(error.filename or '?').name}:{error.lineno}"
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not _is_installed(frame.filename)] or frames
+    own = [frame for frame in frames if not is_installed(frame.filename)] or frames
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else "no line"
 
 
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
     """Return whether a file belongs to Python, to an installed package or to adaptdl-elastic."""
     paths = sysconfig.get_paths()
     installed = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -141,11 +141,14 @@ def _is_installed(file: str) -> bool:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error, or its cause, reports that a peer or the connection to it is gone."""
+    """Return whether an error, or its cause, reports that a peer or the connection to it is gone.
+
+    That a peer has ended regularly is a defect of the script.
+    """
     for cause in chain(error, with_context=False):
         names = {base.__name__ for base in type(cause).__mro__}
         if names & _LOST_PEER_TYPES:
-            return True
+            return "PeerFinishedError" not in names
         if type(cause) is RuntimeError and _LOST_PEER_TEXT.search(str(cause)):
             return True
     return False

@@ -217,7 +217,8 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
     if isinstance(event, ReplicaFinished):
         return replace(state, held=peer_loss.record_report(held, event.local_rank, finished=True)), []
     if isinstance(event, ReplicaStopping):
-        return replace(state, held=peer_loss.record_report(held, event.local_rank, stopping=True)), []
+        stop = {"stopping": True, "unsaved": event.unsaved}
+        return replace(state, held=peer_loss.record_report(held, event.local_rank, **stop)), []
     if isinstance(event, ReplicaLostPeer):
         return peer_loss.handle_report(state, held, event, now)
     if isinstance(event, ReplicaExited):
@@ -272,8 +273,10 @@ def _learn_exit(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
     )
     if held.joining:
         return held  # `inplace_change` handles it
-    if code == 0 or stopped or held.phase is Phase.KILLING or held.failure is not None:
+    if stopped or held.phase is Phase.KILLING or held.failure is not None:
         return held
+    if code == 0:
+        return peer_loss.fail_if_left_early(held) if held.loss_reported >= held.generation else held
     return replace(held, failure=failure_of(replica.rank, code, event.message, event.time, event.evidence))
 
 
@@ -454,7 +457,7 @@ def _why_kill(state: State, held: LocalGeneration, now: float) -> str | None:
     if status is not None and status.state.ended:
         return f"the job has {status.state.value}: {status.reason}"
     if held.phase is Phase.STOPPING and held.until is not None and now >= held.until:
-        return f"no checkpoint within {state.me.checkpoint_timeout:g} s: the one before counts"
+        return f"no checkpoint within {state.me.checkpoint_timeout:g} s"
     return None
 
 
@@ -474,7 +477,8 @@ def _why_stop(state: State, held: LocalGeneration, now: float) -> str | None:
 
 def _kill(state: State, held: LocalGeneration, why: str, now: float) -> tuple[State, list[Action]]:
     alive = tuple(r.local_rank for r in held.alive)
-    held = replace(held, phase=Phase.KILLING, until=now + KILL_AGAIN_AFTER)
+    killed = why if held.phase is Phase.STOPPING else held.killed
+    held = replace(held, phase=Phase.KILLING, until=now + KILL_AGAIN_AFTER, killed=killed)
     return replace(state, held=held), [Kill(alive, why)]
 
 
@@ -525,7 +529,8 @@ def _depart(state: State, newest: bool, now: float) -> tuple[State, list[Action]
     others = any(agent != state.me.agent for agent in (state.agents or {}).values())
     if others:
         return _exit(state, 0, f"drained: {departure.reason}")
-    return _exit(state, STOPPED, f"stopped: {departure.reason}")
+    saved = f"; its state is not saved: {state.unsaved}" if state.unsaved else ""
+    return _exit(state, STOPPED, f"stopped: {departure.reason}{saved}")
 
 
 def _exit(state: State, code: int, reason: str) -> tuple[State, list[Action]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from adaptdl_elastic.agent.core import peer_loss
 from adaptdl_elastic.agent.core.states import (
     Action,
     AgentIdentity,
@@ -37,7 +36,9 @@ def report_end(state: State, held: LocalGeneration, now: float) -> tuple[State, 
     ended = {**state.ended, **{(r.generation, r.node): r.outcome for r in records}}
     acted = max(state.acted, *(r.generation for r in records))
     last = records[-1].outcome
-    state = replace(state, held=None, ended=ended, acted=acted, outcome=last, outcome_at=now)
+    state = replace(
+        state, held=None, ended=ended, acted=acted, outcome=last, outcome_at=now, unsaved=record.unsaved
+    )
     return state, [WriteEnded(r) for r in records]
 
 
@@ -57,15 +58,25 @@ def _ended(me: AgentIdentity, held: LocalGeneration) -> EndedRecord:
         outcome, code = Outcome.FAILED, failure.exit_code
     elif held.phase is Phase.KILLING:
         outcome, code = Outcome.ABORTED, -9
-    elif missed := peer_loss.missed(held):  # deaths for which no generation without the dead was planned
-        first = missed[0]
+    elif held.lost:  # deaths for which no generation without the dead was planned
+        first = held.lost[0]
         outcome, code = Outcome.FAILED, first.exit_code or 0
         failure = _failure(first)
     elif any(r.exit_code or r.stopped for r in held.replicas):
         outcome, code = Outcome.STOPPED, STOPPED
     else:
         outcome, code = Outcome.DONE, 0
-    return EndedRecord(me.node, held.generation, outcome, code, failure)
+    return EndedRecord(me.node, held.generation, outcome, code, failure, unsaved=_unsaved(held, failure))
+
+
+def _unsaved(held: LocalGeneration, failure: Failure | None) -> str:
+    """Return why rank 0 could not save when it was asked to stop; "" if it could, or is elsewhere."""
+    first = next((r for r in held.replicas if r.rank == 0 and r.library), None)
+    if first is None or first.stopping or first.exit_code in (0, STOPPED):
+        return "" if first is None else first.unsaved
+    if failure is not None and (held.killed or held.phase is Phase.STOPPING):
+        return f"replica {failure.rank} failed: {failure.message}"
+    return held.killed
 
 
 def _root_cause(held: LocalGeneration, first: Failure) -> Failure:

@@ -11,8 +11,9 @@ transition RECOVER that names the survivors::
 
 Such a plan cannot be withdrawn: another one follows it, or an abort.
 
-Replicas that have finished all epochs go on to the end of the script without those that die there, unless
-rank 0 is among the dead. They reach no point any more at which they could form another generation.
+Replicas that have finished all epochs reach no point any more at which they could form another generation.
+They go on to the end of the script, and the node reports a failure then: nobody does what the dead had still
+to do there.
 
 If a planned change is under way and no replica has switched, it is withdrawn first. If one has switched, the
 death belongs to the new generation, and so do all its living members.
@@ -111,9 +112,6 @@ def record_death(state: State, held: LocalGeneration, event: ReplicaExited, now:
     generation = _loss_generation(held)
     if any(r.exit_code is None for r in left) or (state.plan is not None and state.plan.nodes > 1):
         actions.append(Lost(generation, _failure(dead)))
-    if not missed(held) and held.loss_reported < generation:
-        # report only if the living replicas have reported that they need another generation
-        return state, actions
     state, more = report_peer_loss(state, held, again=True)
     return state, [*actions, *more]
 
@@ -128,14 +126,6 @@ def orphan_ended(held: LocalGeneration, local_rank: int, exit_code: int) -> Loca
     )
 
 
-def missed(held: LocalGeneration) -> tuple[Replica, ...]:
-    """Return the dead without whom the script must not end.
-
-    After the last epoch the others end without them. But no other replica does what rank 0 had still to do.
-    """
-    return tuple(r for r in held.lost if not r.epochs_finished or r.rank == 0)
-
-
 def handle_report(state: State, held: LocalGeneration, event: ReplicaLostPeer, now: float) -> Step:
     """Handle a replica's report that others are gone."""
     change, actions = held.change, list[Action]()
@@ -146,10 +136,22 @@ def handle_report(state: State, held: LocalGeneration, event: ReplicaLostPeer, n
         state, held, actions = adopt_after_peer_loss(state, held, change, now)
     elif event.generation < _loss_generation(held):
         return state, []
+    if (failed := fail_if_left_early(held)) is not held:
+        return replace(state, held=failed), actions
     # it waits for another plan, also where a script survives deaths only while replicas switch
     held = record_report(held, event.local_rank, resilient=True)
     state, more = report_peer_loss(replace(state, held=held), held)
     return state, [*actions, *more]
+
+
+def fail_if_left_early(held: LocalGeneration) -> LocalGeneration:
+    """Record a failure if a replica has ended well, but not its script, and the others wait for it."""
+    early = (r for r in held.replicas if r.exit_code == 0 and r.library and held.change is None)
+    gone = next((r for r in early if not (r.stopped or r.finished or r.epochs_finished)), None)
+    if gone is None:
+        return held
+    why = "exit code 0 in the middle of training (os._exit or sys.exit), while the others train"
+    return replace(held, failure=replace(_failure(gone), message=why, kind="exit code 0", step=gone.step))
 
 
 def report_peer_loss(state: State, held: LocalGeneration, again: bool = False) -> Step:

@@ -56,7 +56,8 @@ class Replica:
     epochs_finished: bool = False  # it has finished all epochs and runs to the script's end
     signalled: bool = False  # it was sent SIGTERM
     finished: bool = False  # its script had ended before any SIGTERM could reach it
-    stopping: bool = False  # it has saved on request and leaves the script with SystemExit(143)
+    stopping: bool = False  # it has carried out a stop and leaves the script with SystemExit(143)
+    unsaved: str = ""  # why it could not save then
     stopped: bool = False  # it has exited because it was asked to, with any exit code
     switched: bool = False  # a newcomer that has joined
     exit_code: int | None = None
@@ -111,6 +112,7 @@ class LocalGeneration:
     since: float = 0.0  # monotonic time when it became the held generation
     lost: tuple[Replica, ...] = ()  # replicas that died while the others live on
     loss_reported: int = -1  # newest generation whose loss of replicas was reported
+    killed: str = ""  # why its replicas are killed although they were asked to stop
 
     @property
     def recovering(self) -> bool:
@@ -149,6 +151,7 @@ class State:
     departure: Departure | None = None
     outcome: Outcome | None = None  # of the last generation held here
     outcome_at: float = 0.0
+    unsaved: str = ""  # why the state at the end of that generation is not saved
     away: float | None = None  # monotonic time since which the store is away or refuses the agent
     refused: bool = False  # the store answers, but refuses the agent
     lapsed: bool = False  # the registration may have run out, and other jobs may have this node's slots
@@ -278,6 +281,7 @@ class ReplicaStopping:
     """A replica has carried out a stop; its process will end with any exit code."""
 
     local_rank: int
+    unsaved: str = ""  # why it could not save
 
 
 @dataclass(frozen=True)

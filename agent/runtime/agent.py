@@ -560,8 +560,8 @@ class ElasticAgent(SimpleElasticAgent):
                 self._decide(states.ReplicaEpochsFinished(handle.local_rank, finished))
             case messages.Finished():
                 self._decide(states.ReplicaFinished(handle.local_rank))
-            case messages.Stopping():
-                self._decide(states.ReplicaStopping(handle.local_rank))
+            case messages.Stopping(unsaved):
+                self._decide(states.ReplicaStopping(handle.local_rank, unsaved))
             case messages.PeerLost(generation, reason):
                 logger.info("replica %d: others are gone: %s", handle.rank, reason)
                 self._decide(states.ReplicaLostPeer(generation, handle.local_rank))

@@ -57,12 +57,12 @@ class FailureReporter:
         self._recorder.failure(failure, used, self._max_restarts)
 
     def left(self, record: EndedRecord, ended: Iterable[EndedReplica]) -> None:
-        """Tell of an error that a replica has ended with though it was to leave, or was yet to join."""
+        """Tell of an error that a replica has ended with while the others were to go on without it."""
         if record.outcome is not Outcome.STOPPED and record.failure is None:
             return
         shown = self._tracebacks.show_first(ended)
         if shown.rank is not None:
-            self._say(f"replica {shown.rank} has ended with this error when it was to leave or to join")
+            self._say(f"replica {shown.rank} has ended with this error")
 
     def withdrawn(
         self, plan: Plan, newcomers: Iterable[EndedReplica], reason: str, *, stopping: bool

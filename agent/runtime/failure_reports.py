@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 from adaptdl_elastic.rendezvous.schema.records import Failure
 
 _LONGEST = 400  # characters of a message; the replica's stderr and error file have all of it
+_OF_A_WORKER = re.compile(r"Caught .* in DataLoader worker process \d+\.$")
 _REMEDY = {
     signal.SIGKILL: "killed from outside; if nobody did, the machine ran out of memory (dmesg)",
     signal.SIGSEGV: "crashed in native code; run the script alone under `python -X faulthandler`",
@@ -60,7 +62,8 @@ def read_error_file(path: Path) -> str | None:
     lines = str(text or "").strip().splitlines()
     if not lines:
         return None
-    return lines[0] if len(lines[0]) <= _LONGEST else f"{lines[0][: _LONGEST - 1]}…"
+    line = lines[-1] if _OF_A_WORKER.search(lines[0]) else lines[0]
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
 def exit_name(exit_code: int) -> str:

@@ -156,6 +156,9 @@ def _run(command: Command, pid: int) -> None:
     except SystemExit as error:
         if error.code not in (0, None, 143):
             _record(error)
+            if command.reports and os.getpid() == pid:
+                found = uncaught_error.describe(error, _users(error.__traceback__))
+                uncaught_error.write(found, Path(command.reports))
         raise
     except BaseException as error:
         if uncaught_error.explain is not None:

@@ -207,6 +207,10 @@ def stop(job: str, where: Where, wait: bool, timeout: float) -> None:
         echo(f"{job} is stopping")
         if wait and not wait_until(store, keys, lambda v: has_stopped(v, job, run), timeout):
             raise CommandError(f"{job} has not stopped after {timeout:g} s; see adaptdl status {job}")
+        found = read(store, keys).jobs.get(job) if wait else None
+        status = None if found is None else found.status_now
+        if status is not None and status.unsaved:
+            raise CommandError(f"{job}: {status.reason}")
 
 
 def has_stopped(view: View, name: str, run: str) -> bool:

@@ -183,7 +183,9 @@ class DecisionBuilder:
         if found is None:
             if feasible_only:
                 return False
-            found, why = {}, f"{why}; {why_pending(spec, rooms(self.view, job), places, self.ledger)}"
+            found, room = {}, rooms(self.view, job)
+            if room or cause is not Cause.DRAIN:  # a job that leaves its last node does not wait, but stops
+                why = f"{why}; {why_pending(spec, room, places, self.ledger)}"
         elif sum(found.values()) != had:
             left = sum(found.values())
             verb = "is" if left == 1 else "are"

@@ -114,7 +114,25 @@ def describe(
         status = replace(status, started=view.wall)
     if state.ended:
         status = replace(status, ended=view.wall)
+    if state is JobState.STOPPED:
+        unsaved = _unsaved(job, plan)
+        if unsaved or jobs.uses_library(job):
+            reason = f"{reason}; {_what_is_saved(job, unsaved)}"
+        status = replace(status, unsaved=unsaved, reason=reason)
     return replace(status, updated=view.wall)
+
+
+def _unsaved(job: JobView, plan: Plan | None) -> str:
+    """Return why the generations that a stop has ended could not save; "" if they could."""
+    ended = {plan.generation, *(one.generation for one in plan.leaving)} if plan else set()
+    return next((s.record.unsaved for (g, _), s in job.ended.items() if g in ended and s.record.unsaved), "")
+
+
+def _what_is_saved(job: JobView, unsaved: str) -> str:
+    """Return text for users: the step that is saved, and why no later one is."""
+    newest = job.checkpoint.record if job.checkpoint else None
+    what = "no checkpoint is saved" if newest is None else f"step {newest.step} is saved"
+    return f"{what}{', and no later one' if newest and unsaved else ''}{f': {unsaved}' if unsaved else ''}"
 
 
 def left_alone(view: View, job: JobView, why: str) -> JobStatus | None:
@@ -177,13 +195,13 @@ def _state(
     if phase is Phase.FINISHED:
         return JobState.DONE, "every replica ended well", 0
     if phase is Phase.LEFT:
-        return JobState.STOPPED, "its replicas were stopped from outside; state saved", 143
+        return JobState.STOPPED, "its replicas were stopped from outside", 143
     if exhausted(view, job, condition, settings):
         assert plan is not None
         return _given_up(job, plan, settings)
     if jobs.stop_requested(job):
         if phase is Phase.EMPTY and not holding(view, job):
-            return JobState.STOPPED, "stopped as asked; state saved", 143
+            return JobState.STOPPED, "stopped as asked", 143
         return JobState.STOPPING, "a person asked for it", None
     if phase is Phase.EMPTY:
         return JobState.PENDING, waits_for or "waits for a decision", None

@@ -214,7 +214,7 @@ class LocalServer(Closable):
             return None
         lease = self._leases.get(number) if isinstance(number, int) else None
         if lease is None:
-            raise LeaseLostError("the lease is lost: take a new one and put the key again")
+            raise LeaseLostError()
         return lease
 
 

@@ -438,6 +438,7 @@ class EndedRecord:
     failure: Failure | None = None
     last_step: float | None = None  # wall-clock time of the end of the last step
     time: float = 0.0
+    unsaved: str = ""  # why rank 0, if it was here, could not save at the end
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -475,6 +476,7 @@ class JobStatus:
     ended: float | None = None
     waited: float = 0.0  # seconds without replicas so far, as counted by the leaders
     ran_on: tuple[str, ...] = ()  # the nodes where it has had replicas, up to `MOST_NAMED`
+    unsaved: str = ""  # why its state at its stop is not saved
     failed_jobs: int = 0  # how often jobs of the cluster had failed when the state changed last
 
     @property

@@ -56,6 +56,9 @@ class StoreRefusedError(StoreError):
 class LeaseLostError(StoreError):
     """A key was put under a lease that the store no longer knows; nothing was written."""
 
+    def __init__(self, message: str = "its registration has run out; it registers again") -> None:
+        super().__init__(message)
+
 
 class CompactedError(StoreError):
     """Changes that a watch needs are no longer in the store's history; read the range again."""

@@ -335,7 +335,7 @@ class EtcdV2Store(Store):
         if lease is None:
             return None
         if not isinstance(lease, EtcdV2Lease) or lease.lost.is_set():
-            raise LeaseLostError("the lease is lost: take a new one and put the key again")
+            raise LeaseLostError()
         return lease
 
 

@@ -95,7 +95,7 @@ def _store_error(error: HttpStatusError) -> StoreError:
     """Translate the server's error; name the remedy if there is one."""
     said = error.message
     if "lease not found" in said:
-        return LeaseLostError("the lease is lost: take a new one and put the key again")
+        return LeaseLostError()
     if "permission denied" in said:
         return StoreAuthError(
             "the etcd user may not do this: its role needs readwrite on the prefix (docs/security.md)"
@@ -233,7 +233,7 @@ class EtcdV3Store(Store):
         body = {"key": _b64(key), "value": _b64(value)}
         if lease is not None:
             if not isinstance(lease, EtcdV3Lease) or lease.lost.is_set():
-                raise LeaseLostError("the lease is lost: take a new one and put the key again")
+                raise LeaseLostError()
             body["lease"] = lease.id
         return body
 

@@ -305,5 +305,5 @@ class LocalStore(Store):
         if lease is None:
             return None
         if not isinstance(lease, LocalLease) or lease.store is not self or lease.lost.is_set():
-            raise LeaseLostError("the lease is lost: take a new one and put the key again")
+            raise LeaseLostError()
         return lease.number

@@ -278,5 +278,5 @@ class MemoryStore(Store):
         if lease is None:
             return None
         if not isinstance(lease, MemoryLease) or lease not in self.shared.leases:
-            raise LeaseLostError("the lease is lost: take a new one and put the key again")
+            raise LeaseLostError()
         return lease

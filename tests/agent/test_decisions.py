@@ -175,7 +175,22 @@ def test_what_does_not_stop_in_time_is_killed_and_killed_again() -> None:
     assert agent.later(119) == []
     assert kinds(agent.later(1)) == ["Kill"]
     assert kinds(agent.later(KILL_AGAIN_AFTER)) == ["Kill"]
-    assert agent.exits(-9, -9)[0] == d.WriteEnded(EndedRecord("here", 0, Outcome.ABORTED, -9))
+    why = "no checkpoint within 120 s"
+    assert agent.exits(-9, -9)[0] == d.WriteEnded(EndedRecord("here", 0, Outcome.ABORTED, -9, unsaved=why))
+
+
+def test_a_stop_that_could_not_save_says_why() -> None:
+    agent = Agent().running()
+    agent(d.Leave("SIGTERM", None))
+    assert kinds(agent.later(OWN_STOP_AFTER)) == ["AskToStop"]
+    agent(d.ReplicaStopping(0, "No space left on device"))
+    agent(d.ReplicaStopping(1))
+    why = "No space left on device"
+    ended = d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143, unsaved=why))
+    assert ended in agent.exits(143, 143)
+    agent(d.NodesSeen({"here": "agent-1"}))
+    agent.later(OWN_STOP_AFTER)
+    assert agent.state.exiting
 
 
 def test_an_abort_kills_at_once() -> None:

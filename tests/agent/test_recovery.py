@@ -379,29 +379,30 @@ def outcomes(actions: list[d.Action]) -> list[tuple[int, Outcome]]:
     return [(a.record.generation, a.record.outcome) for a in actions if isinstance(a, d.WriteEnded)]
 
 
-def test_who_dies_behind_the_last_epoch_is_not_missed() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_does_what_a_replica_that_dies_behind_the_last_epoch_had_still_to_do(rank: int) -> None:
     agent = over()
-    assert kinds(dies(agent, 1)) == ["Lost"]
-    assert outcomes(agent(d.ReplicaExited(0, 0, 0, 6.0, ""))) == [(0, Outcome.DONE)]
+    assert slots_written(dies(agent, rank)) == [(0, (rank,))]
+    assert outcomes(agent(d.ReplicaExited(0, 1 - rank, 0, 6.0, ""))) == [(0, Outcome.FAILED)]
 
 
-def test_nor_who_dies_there_after_the_others_have_ended() -> None:
+def test_nor_if_it_dies_after_the_others_have_ended() -> None:
     agent = over()
     assert agent(d.ReplicaExited(0, 0, 0, 6.0, "")) == []
-    assert outcomes(dies(agent, 1)) == [(0, Outcome.DONE)]
+    assert outcomes(dies(agent, 1)) == [(0, Outcome.FAILED)]
 
 
-def test_what_rank_0_had_still_to_do_nobody_else_does() -> None:
-    agent = over()
-    assert slots_written(dies(agent, 0)) == [(0, (0,))]
-    assert outcomes(agent(d.ReplicaExited(0, 1, 0, 6.0, ""))) == [(0, Outcome.FAILED)]
-
-
-def test_who_needs_the_dead_there_says_so() -> None:
-    agent = over(3)
-    dies(agent, 1)
-    assert slots_written(agent(d.ReplicaLostPeer(0, 2))) == [(0, (1,))]
-    assert slots_written(dies(agent, 2)) == [(0, (1, 2))]
+@pytest.mark.parametrize("first", ["exit", "report"])
+def test_a_replica_that_ends_well_while_the_others_train_is_a_failure_with_a_reason(first: str) -> None:
+    agent = resilient(2)
+    exits, misses = d.ReplicaExited(0, 1, 0, 5.0, ""), d.ReplicaLostPeer(0, 0)
+    agent(exits if first == "exit" else misses)
+    assert "Kill" in kinds(agent(misses if first == "exit" else exits))
+    (ended,) = (a for a in agent(d.ReplicaExited(0, 0, -9, 6.0, "")) if isinstance(a, d.WriteEnded))
+    failure = ended.record.failure
+    assert failure is not None
+    assert (ended.record.outcome, failure.rank) == (Outcome.FAILED, 1)
+    assert failure.message.startswith("exit code 0 in the middle of training")
 
 
 def test_more_epochs_are_as_any_others() -> None:
@@ -410,7 +411,7 @@ def test_more_epochs_are_as_any_others() -> None:
     assert slots_written(dies(agent, 1)) == [(0, (1,))]
 
 
-def test_nor_is_a_newcomer_that_was_over_before_its_node_had_gone_over() -> None:
+def test_a_newcomer_that_dies_behind_the_last_epoch_is_reported_too() -> None:
     agent = resilient(1)
     agent(d.PlanSeen(plan(1, ("here", 2), transition=INPLACE)))
     agent(master(1))
@@ -420,7 +421,7 @@ def test_nor_is_a_newcomer_that_was_over_before_its_node_had_gone_over() -> None
     agent(d.ReplicaEpochsFinished(1, True))
     assert "Adopt" in kinds(agent(d.ReplicaSwitched(1, 0)))
     agent(d.ReplicaEpochsFinished(0, True))
-    assert kinds(dies(agent, 1, generation=1)) == ["Lost"]
+    assert slots_written(dies(agent, 1, generation=1)) == [(1, (1,))]
 
 
 def lost_node(first: str) -> tuple[Agent, list[d.Action]]:

@@ -85,7 +85,36 @@ def test_a_job_that_is_stopped_is_not_done(tmp_path: Path) -> None:
         script.wait_for("ready", 0, 1)
         assert script.run.adaptdl("stop", "job").returncode == 0
         assert script.run.wait() == 143
-        assert script.run.of("exit")[0]["reason"] == "stopped as asked; state saved"
+        assert script.run.of("exit")[0]["reason"] == "stopped as asked"
+
+
+UNSAVED = """
+import errno, os
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import checkpoint
+
+class Full(checkpoint.State):
+    def save(self, file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+adl.init_process_group("gloo")
+full = Full("full")
+for epoch in adl.remaining_epochs_until(10**6):
+    for batch in adl.AdaptiveDataLoader(range(1000), batch_size=4):
+        pass
+"""
+
+
+def test_a_stop_that_cannot_save_says_so_and_fails(tmp_path: Path) -> None:
+    (tmp_path / "full.py").write_text(UNSAVED)
+    with ElasticRun(["--standalone", "--rdzv-id=job", "--no-autoscale", "full.py"], tmp_path) as run:
+        run.wait_for_event("epoch")
+        stopped = run.adaptdl("stop", "job", "--wait")
+        assert run.wait() == 143
+        reason = run.of("exit")[0]["reason"]
+        assert reason.startswith("stopped as asked; no checkpoint is saved: cannot save a checkpoint to")
+        assert reason.endswith("No space left on device")
+        assert (stopped.returncode, reason in stopped.stderr) == (1, True)
 
 
 def test_a_node_that_is_drained_leaves_the_job_unfinished(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ def raised(script: str, path: str = "/home/me/train.py") -> UncaughtError:
         trace = error.__traceback__
         return uncaught_error.describe(error, trace.tb_next if trace is not None else None)
     raise AssertionError("it did not fail")
+
+
+def test_an_error_of_a_loaders_worker_is_told_by_its_last_line(tmp_path: Path) -> None:
+    text = "OSError: Caught OSError in DataLoader worker process 0.\nOriginal:\nOSError: no file 7\n"
+    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": text}}))
+    assert failure_reports.describe(1, str(tmp_path / "error.json")) == "OSError: no file 7"
+
+
+def test_that_a_peer_has_ended_well_is_an_error_of_the_script() -> None:
+    found = raised("from adaptdl_elastic.reducer import PeerFinishedError\nraise PeerFinishedError('rank 1')")
+    assert (found.lost_peer, found.kind.endswith(" at train.py:2 in <module>")) == (False, True)
 
 
 def test_its_kind_is_its_type_and_the_innermost_line_of_the_users_code() -> None:

@@ -102,6 +102,21 @@ def test_stop_saves_and_ends_resumable(pump: Pump) -> None:
     assert (pump.status("a").state, agent.exit_code) == (JobState.STOPPED, 143)
 
 
+@pytest.mark.parametrize("step", [35, None])
+def test_a_stop_that_could_not_save_says_which_step_is_saved_and_why(pump: Pump, step: int | None) -> None:
+    pump.job("a")
+    pump.node("n0", "a", 2).unsaved = "disk full"
+    pump.settle()
+    if step is not None:
+        pump.checkpoint("a", step)
+    pump.ask("a", stop=True)
+    pump.settle()
+    status = pump.status("a")
+    saved = "no checkpoint is saved" if step is None else "step 35 is saved, and no later one"
+    assert (status.state, status.unsaved) == (JobState.STOPPED, "disk full")
+    assert status.reason == f"stopped as asked; {saved}: disk full"
+
+
 @pytest.mark.parametrize("request_", [{"stop": True}, {"replicas": 1}])
 def test_a_job_that_ends_while_it_is_to_change_is_done(pump: Pump, request_: dict[str, int]) -> None:
     pump.job("a")

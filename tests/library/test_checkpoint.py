@@ -9,6 +9,7 @@ import threading
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -298,7 +299,7 @@ def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
         assert checkpoint.flush(60)
         with pytest.raises(CheckpointSaveError, match="No space left on device"):
             checkpoint.save_all_states(kind="stop")
-    assert "No space left on device" in caplog.text
+    assert "No space left on device; the checkpoint before stays" in caplog.text
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert [(e["event"], e["kind"]) for e in events] == [
         ("checkpoint_failed", "periodic"),
@@ -418,6 +419,28 @@ def test_a_periodic_save_is_left_out_while_one_is_written_and_a_stop_comes_after
     assert stop is not None
     script.restart()
     assert Number("n").value == 3
+
+
+def test_saving_that_has_failed_for_longer_than_two_intervals_is_reported_until_it_succeeds(
+    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    number, reporter = Number("n", 1), Mock()
+    manager = checkpoint.manager_of(_session.current())
+    monkeypatch.setattr(_session.Session, "metrics", reporter)
+    with monkeypatch.context() as patch:
+        patch.setattr(number, "write_snapshot", Mock(side_effect=OSError(errno.ENOSPC, "disk full")))
+        for since in (float("inf"), float("-inf")):  # no time has passed, and more than two intervals of 30 s
+            reporter.report_problem.assert_not_called()
+            manager.saved_at = since
+            checkpoint.save_all_states(kind="periodic", background=True)
+            assert checkpoint.flush(60)
+    about, line = reporter.report_problem.call_args.args
+    assert about == "checkpoints"
+    assert "longer than two intervals of 30 s" in line
+    assert "disk full" in line
+    assert "checkpoint before stays" not in caplog.text
+    checkpoint.save_all_states()
+    reporter.report_problem.assert_called_with("checkpoints", None)
 
 
 def test_a_stop_that_takes_too_long_goes_on_with_the_checkpoint_before(script: Script) -> None:

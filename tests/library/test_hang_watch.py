@@ -208,6 +208,8 @@ def test_the_stack_of_the_main_thread_is_read_in_another_one() -> None:
     stack, files = found[0]
     assert "test_the_stack_of_the_main_thread" in stack
     assert "in " in _frames.innermost(stack)
+    below = f'  File "{threading.__file__}", line 359, in wait\n'
+    assert f'"{__file__}"' in _frames.innermost(f'  File "{__file__}", line 1, in train\n{below}')
     assert files
 
 

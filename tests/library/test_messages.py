@@ -44,6 +44,7 @@ BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "last_step": st.none() | st.floats(0, 1e10),
     "hints": FINITE,
     "path": st.text(),
+    "unsaved": st.text(),
 }
 ORDERS: tuple[Any, ...] = typing.get_args(m.AgentMessage)
 REPORTS: tuple[Any, ...] = typing.get_args(m.ReplicaMessage)

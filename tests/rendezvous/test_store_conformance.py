@@ -238,7 +238,7 @@ def test_revoke_takes_the_keys_at_once_and_can_be_repeated(world, collect):
     assert seen.wait(2, timeout=50)[1].kind == "delete"  # sooner than it would have run out
     lease.revoke()
     assert store.get(world.prefix + "mine") is None
-    with pytest.raises(LeaseLostError, match="take a new one"):
+    with pytest.raises(LeaseLostError, match="registers again"):
         store.put(world.prefix + "mine", "1", lease)
     assert store.get(world.prefix + "mine") is None
 

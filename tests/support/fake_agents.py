@@ -84,6 +84,7 @@ class FakeAgent:
     resilient: bool = False  # its replicas live on when others die
     alive: tuple[int, ...] = ()  # slots of the replicas that run
     lost: tuple[int, ...] = ()  # slots of those that died in the generation that runs
+    unsaved: str = ""  # why its replicas cannot save
     _stop: threading.Event = field(default_factory=threading.Event)
     _watch: Watch | None = None
 
@@ -208,7 +209,7 @@ class FakeAgent:
             now = self.clock()
             code = 0 if failure is None else failure.exit_code
             self._put(
-                EndedRecord(self.node, generation, outcome, code, failure, last_step=now, time=now),
+                EndedRecord(self.node, generation, outcome, code, failure, now, now, self.unsaved),
                 generation,
                 "ended",
             )

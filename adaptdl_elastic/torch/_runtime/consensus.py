@@ -491,16 +491,19 @@ class BoundaryConsensus:
         stop = [c for c in commands if c["kind"] == "stop"]
         saves = [c for c in commands if c["kind"] == "checkpoint"]
         if stop:
-            self.save("stop", saves)
-            self._stop(stop[0])
+            self._stop(stop[0], self.save("stop", saves))
         elif saves:
             self.save("request" if any("request" in c for c in saves) else "periodic", saves)
         for command in commands:
             if command["kind"] not in ("stop", "checkpoint"):
                 self.handlers[command["kind"]](command)
 
-    def save(self, kind: str, requests: Sequence[Command] = ()) -> None:
-        """Save a checkpoint and tell the agent. All replicas call this between the same two steps."""
+    def save(self, kind: str, requests: Sequence[Command] = ()) -> str:
+        """Save a checkpoint and tell the agent. All replicas call this between the same two steps.
+
+        Returns:
+            Why it could not be saved, on rank 0 and if that is known at once; else "".
+        """
         asked = [{key: value for key, value in c.items() if key != "position"} for c in requests]
         numbers = [c["request"] for c in requests if c.get("request") is not None]
         session, taken = self.session, time.time()
@@ -521,27 +524,29 @@ class BoundaryConsensus:
 
         self.saving = True
         try:
-            with contextlib.suppress(checkpoint.CheckpointSaveError):  # save_all_states has logged it
-                checkpoint.save_all_states(
-                    kind=kind, background=kind in ("periodic", "request"), step=session.step, done=done
-                )
+            checkpoint.save_all_states(
+                kind=kind, background=kind in ("periodic", "request"), step=session.step, done=done
+            )
+        except checkpoint.CheckpointSaveError as error:  # save_all_states has logged it
+            return str(error)
         finally:
             self.saving = False
+        return ""
 
-    def _stop(self, command: Command) -> None:
+    def _stop(self, command: Command, unsaved: str) -> None:
         session = self.session
         self.report_step(force=True)
-        session.send(Stopping())  # the script may catch SystemExit and end with another exit code
+        session.send(Stopping(unsaved))  # the script may catch SystemExit and end with another exit code
         if session.reducer is not None:
             with contextlib.suppress(Exception):  # no replica ends before rank 0 has written the checkpoint
                 session.reducer.barrier(tag="stop")
         if session.rank == 0:
             path = env.checkpoint_path()
-            log.info("stopped (%s); %s", command.get("reason", ""), path or "nothing was saved")
+            log.info("stopped (%s); %s", command.get("reason", ""), unsaved or path or "nothing was saved")
             if session.channel is None:
                 then = f"stopped; to go on from {path}, start it again"
                 nothing = "nothing was saved: ADAPTDL_CHECKPOINT_PATH says where to"
-                _tell(f"{nothing if path is None else then}\n".encode())
+                _tell(f"{unsaved or (nothing if path is None else then)}\n".encode())
         raise SystemExit(STOPPED)
 
     def report_step(self, force: bool = False) -> None:

@@ -136,7 +136,7 @@ class SimClient(Store):
         if lease is None:
             return None
         if not isinstance(lease, SimLease) or lease.lost.is_set():
-            raise LeaseLostError("the lease is lost: take a new one and put the key again")
+            raise LeaseLostError()
         return lease.number
 
     # -- asking
@@ -159,7 +159,7 @@ class SimClient(Store):
             except LeaseGoneError:
                 if lease is not None:
                     lease.lost.set()
-                raise LeaseLostError("the lease is lost: take a new one and put the key again") from None
+                raise LeaseLostError() from None
             except _Unanswered:
                 on_ambiguous()
             if self._kernel.now + RETRY_SECONDS >= until:
