@@ -205,10 +205,16 @@ def stop(job: str, where: Where, wait: bool, timeout: float) -> None:
     with store:
         run = _ask(store, keys, job, lambda request: replace(request, stop=True), job_requests.check_running)
         echo(f"{job} is stopping")
-        if wait and not wait_until(store, keys, lambda v: has_stopped(v, job, run), timeout):
+        # the store of a standalone job is gone a moment after the job's end: look at what was seen of it
+        ended: list[JobView | None] = []
+
+        def over(view: View) -> bool:
+            ended[:] = [view.jobs.get(job)]
+            return has_stopped(view, job, run)
+
+        if wait and not wait_until(store, keys, over, timeout):
             raise CommandError(f"{job} has not stopped after {timeout:g} s; see adaptdl status {job}")
-        found = read(store, keys).jobs.get(job) if wait else None
-        status = None if found is None else found.status_now
+        status = ended[0].status_now if ended and ended[0] is not None else None
         if status is not None and status.unsaved:
             raise CommandError(f"{job}: {status.reason}")
 
