@@ -12,5 +12,4 @@
 | Why does a job have its size, and is the cluster in order? | `diagnostics` |
 | How is a cluster set up over ssh? | `provisioning` |
 | What does the page of `adaptdl web` show? | `web` |
-| How are hyper-parameters searched for? | `sweep` |
 """

@@ -50,7 +50,6 @@ _OWN: dict[str, tuple[str, str]] = {
     "drain": (f"{_HERE}.commands.cluster:drain", "Move all replicas off a node."),
     "cloud": (f"{_HERE}.commands.cloud:cloud", "Prepare and delete machines on EC2."),
     "autoscale": (f"{_HERE}.commands.autoscale:autoscale", "Add and remove machines on EC2 as jobs need."),
-    "sweep": (f"{_HERE}.commands.sweep:sweep", "Search for hyper-parameters with Optuna."),
     "report": (f"{_HERE}.commands.report:report", "Analyse a run, and suggest settings for the next."),
 }
 HEADINGS = {
@@ -58,7 +57,7 @@ HEADINGS = {
     "Cluster": "cluster coordinator events web doctor",
     "Nodes": "nodes drain",
     "Cloud": "cloud autoscale",
-    "Search and reports": "sweep report",
+    "Reports": "report",
 }
 """The headings of `adaptdl --help`, and the subcommands below each."""
 
@@ -164,6 +163,9 @@ class _LazyGroup(click.Group):
                 at = int(option == "cluster" and isinstance(command, click.Group))
                 rest[at:at] = [] if value is None else [f"--{option}={value}"]
             return found, command, rest
+        if name == "sweep":  # of version 0.1
+            does = "examples/optuna_search.py does it, with adaptdl submit or adaptdl-run"
+            raise OptionError(f"adaptdl sweep is gone: {does}")
         close = difflib.get_close_matches(name, COMMANDS.names(), 1)
         raise OptionError(f"there is no command {name!r}" + (f" (did you mean {close[0]}?)" if close else ""))
 

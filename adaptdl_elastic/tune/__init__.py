@@ -4,7 +4,8 @@
 |---|---|
 | How does a function become a trainable of Ray Tune? | `trainable` |
 | What does AdaptDL's scheduler stand for here? | `scheduler` |
-| How is a trial's job started, read, saved and resumed? | `trial_job` |
+| How is a trial's job followed, saved and resumed? | `trial_job` |
+| How is the job's process started, and its event log read? | `job_process` |
 | Where is the store that the trials of one node share? | `node_store` |
 | What does a replica run? | `run_function` |
 

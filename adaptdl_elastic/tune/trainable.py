@@ -14,8 +14,8 @@ from ray import cloudpickle
 from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE
 
-from adaptdl_elastic.autoscaler.sweep.trial_process import slot_options
 from adaptdl_elastic.tune import node_store, run_function
+from adaptdl_elastic.tune.job_process import slot_options
 from adaptdl_elastic.tune.trial_job import TrialJob
 
 logger = logging.getLogger(__name__)

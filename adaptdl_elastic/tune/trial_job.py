@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adaptdl_elastic import _own_python
-from adaptdl_elastic.autoscaler.sweep.trial_process import JobProcess
 from adaptdl_elastic.storage import is_id
+from adaptdl_elastic.tune.job_process import JobProcess
 
 LOOK_EVERY = 0.1  # seconds between two looks at the event log
 SAVE_SECONDS = 120.0  # the longest wait for a checkpoint

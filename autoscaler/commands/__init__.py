@@ -8,7 +8,6 @@
 | `logs` | `logs` |
 | `explain` | `explain` |
 | `report` | `report` |
-| `sweep` | `sweep` |
 | `coordinator`, `nodes`, `drain`, `events` | `cluster` |
 | `cluster up`, `add`, `remove`, `status`, `down`, `grant`, `revoke` | `cluster_setup` |
 | `autoscale` | `autoscale` |

@@ -85,7 +85,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
 
 
 def test_jobs_that_share_a_store_are_listed_once(jobs: Jobs) -> None:
-    """As the trials of `adaptdl sweep --slots` do; each is found by its name."""
+    """As the trials of Ray Tune on one node do; each is found by its name."""
     jobs.start("trial-1", server=jobs.start("trial-0"))
     assert [row["job"] for row in json.loads(jobs.says("ls", "--json"))] == ["trial-0", "trial-1"]
     assert json.loads(jobs.says("status", "trial-1", "--json"))["reason"] == "why trial-1"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from adaptdl_elastic.tune import trial_job
+from adaptdl_elastic.tune.job_process import parse_events
 from adaptdl_elastic.tune.trial_job import TrialFailedError, TrialJob
 
 
@@ -148,3 +149,10 @@ def test_a_job_that_cannot_save_its_state_is_one_line(
     monkeypatch.setattr(trial_job, "SAVE_SECONDS", 0.0)
     with pytest.raises(TrialFailedError, match="t cannot save its state: adaptdl: the store does not answer"):
         job.save(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("line", [b'{"time": 1, "event": "met', b"[1]", b'{"time": 1}'])
+def test_a_line_of_the_event_log_that_is_no_event_is_left_out(line: bytes) -> None:
+    assert parse_events(line + b'\n{"event": "metrics", "loss": "nan"}\n') == [
+        {"event": "metrics", "loss": "nan"}
+    ]

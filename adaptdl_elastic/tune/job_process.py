@@ -1,4 +1,4 @@
-"""A trial as a job of this machine: an agent in a process of its own, read by its event log."""
+"""The process of a trial's job: an agent of this machine, read by its event log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class JobProcess:
         job: Name of the job. The same name goes on from the checkpoint of an earlier one.
         command: The script and its arguments.
         folder: Folder for its checkpoints (`FOLDER/JOB`), log and event log.
-        options: Further options of `adaptdl-run`: `--standalone` or a store, and its replicas.
+        options: Further options of `adaptdl-run`: the store and the replicas.
         environment: Variables of the agent and its replicas; None: those of this process.
     """
 
@@ -95,24 +95,6 @@ class JobProcess:
         return self._process.wait()
 
 
-class TrialProcess(JobProcess):
-    """The job of a trial of `adaptdl sweep`, whose script reports the value that counts.
-
-    Args:
-        metric: Name of that value.
-    """
-
-    def __init__(
-        self, job: str, command: Sequence[str], folder: Path, options: Sequence[str], metric: str
-    ) -> None:
-        super().__init__(job, command, folder, options)
-        self._metric = metric
-
-    def reported(self) -> list[float]:
-        """Return the values since the last call; at first also those of an earlier process of the job."""
-        return metric_values(self.events(), self._metric)
-
-
 def parse_events(text: bytes) -> list[dict[str, Any]]:
     """Return the events in lines of an event log, in order; leave out what is no event."""
     found = []
@@ -121,14 +103,4 @@ def parse_events(text: bytes) -> list[dict[str, Any]]:
             event = json.loads(line)
             if isinstance(event, dict) and "event" in event:
                 found.append(event)
-    return found
-
-
-def metric_values(events: Iterable[Mapping[str, Any]], metric: str) -> list[float]:
-    """Return the numbers that a script reported under a name, in order."""
-    found = []
-    for event in events:
-        if event["event"] == "metrics" and metric in event:
-            with suppress(ValueError, TypeError):
-                found.append(float(event[metric]))  # "nan" and "inf" are text in the log
     return found
