@@ -80,6 +80,7 @@ LEAVE_SECONDS = 30.0
     "--notify",
     multiple=True,
     hidden=True,
+    help="Gone.",
     callback=lambda context, option, value: _refuse_notify(value),
     expose_value=False,
 )
