@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_agent
@@ -10,6 +11,8 @@ import loop_script_path
 import pytest
 import torch
 from fake_agent import FakeAgent
+
+from adaptdl_elastic.torch._runtime import drift
 
 pytestmark = pytest.mark.processes
 
@@ -76,3 +79,18 @@ def test_a_death_in_mid_loop_is_no_drift(tmp_path: Path, dies: int) -> None:
         job.bury(dies)
         job.plan_recovery()
         job.finish()
+
+
+def test_a_subclass_of_tensor_that_hides_its_bits_is_not_compared() -> None:
+    class Hidden(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func is torch.ops.aten.detach.default, func
+            return args[0]
+
+    net = torch.nn.Linear(2, 1)
+    hidden = torch.Tensor._make_wrapper_subclass(Hidden, (2, 4))
+    net.hidden = torch.nn.Parameter(hidden, requires_grad=False)
+    model = SimpleNamespace(module=net, has_own_process_group=False)
+    session: Any = SimpleNamespace(models=[model])
+    assert len(drift.DriftWatch(session, print).digest()) == 1

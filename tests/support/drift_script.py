@@ -1,6 +1,7 @@
 """A script whose replicas drift apart, or seem to. LOOP says how.
 
-kind: clause, steps where a counter meets `len(loader)`; right, where it meets `adl.expected_batches()`;
+kind: clause, steps with every fourth batch and where the counter meets `len(loader)`; right, where it meets
+`adl.expected_batches()`;
 step, edit and parameter, what one rank does alone; scaler, gradients that are inf; gan, two models of which
 one steps with every second batch. no_sync: accumulate in `no_sync()`. dies: a rank that kills itself in
 mid-epoch. unused: `find_unused_parameters=True`, with which no death is survived.
@@ -41,7 +42,7 @@ def main():
         for i, batch in enumerate(loader):
             end = adl.expected_batches() if KIND == "right" else len(loader)
             index = adl.current_dataloader().current_index
-            last = i + 1 == end or (index // 12 + 1) % every == 0
+            last = i + 1 == end or (i + 1) % every == 0
             with contextlib.nullcontext() if last or not S["no_sync"] else model.no_sync():
                 loss = model(batch).square().mean()
                 if KIND == "scaler":

@@ -72,6 +72,8 @@ def test_a_loss_that_is_a_sum_is_reported_once_with_the_remedy(loss_of: Loss, tm
         lambda o, t: (square(o, t) / len(o)).sum(),
         lambda o, t: (square(o, t).mean(1) * torch.full((8,), 1 / 8)).sum(),
         lambda o, t: square(o, t).mean(0).sum(),
+        lambda o, t: o.repeat(1, 8).var(0).sum(),
+        lambda o, t: torch.stack([F.cross_entropy(o, t)] * 8).sum(),
         lambda o, t: F.kl_div(o.log_softmax(1), t, reduction="batchmean"),
         lambda o, t: square(o, t).mean() + sum(p.pow(2).sum() for p in [torch.ones(8, requires_grad=True)]),
     ],

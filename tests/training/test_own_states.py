@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Hashable
 from typing import Any, BinaryIO
 
+import numpy as np
 import pytest
 import torch
 
@@ -218,3 +220,48 @@ def test_a_state_of_an_adapter_is_put_back_if_it_says_that_steps_change_it(
     monkeypatch.setattr(Kept, "part_of_step", declared)
     Kept("kept").tensor = torch.zeros(3)
     assert [*user_state.copies_of_script(_session.current())] == copied
+
+
+class Given(checkpoint.TensorState):
+    def __init__(self, value: Any) -> None:
+        super().__init__("given")
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def mark(self, value: Any) -> dict[str, int]:
+        self.value = value
+        return user_state.marks_of_script(_session.current())
+
+
+@pytest.mark.usefixtures("alone")
+def test_values_that_a_newcomer_has_from_a_copy_are_those_of_the_others() -> None:
+    """The others' equal strings are one object, their numbers are numpy's, and sets have any order."""
+    history = [{"loss": 1, "tag": "train"}, {"loss": 2, "tag": "train"}]
+    given = Given(None)
+    whole = given.mark({"history": history, "best": np.float64(0.5), "seen": {8, 16}})
+    part = pickle.loads(pickle.dumps(history[:1]))
+    assert whole == given.mark({"history": [*part, history[1]], "best": 0.5, "seen": {16, 8}})
+    assert whole != given.mark({"history": [*part, history[1]], "best": 0.6, "seen": {16, 8}})
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_that_writes_pickles_is_compared_by_their_values() -> None:
+    class Written(checkpoint.State):
+        values: Any = ()
+
+        def save(self, fileobj: BinaryIO) -> None:
+            for value in self.values:
+                pickle.dump(value, fileobj)
+
+    state = Written("written")
+
+    def mark(*values: Any) -> dict[str, int]:
+        state.values = values
+        return user_state.marks_of_script(_session.current())
+
+    one = "".join(["tra", "in"])
+    other = "".join(["tra", "in"])
+    assert mark(1, [one, one]) == mark(1, [one, other]) != mark(1, [one, "test"])
+    assert mark(1, True) != mark(1, False)

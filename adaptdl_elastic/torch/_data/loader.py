@@ -506,6 +506,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         if safe.failed:
             raise PeerLostError("a replica is gone, in a training loop outside of remaining_epochs_until")
         if training:
+            waits = session.consensus.drift.synchronised and not self._stepped()
+            state.idle = state.idle + 1 if waits else 0
             session.consensus.drift.window_ends()
         session.consensus.report_step()
         if boundary:

@@ -232,8 +232,8 @@ def same_skeleton(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def fill(value: Any, supply: Iterator[torch.Tensor]) -> Any:
-    """Return `value` with every Slot replaced by the next tensor of `supply`: the inverse of `strip`."""
+def fill(value: Any, supply: Iterator[Any]) -> Any:
+    """Return `value` with every Slot replaced by the next of `supply`: the inverse of `strip`."""
     if isinstance(value, Slot):
         return next(supply)
     if isinstance(value, dict):

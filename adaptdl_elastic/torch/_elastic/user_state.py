@@ -14,7 +14,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
+import itertools
 import pickle
+import pickletools
 import time
 import zlib
 from collections.abc import Callable, Hashable
@@ -25,12 +28,17 @@ import torch
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import SavedState
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.checkpoint.state_copy import copy_to_host
 from adaptdl_elastic.torch._elastic.large_state import LargeState
-from adaptdl_elastic.torch._elastic.state_transfer import strip
+from adaptdl_elastic.torch._elastic.state_transfer import fill, strip
 from adaptdl_elastic.torch._runtime.position import script_position
 
 SMALL_BYTES = 4096
 """Largest size in bytes of a State that is copied before every step; the copy takes microseconds."""
+
+_MOST_MARKED = 16 * SMALL_BYTES  # bytes of a State that is compared between replicas
+_PLACES = ("FRAME", "GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
+"""Codes of a pickle that depend on which equal values are one object."""
 
 COPY_SHARE = 0.01
 """Largest part of a window's time that the copy of a larger State may take."""
@@ -175,11 +183,28 @@ def marks_of_script(session: Session) -> dict[str, int]:
             continue
         with contextlib.suppress(Exception):  # from the script's `save` or `state_dict`
             if isinstance(state, checkpoint.TensorState):
-                found[name] = zlib.crc32(repr(strip(state.state_dict(), [])).encode())
-            elif isinstance(copy := state.snapshot(), bytes) and len(copy) <= SMALL_BYTES:
-                # sets are pickled in any order
-                found[name] = zlib.crc32(bytes(sorted(copy)))
+                plain = fill(strip(state.state_dict(), []), itertools.repeat(None))
+                # numbers of numpy become Python's, as they have become in a newcomer
+                copy: Any = pickle.dumps(copy_to_host(plain, name))
+            else:
+                copy = state.snapshot()
+            if isinstance(copy, bytes) and len(copy) <= _MOST_MARKED:
+                found[name] = _mark(copy)
     return found
+
+
+def _mark(copy: bytes) -> int:
+    """Return a checksum of the values in a pickle, each once and in any order; of other bytes, of all.
+
+    A set has any order. Two equal strings may be one object, which a pickle has once, or two.
+    """
+    try:
+        file, parts = io.BytesIO(copy), set[str]()
+        while file.tell() < len(copy):
+            parts |= {f"{op.name} {arg}" for op, arg, _ in pickletools.genops(file) if op.name not in _PLACES}
+    except ValueError:
+        return zlib.crc32(copy)
+    return zlib.crc32(repr(sorted(parts)).encode())
 
 
 def copies_of_script(session: Session) -> dict[str, Any]:

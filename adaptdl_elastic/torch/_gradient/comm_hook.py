@@ -300,6 +300,8 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
         state.under_way = [one for one in state.under_way if not one.real.done()]
     if state.failure is not None:  # the group is broken: this step will not be used
         return _given_up(state, bucket) if state.completion_is_unreliable else _finished(buffer.zero_())
+    if bucket.is_last():
+        state.synchronises()
     if recording is None and state.world_size == 1:
         return _finished(buffer)
     if recording is not None:
@@ -313,7 +315,6 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
         buffer.fill_(math.nan)
     if bucket.is_last():  # before the call below: a slow peer may let it wait
         state.clock.computed(buffer.is_cuda)
-        state.synchronises()
     begun = time.monotonic()
     try:
         if state.lost is not None:

@@ -20,11 +20,11 @@ from adaptdl_elastic.torch._gradient.accumulation import tensors_with_gradients
 _ADDED = ("Neg", "Add", "Sub", "Clone", "Alias", "View", "Squeeze", "ToCopy")
 """Beginnings of names of nodes above a sum that leave it a sum."""
 
-_DIVIDED = ("Div", "Mean")
+_DIVIDED = ("Div", "Mean", "Std", "Var")
 """Beginnings of names of nodes that may make a sum a mean."""
 
-_SUM = 2
-"""Value of a loss function's `_saved_reduction` for reduction="sum"."""
+_MEAN, _SUM = 1, 2
+"""Values of a loss function's `_saved_reduction`."""
 
 _MOST_NODES = 1000
 """Most nodes between a sum and the output that are looked at."""
@@ -77,7 +77,7 @@ def _find_sum(left: list[Any], outputs: set[Any], samples: int) -> str | None:
 def _keeps(node: Node, samples: int) -> bool:
     """Return whether a sum stays one behind `node`, which does not divide it by the number of samples."""
     name, edges = node.name(), list(node.next_functions)
-    if name.startswith(_DIVIDED):
+    if name.startswith(_DIVIDED) or getattr(node, "_saved_reduction", None) == _MEAN:
         return False
     if name != "MulBackward0" or all(edge[0] for edge in edges):
         return True

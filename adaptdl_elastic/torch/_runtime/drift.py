@@ -77,7 +77,7 @@ class DriftWatch:
         # of the running window
         self._at: Place | None = None
         self._before: Counts = {}
-        self._synchronised = False
+        self.synchronised = False  # also with one replica
 
     def check(self) -> None:
         """Raise ReplicasApartError if the replicas are known to have drifted apart."""
@@ -88,17 +88,16 @@ class DriftWatch:
 
     def window_begins(self, place: Place) -> None:
         """Begin to count the steps of the window at `place`."""
-        session = self._session
+        session, self.synchronised = self._session, False
         if session.replicas == 1:
             return
-        self._before = self._steps()
-        self._synchronised, self._at = False, (session.generation, *place)
+        self._before, self._at = self._steps(), (session.generation, *place)
         if self._loop != self._at[:-1]:
             self._loop, self._line = self._at[:-1], _frames.script_line()
 
     def synchronises(self) -> None:
         """Note that gradients of the running window are about to be averaged over the replicas."""
-        self._synchronised, at = True, self._at
+        self.synchronised, at = True, self._at
         if at in self._others:
             for rank, record in list(self._others.get(at, {}).items()):
                 self._check_waiting(at, rank, *record)
@@ -128,7 +127,7 @@ class DriftWatch:
     def _record(self, at: Place, found: Counts, send: bool) -> None:
         session = self._session
         if send:
-            message = (RECORD, at[0], [list(at[1:]), found, self._synchronised])
+            message = (RECORD, at[0], [list(at[1:]), found, self.synchronised])
             for rank in range(1, session.replicas) if session.rank == 0 else (0,):
                 self._tell(rank, message)
         with self._lock:
@@ -154,7 +153,7 @@ class DriftWatch:
                     del self._others[next(iter(self._others))]
         if own is not None:
             self._compare(at, own, sender, found)
-        elif at == self._at and self._synchronised:
+        elif at == self._at and self.synchronised:
             self._check_waiting(at, sender, found, synchronised)
 
     # -- differences -------------------------------------------------------------------------------
@@ -249,8 +248,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _comparable(param: torch.Tensor) -> bool:
-    plain = param.layout is torch.strided and not param.is_meta and not torch.nn.parameter.is_lazy(param)
-    return plain and not hasattr(param, "placements") and param.element_size() in _INTEGERS
+    if torch.nn.parameter.is_lazy(param) or param.is_meta or param.layout is not torch.strided:
+        return False
+    # a subclass, such as one of quantized or sharded tensors, may not show its bits
+    return type(param.detach()) is torch.Tensor and param.element_size() in _INTEGERS
 
 
 def _kind(device: torch.device) -> str:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 OUTSIDE = "the loop outside of epochs"  # in reports of problems
 BEHIND_ALL = 10**6
 """Data loops outside of epochs have greater numbers than this; those in an epoch have smaller ones."""
+_LONGEST = 100  # windows without an optimizer step after which boundaries no longer wait for one
 _STREAM_POSITIONS = 4  # windows of a stream whose positions are kept: a recovery may go back one or two
 
 
@@ -53,6 +54,7 @@ class ScriptPosition(checkpoint.TensorState):
         # model → (epoch, options of its optimizer at the job's first step, at the epoch's first step)
         self.first_options: dict[str, tuple[int, str, str]] = {}
         self.trainer: str | None = None  # key of the loader that models are trained with, once known
+        self.idle = 0  # windows of the running loop since its last optimizer step, with gradients
         self.samples = 0  # samples of the current epoch in training loops
         self.until: int | None = None  # argument of remaining_epochs_until
         self.body: CodeType | None = None  # code that contains the epoch loop
@@ -104,6 +106,7 @@ class ScriptPosition(checkpoint.TensorState):
             "end_indices": dict(self.end_indices),
             "stream_positions": [[index, turn, *counts] for index, turn, counts in self.stream_positions],
             "first_options": dict(self.first_options),
+            "idle": self.idle,
             "samples": samples,
             "step": self.step,
             "trainer": self.trainer,
@@ -124,6 +127,7 @@ class ScriptPosition(checkpoint.TensorState):
         saved = state_dict.get("stream_positions", [])
         self.stream_positions = [(index, turn, list(counts)) for index, turn, *counts in saved]
         self.first_options = dict(state_dict.get("first_options", {}))
+        self.idle = state_dict.get("idle", 0)
         self.samples = state_dict["samples"]
         self.step = state_dict["step"]
         self.trainer = state_dict["trainer"]
@@ -282,7 +286,7 @@ class ScriptPosition(checkpoint.TensorState):
             left: If the loop's body left it, the index at which it would continue.
             trained: Whether models are trained in the loop.
         """
-        self.looping = False
+        self.looping, self.idle = False, 0
         if self._kept is not None:
             self.index, self.samples, self.start_progress, self.inner = self._kept
             self._kept = None
@@ -297,13 +301,14 @@ class ScriptPosition(checkpoint.TensorState):
         """Pass the boundary at the current position: after a step, or before a data loop or an epoch.
 
         What is due at a boundary waits for the next optimizer step while the script adds up gradients of
-        several steps of the loader: they are not part of a checkpoint, and newcomers do not get them.
+        several steps of the loader: they are not part of a checkpoint, and a newcomer's counter, which begins
+        at 0, would step at other batches. A script that has not stepped for long may never do so.
 
         Args:
             last: Whether no replica can join here: the running data loop has no batch left, or the epoch has
                 just begun.
         """
-        if any(model.accumulates_by_hand for model in self._session.models):
+        if 0 < self.idle <= _LONGEST or any(one.accumulates_by_hand for one in self._session.models):
             return
         if self.outside:  # a newcomer cannot join in a data loop outside of epochs
             place, last = (self._begun, BEHIND_ALL + self._outside), True
