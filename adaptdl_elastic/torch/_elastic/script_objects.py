@@ -43,9 +43,9 @@ _LONGEST = 100  # length of the longest list of the script that is searched
 _LINE = "%s (%s) changes in training and is in no checkpoint: %s; keep it in a checkpoint.TensorState"
 
 _DIFFERS = (
-    "the values of the State {!r} differ between the replicas: only some of them change it, and the others "
-    "may decide otherwise. Rank 0's are saved. Change it on every replica, from what is equal on all, "
-    "such as a synchronized Accumulator"
+    "the values of the State {!r} differ between the replicas, and only rank 0's are saved and sent to "
+    "newcomers. What the script decides by must be equal: change it on every replica, from what is equal on "
+    "all, such as a synchronized Accumulator"
 )
 
 logger = logging.getLogger(__name__)
