@@ -104,7 +104,8 @@ class Accumulator(MutableMapping[Any, Any]):
             if self._view is not None:
                 add_to(self._view, key, change)
             elif _in_data_loop():
-                self._state.add_in_loop(key, change)
+                if not _repeats_samples():
+                    self._state.add_in_loop(key, change)
             else:
                 self._add_outside(key, change, sign)
 
@@ -228,6 +229,14 @@ class _Sum:
 
     def __repr__(self) -> str:
         return f"<sum {self.key!r} of an Accumulator, to be read inside synchronized()>"
+
+
+def _repeats_samples() -> bool:
+    """Return whether the samples of the batch are those of other replicas, repeated at weight 0."""
+    loader = current_dataloader()
+    own = loader is None or loader.local_samples > 0 or current_session().dry
+    # an inner loop has samples of its own
+    return not own and script_position().inner.innermost() is None
 
 
 def _in_data_loop() -> bool:

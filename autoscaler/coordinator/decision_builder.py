@@ -186,7 +186,7 @@ class DecisionBuilder:
             found, room = {}, rooms(self.view, job)
             if room or cause is not Cause.DRAIN:  # a job that leaves its last node does not wait, but stops
                 why = f"{why}; {why_pending(spec, room, places, self.ledger)}"
-        elif sum(found.values()) != had:
+        elif sum(found.values()) != had and limit is None:
             left = sum(found.values())
             verb = "is" if left == 1 else "are"
             why = f"{why}: {pluralize(left, 'replica')} {verb} left of {had}"

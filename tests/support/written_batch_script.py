@@ -40,15 +40,19 @@ steps = S["epochs"] * (-(-S["size"] // S["batch"]) if S["most"] else len(loader)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps, cycle_momentum=False)
 model = adl.AdaptiveDataParallel(net, optimizer, scheduler)
 for _ in adl.remaining_epochs_until(S["epochs"]):
+    counted = adl.Accumulator()
     for inputs, targets in loader:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         if adl.is_optim_step():
             scheduler.step()
+        counted["samples"] += len(inputs)
         sign("step")
         if not (OUT / "hurry").exists():
             time.sleep(S["pace"])
+    with counted.synchronized():
+        assert counted["samples"] == S["size"], counted["samples"]
 if adl.rank() == 0:
     weights = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
     (OUT / "result").write_text(json.dumps([len(loader), scheduler.last_epoch, weights]))

@@ -54,7 +54,9 @@ def main() -> None:
             model(indices.float().unsqueeze(1) / args.size).mean().backward()
             optimizer.step()
             with (args.out / f"applied-{generation}-{adl.rank()}").open("a") as applied:
-                print(epoch, *indices.tolist(), file=applied)
+                # behind these come repeated samples of weight 0, where another replica has the rest
+                counted = indices.tolist()[: adl.current_dataloader().local_samples]
+                print(epoch, *counted, file=applied)
             step += 1
             if step % 5 == 0:
                 adl.report(steps=step, replicas=adl.world_size())
