@@ -97,20 +97,33 @@ class NodeReporter:
     def restore(self, records: Mapping[str, str]) -> None:
         """Write back what a store has lost that was replaced by an empty or an older one.
 
-        The agent that writes the plan writes the other records. All agents repeat their own reports. What has
-        been written to the store meanwhile is newer and stays.
+        The agent that writes the plan writes the other records. What has been written to the store meanwhile
+        is newer and stays.
 
         Args:
             records: Key → text of the job's records, in the order in which they are written: the plan follows
                 those that are lost if the agent breaks off, and the specification is the last.
         """
-        self._writer.submit(lambda: self._restore(dict(records), dict(self._of_newest)))
+        self._writer.submit(lambda: self._restore(dict(records)))
 
-    def _restore(self, records: dict[str, str], reports: dict[str, str]) -> None:
+    def _restore(self, records: dict[str, str]) -> None:
         while not self._put_back(records):
             logger.info("the plan changes while it is written back")
-        for key, text in reports.items():
-            self._store.put(key, text)
+
+    def repeat(self) -> None:
+        """Write this node's reports of its newest generation again if the store has lost them.
+
+        Another agent may have written the job's records back before this one has read them.
+        """
+        reports = dict(self._of_newest)
+        self._writer.submit_latest("reports", lambda: self._repeat(reports))
+
+    def _repeat(self, reports: Mapping[str, str]) -> None:
+        if not self._is_of_another_run():
+            for key, text in reports.items():
+                found = self._store.get(key)
+                if found is None or found.value != text:
+                    self._store.put(key, text)
 
     def _put_back(self, records: Mapping[str, str]) -> bool:
         """Write the records that are lost; return False if another agent writes the plan meanwhile."""
