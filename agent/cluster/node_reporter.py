@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaptdl_elastic.agent.cluster.store_link import Writer
+from adaptdl_elastic.agent.cluster.store_view import runs_later
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.protocol.hints import MalformedHintsError
 from adaptdl_elastic.protocol.hints import decode as decode_hints
@@ -29,7 +30,6 @@ from adaptdl_elastic.rendezvous.schema.records import (
 from adaptdl_elastic.rendezvous.store.base import (
     KeyValue,
     Store,
-    StoreUnavailableError,
     read_record,
     read_text,
 )
@@ -97,28 +97,54 @@ class NodeReporter:
     def restore(self, records: Mapping[str, str]) -> None:
         """Write back what a store has lost that was replaced by an empty or an older one.
 
-        The agent that writes the plan writes the other records. All agents repeat their own reports.
+        The agent that writes the plan writes the other records. What has been written to the store meanwhile
+        is newer and stays.
 
         Args:
-            records: Key → text of the job's records, the plan first and the specification last.
+            records: Key → text of the job's records, in the order in which they are written: the plan follows
+                those that are lost if the agent breaks off, and the specification is the last.
         """
-        self._writer.submit(lambda: self._restore(dict(records), dict(self._of_newest)))
+        self._writer.submit(lambda: self._restore(dict(records)))
 
-    def _restore(self, records: dict[str, str], reports: dict[str, str]) -> None:
-        plan, spec = (self._keys.job(self._job, name) for name in ("plan", "spec"))
-        found = self._store.get(plan)
-        theirs, mine = read_record(Plan, found), read_text(Plan, records.pop(plan, None))
-        first = mine is None or (theirs is not None and theirs.generation >= mine.generation)
-        if mine is not None and not first:
-            revision = 0 if found is None else found.mod_revision
-            if self._store.compare_and_swap(plan, encode(mine), revision) is None:
-                raise StoreUnavailableError("the plan changes while it is written back")
-            for key, text in records.items():
-                self._store.put(key, text)
-        elif self._store.get(spec) is None:
-            self._store.compare_and_swap(spec, records[spec], 0)
-        for key, text in reports.items():
-            self._store.put(key, text)
+    def _restore(self, records: dict[str, str]) -> None:
+        while not self._put_back(records):
+            logger.info("the plan changes while it is written back")
+
+    def repeat(self) -> None:
+        """Write this node's reports of its newest generation again if the store has lost them.
+
+        Another agent may have written the job's records back before this one has read them.
+        """
+        reports = dict(self._of_newest)
+        self._writer.submit_latest("reports", lambda: self._repeat(reports))
+
+    def _repeat(self, reports: Mapping[str, str]) -> None:
+        if not self._is_of_another_run():
+            for key, text in reports.items():
+                found = self._store.get(key)
+                if found is None or found.value != text:
+                    self._store.put(key, text)
+
+    def _put_back(self, records: Mapping[str, str]) -> bool:
+        """Write the records that are lost; return False if another agent writes the plan meanwhile."""
+        plan, spec, saved = (self._keys.job(self._job, name) for name in ("plan", "spec", "checkpoint"))
+        found = {key: self._store.get(key) for key in (plan, *records)}
+        if runs_later(read_record(JobSpec, found[spec]), read_text(JobSpec, records[spec])):
+            return True
+        theirs, mine = read_record(Plan, found[plan]), read_text(Plan, records.get(plan))
+        if mine is None or (theirs is not None and theirs.generation >= mine.generation):
+            if found[spec] is None:
+                self._store.compare_and_swap(spec, records[spec], 0)
+            return True
+        newest = read_record(CheckpointRecord, found.get(saved))
+        for key, text in records.items():
+            item, one = found[key], read_text(CheckpointRecord, text) if key == saved else None
+            if one is not None and newest is not None and newest.time > one.time:
+                continue
+            done = self._store.compare_and_swap(key, text, 0 if item is None else item.mod_revision)
+            if key == plan and done is None:
+                return False
+        return True
 
     def script_reported(self, fields: Mapping[str, object]) -> None:
         """Keep the numbers that the script has reported for the next hints."""

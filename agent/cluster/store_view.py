@@ -24,7 +24,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
 from adaptdl_elastic.rendezvous.store.base import read_text
 
 logger = logging.getLogger(__name__)
-_KEPT = ("plan", "checkpoint", "request", "spec")
+_KEPT = ("checkpoint", "request", "plan", "spec")
 """Records of a job that its agents write back to a store that has lost them, in this order."""
 R = TypeVar("R")
 
@@ -77,6 +77,9 @@ class StoreView:
         records = {key: text for key, text in known.items() if text is not None}
         status = read_text(JobStatus, self._values.get(f"{own}status"))
         if news.prefix != own or f"{own}spec" not in records or (status is not None and status.state.ended):
+            return {}
+        specs = [read_text(JobSpec, items.get(f"{own}spec")) for items in (news.items, records)]
+        if runs_later(*specs):
             return {}
         plans = [read_text(Plan, items.get(f"{own}plan")) for items in (records, news.items)]
         mine, theirs = (-1 if plan is None else plan.generation for plan in plans)
@@ -146,6 +149,11 @@ class StoreView:
         own = self.agents.get(self._node)
         holder = f"the agent at {own.host}, process {own.pid}" if own is not None else ""
         return states.NodesSeen({node: record.agent for node, record in self.agents.items()}, holder)
+
+
+def runs_later(one: JobSpec | None, other: JobSpec | None) -> bool:
+    """Return whether `one` is the specification of a later run of a job than `other`."""
+    return one is not None and other is not None and one.run != other.run and one.created > other.created
 
 
 def _decode(kind: type[R], value: str | None, key: str) -> R | None:

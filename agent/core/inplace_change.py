@@ -226,7 +226,7 @@ def _adopt(state: State, held: LocalGeneration, change: StateChange, now: float)
 
 
 def _never_switching(held: LocalGeneration, change: StateChange, first: int | None) -> set[int]:
-    """Return the slots that may end with the script instead of switching (`peer_loss.missed`).
+    """Return the slots that may end with the script instead of switching.
 
     Args:
         held: the generation held here.

@@ -222,6 +222,8 @@ class ElasticAgent(SimpleElasticAgent):
                     self._say("the store has lost records of this job: this node writes back what it knows")
                     self._reporter.restore(lost)
                     event = Keyspace(event.prefix, {**event.items, **lost})
+                if isinstance(event, Keyspace):
+                    self._reporter.repeat()
                 for change in self._view.apply(event):
                     self._decide(change)
                 self._check_requests()

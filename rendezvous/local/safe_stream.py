@@ -40,8 +40,10 @@ class Unshown:
 
     def _write(self) -> None:
         if self._path is not None and self._text:
-            with suppress(OSError), self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(self._text)
+            with suppress(OSError):
+                with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(self._text)
+                # on a full disk it is the end of `with` that fails
                 self._text = ""
 
 

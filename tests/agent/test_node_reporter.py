@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +12,19 @@ from adaptdl_elastic.agent.cluster.node_reporter import NodeReporter
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.protocol.hints import decode as decode_hints
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobSpec, decode, encode
+from adaptdl_elastic.rendezvous.schema.records import (
+    Cause,
+    CheckpointRecord,
+    EndedRecord,
+    JobRequest,
+    JobSpec,
+    Outcome,
+    Plan,
+    Transition,
+    decode,
+    encode,
+)
+from adaptdl_elastic.rendezvous.store.base import StoreUnavailableError
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 KEYS = Keys("test")
@@ -75,3 +88,78 @@ def test_the_numbers_of_a_script_travel_with_its_next_report(store: MemoryStore)
     found = store.get(KEYS.job("job", "hints"))
     assert found is not None
     assert decode_hints(found.value).reported == {"loss": 0.25, "accuracy": 1.0}
+
+
+def restore(store: MemoryStore, run: JobSpec, generation: int, **others: Any) -> None:
+    """As an agent of this run, whose store has lost what it knows."""
+    writer = Mock(submit=lambda work: work())
+    plan = Plan(run.job, run.run, generation, (), Cause.MANUAL, Transition.RESTART, "")
+    records = {**others, "plan": plan, "spec": run}
+    reporter = NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", run.job, run.run))
+    reporter.restore({KEYS.job(run.job, name): encode(record) for name, record in records.items()})
+
+
+def test_what_has_been_written_to_a_replaced_store_meanwhile_stays() -> None:
+    request, mine = KEYS.job("job", "request"), JobSpec("job", "run-1", created=1.0)
+    with MemoryStore() as store:
+        store.put(KEY, encode(CheckpointRecord("newer", "/saved", 3, time=20.0)))
+        restore(
+            store,
+            mine,
+            5,
+            checkpoint=CheckpointRecord("older", "/saved", 3, time=10.0),
+            request=JobRequest(2),
+        )
+        assert recorded(store) == "newer"
+        # another agent has written all back, and then a user asks
+        store.put(request, encode(JobRequest(7)))
+        restore(store, mine, 5, request=JobRequest(2))
+        assert store.get(request).value == encode(JobRequest(7))
+        # another run of this name has begun after all records were gone
+        store.put(KEYS.job("job", "spec"), encode(JobSpec("job", "run-2", created=2.0)))
+        store.delete(KEYS.job("job", "plan"))
+        restore(store, mine, 6)
+        assert store.get(KEYS.job("job", "plan")) is None
+
+
+def test_a_write_back_that_breaks_off_is_made_again_as_a_whole() -> None:
+    class Broken(MemoryStore):
+        left = 2
+
+        def compare_and_swap(self, *arguments: Any, **options: Any) -> int | None:
+            self.left -= 1
+            if self.left < 0:
+                raise StoreUnavailableError("away")
+            return super().compare_and_swap(*arguments, **options)
+
+    with Broken() as store:
+        mine, others = (
+            JobSpec("job", "run-1"),
+            {"checkpoint": CheckpointRecord("first", "/saved"), "request": JobRequest(2)},
+        )
+        for left in (0, 1, 2, 3):
+            store.left = left
+            with pytest.raises(StoreUnavailableError):
+                restore(store, mine, 5, **others)
+        store.left = 9
+        restore(store, mine, 5, **others)
+        assert {item.key for item in store.range(KEYS.job("job")).items} == {
+            KEYS.job("job", name) for name in (*others, "plan", "spec")
+        }
+
+
+def test_reports_are_repeated_although_another_agent_has_written_the_job_back(store: MemoryStore) -> None:
+    writer = Mock(submit=lambda work: work(), submit_latest=lambda key, work: work())
+    reporter = NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", "job", "run-1"))
+    reporter.ended(EndedRecord("a", 1, Outcome.STOPPED))
+    reporter.running(2, None, library=True, resilient=True)
+    before = {item.key: item.value for item in store.range(KEYS.root).items}
+    lost = [key for key in before if "running" in key]
+    assert len(lost) == 1
+    store.delete(lost[0])
+    reporter.repeat()
+    assert {item.key: item.value for item in store.range(KEYS.root).items} == before
+    store.delete(lost[0])
+    store.put(KEYS.job("job", "spec"), encode(JobSpec("job", "run-2")))
+    reporter.repeat()
+    assert store.get(lost[0]) is None

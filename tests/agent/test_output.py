@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import os
 import queue
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from adaptdl_elastic.agent.terminal import replica_output
 from adaptdl_elastic.agent.terminal.replica_output import LONGEST, MOMENT, Flow, Pump
+from adaptdl_elastic.rendezvous.local.safe_stream import Unshown
 
 
 class Full(io.BytesIO):
@@ -137,3 +139,13 @@ def test_what_has_no_end_comes_through_the_pump() -> None:
     os.close(write)
     pump.close(timeout=200)
     assert shown.empty()
+
+
+def test_what_could_not_be_shown_is_kept_until_there_is_room_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "unshown.log"
+    path.symlink_to("/dev/full")
+    unshown = Unshown(path)
+    unshown.add("first\n")
+    path.unlink()
+    unshown.add("second\n")
+    assert path.read_text() == "first\nsecond\n"

@@ -70,6 +70,14 @@ net = torch.nn.Linear(2, 2)
             marks=pytest.mark.needs("transformers", "trl"),
         ),
         pytest.param(
+            HUGGINGFACE + "import transformers\n"
+            "from adaptdl_elastic.torch.frameworks.huggingface import ElasticArgumentsMixin\n"
+            "class Arguments(transformers.TrainingArguments, ElasticArgumentsMixin): pass\n"
+            "Arguments(output_dir='out', use_cpu=True)",
+            "Arguments: ElasticArgumentsMixin must be the first of its bases",
+            marks=pytest.mark.needs("transformers"),
+        ),
+        pytest.param(
             LIGHTNING + "fit(Net(automatic=False))",
             "manual optimization with ElasticStrategy: use automatic optimization",
             marks=pytest.mark.needs("lightning"),

@@ -46,13 +46,16 @@ class ElasticArgumentsMixin:
     The process group is made here, so that it exists when the script builds its model.
 
     Raises:
-        TypeError: the class has lost a default value of one of its bases.
+        TypeError: the class has lost a default value of one of its bases, or this one is not the first.
         ValueError: an argument contradicts elastic training; the message says what to do.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse arguments for autoscaling, which a dataclass would report as a TypeError."""
+        """Refuse a wrong order of bases, and arguments for autoscaling (a dataclass raises a TypeError)."""
         refuse_autoscaling(kwargs, "Trainer")
+        order = cls.__mro__
+        if transformers.TrainingArguments in order[: order.index(ElasticArgumentsMixin)]:
+            raise TypeError(f"{cls.__name__}: ElasticArgumentsMixin must be the first of its bases")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
