@@ -330,14 +330,16 @@ class Recovery:
 
     def _notice(self, generation: int) -> None:
         """Stop waiting for gradients if a step is still running, and tell the agent of the lost peer."""
-        if self._session.consensus.loops_over:
+        session = self._session
+        left = session.epoch is None and not session.trains_outside and script_position().epoch_loops > 0
+        if session.consensus.loops_over or left:  # `break` may have left the epochs
             return  # there are no more steps; any other collective that needs the lost peer fails by itself
         # Made before the comparison: the training thread may begin the next generation meanwhile.
-        given_up = [model.giving_up("a replica is gone") for model in self._session.models]
-        if self._session.generation == generation and not self.waiting:
+        given_up = [model.giving_up("a replica is gone") for model in session.models]
+        if session.generation == generation and not self.waiting:
             for give_up in given_up:
                 give_up()
-            self._session.send(PeerLost(generation, "a replica is gone"))
+            session.send(PeerLost(generation, "a replica is gone"))
 
     def on_plan(self, message: RecoveryPlan) -> None:
         """Take the agent's plan of a generation without dead replicas. Runs in the channel's thread."""
