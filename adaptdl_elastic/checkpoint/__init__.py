@@ -35,7 +35,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
@@ -306,10 +305,10 @@ def save_all_states(
 def _report_overdue(session: Session, manager: CheckpointManager, problem: str | None) -> None:
     """Report a problem for which no checkpoint was saved for two intervals; None: one has been saved."""
     interval = env.checkpoint_interval()
-    if problem is None or 0 < 2 * interval < time.monotonic() - manager.saved_at:
+    overdue = problem is None or 0 < 2 * interval < time.monotonic() - manager.saved_at
+    if overdue and session.started:  # else no loop of the library has begun, and there may be no reporter
         line = f"no checkpoint was saved for longer than two intervals of {interval:g} s: {problem}"
-        with suppress(RuntimeError):  # a script without the training library has no reporter
-            session.metrics.report_problem("checkpoints", problem and line)
+        session.metrics.report_problem("checkpoints", problem and line)
 
 
 def _writer(state: SavedState) -> Callable[[Any], None]:
