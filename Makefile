@@ -55,11 +55,12 @@ api: $(STAMP) ## docs/api.md from the docstrings, and the picture in docs/archit
 	@$(BIN)/python docs/generate_api.py
 	@$(BIN)/python docs/generate_picture.py
 
-lint: $(STAMP) ## ruff, mypy --strict, import-linter
+lint: $(STAMP) ## ruff, mypy --strict, import-linter, docs/api.md is made from the docstrings
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python docs/generate_api.py --check
 
 quick: $(STAMP) ## the short tests that start no process, in about two minutes
 	@$(BIN)/python -m pytest --quick -n 2 --dist worksteal
