@@ -204,11 +204,10 @@ class GradientNoiseScale:
     def record(self, measurement: Measurement, step: int) -> bool:
         """Add the measurement of `step`; return whether the means have changed.
 
-        They do not if it was inf or nan, which is skipped, and until its group is complete (see `Moments`).
+        They do not if it was inf or nan, and until its group is complete (see `Moments`).
         """
         self.health.measured(step, measurement.finite)
         if not measurement.finite:
-            self.skipped += 1
             logger.info("the gradient of step %d is inf or nan: not counted in its statistics", step)
             return False
         self.health.varied(step, float(measurement.mean_sqr.sum()), float(measurement.variance.sum()))
