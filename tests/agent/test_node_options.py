@@ -53,11 +53,12 @@ def test_a_directory_that_is_not_shared_is_found_out(cluster: Cluster, tmp_path:
     elsewhere = f"--checkpoint-path={tmp_path / 'elsewhere'}"
     second = cluster.start("second", restart, elsewhere, TRAIN, *LONG, env=env)
     cluster.ask("scale", JOB, "--replicas", "2")
-    assert first.wait() == 1
-    assert second.wait() == 1
+    first.wait_for(lambda event: "must be shared" in str(event))
+    cluster.finish(first, second)
     for run in (first, second):
         assert "must be shared by all nodes" in run.text(), run.text()
-    assert not list((tmp_path / "elsewhere").glob("0*")), "nothing was begun afresh"
+    assert "epoch 0 had" not in second.text(), "nothing was begun afresh"
+    cluster.check(epochs=60, replicas=1)
 
 
 def test_a_checkpoint_on_demand_is_there_when_the_command_returns(cluster: Cluster) -> None:
