@@ -21,9 +21,9 @@ from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.cluster.ended_run import JobEndedError
 from adaptdl_elastic.agent.service.agent_forker import AgentForker, can_fork
 from adaptdl_elastic.agent.service.archives import unpack
-from adaptdl_elastic.agent.service.blobs import Blobs
+from adaptdl_elastic.agent.service.blobs import AbsentError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
-from adaptdl_elastic.agent.service.decisions import MOST_FAILURES, AgentState, Step
+from adaptdl_elastic.agent.service.decisions import AgentState, Step
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service.private_archive import read_private
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError
@@ -109,11 +109,10 @@ class Agents:
             return any(not one.alive and since < one.not_before <= now for one in self._states.values())
 
     def _note_end(self, job: str, code: int | None) -> None:
-        failures = self._states[job].failures
-        if code in (0, None) or not failures:
+        if code in (0, None) or not self._states[job].failures:
             self.problems.pop(job, None)
             return
-        then = " and is not started again" if failures >= MOST_FAILURES else ""
+        then = " and is not started again" if self._states[job].given_up else ""
         said = last_line(self._directory.log(job))
         self.problems[job] = f"its agent exits with code {code}{then}: {said}"
 
@@ -210,20 +209,19 @@ class Agents:
     def _stand_in(self, request: Request, peers: Sequence[ServiceRecord], membership: Membership) -> None:
         submission = request.submission
         job, path = submission.job, self._checkpoint_path(submission)
-        follows = request.run.run if request.run.resumed else submission.follows
         try:
             given, environment = self.fetch(submission, peers)
-            options = agent_options(self._config, submission, self._slots, path, follows)
-            work = self._directory.work(submission.folder)
-            stand_in = StandIn(submission, work, given, options, environment, membership)
+            stand_in = self._new_stand_in(request, given, environment, membership)
             # this process has neither the job's variables nor what was imported under them
             if not can_fork(given) or ("://" in path and submission.environment is not None):
                 return self._start(stand_in)
             stand_in = stand_in.register()
         except JobEndedError as ended:
             return self._failed(job, str(ended))
-        except StandInError as error:
+        except AbsentError as error:  # after a power failure the nodes that have it may come later
             return self._failed(job, str(error), counts=False)
+        except StandInError as error:  # a job that runs may grow to this node later
+            return self._failed(job, str(error), counts=not (error.passing or request.run.agents))
         except Exception as error:  # or the job would be prepared for ever
             return self._failed(job, str(error) or repr(error))
         with self._lock:
@@ -261,9 +259,7 @@ class Agents:
             self._preparing.discard(job)
             now, state = time.monotonic(), self._states[job]
             self._states[job] = state.ended(now, 1) if counts else state.postponed(now)
-            last = self._states[job].failures >= MOST_FAILURES
-            again = f"; not tried again before adaptdl stop {job} and adaptdl resume {job}"
-            self.problems[job] = problem + (again if last else "")
+            self.problems[job] = problem
         self._changed()
 
     def _checkpoint_path(self, submission: Submission) -> str:
@@ -293,6 +289,29 @@ class Agents:
                 self._states.pop(job, None)
 
     @property
+    def given_up(self) -> tuple[str, ...]:
+        """The jobs that are not tried again here."""
+        with self._lock:
+            return tuple(sorted(job for job, state in self._states.items() if state.given_up))
+
+    def record_failure(self, request: Request, reason: str, membership: Membership) -> None:
+        """Write into the store that a job has failed because no node can start it."""
+        self._new_stand_in(request, {}, {}, membership).record_failure(reason, _followed(request))
+
+    def _new_stand_in(
+        self,
+        request: Request,
+        given: Mapping[str, str],
+        environment: Mapping[str, str],
+        membership: Membership,
+    ) -> StandIn:
+        submission = request.submission
+        path = self._checkpoint_path(submission)
+        options = agent_options(self._config, submission, self._slots, path, _followed(request))
+        work = self._directory.work(submission.folder)
+        return StandIn(submission, work, given, options, environment, membership)
+
+    @property
     def running(self) -> list[str]:
         """The jobs that have an agent here, or are about to."""
         with self._lock:
@@ -315,6 +334,11 @@ class Agents:
             if not process.wait(max(0.1, deadline - time.monotonic())):
                 process.kill_group()
             process.forget()
+
+
+def _followed(request: Request) -> str:
+    """Return the run that has ended, and is to be followed by another one; "" if there is none."""
+    return request.run.run if request.run.resumed else request.submission.follows
 
 
 def agent_options(

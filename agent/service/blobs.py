@@ -32,6 +32,10 @@ class BlobError(Exception):
     """An archive cannot be stored, fetched or read; the message says why."""
 
 
+class AbsentError(BlobError):
+    """No node that answers has an archive."""
+
+
 class Blobs:
     """The archives of one node."""
 
@@ -86,12 +90,13 @@ class Blobs:
         """Get an archive from the first node that has it, unless it is here.
 
         Raises:
-            BlobError: no node has it.
+            AbsentError: no node has it.
+            BlobError: it cannot be written, or a node sends something else.
         """
         if self.has(digest):
             return
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        problems = []
+        problems, absent = [], True
         for peer in peers:
             try:
                 with _Receiving(self, digest) as receiving:
@@ -99,9 +104,11 @@ class Blobs:
                     receiving.commit()
                 return
             except (ServiceError, BlobError) as error:
+                absent = absent and isinstance(error, ServiceError)
                 problems.append(str(error))
         said = f": {'; '.join(problems)}" if problems else ""
-        raise BlobError(f"no other node has the archive {digest[:12]}{said}")
+        kind = AbsentError if absent else BlobError
+        raise kind(f"no other node has the archive {digest[:12]}{said}")
 
 
 class _Receiving:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services.admission import Request, admit
 
 MOST_FAILURES = 5
@@ -48,6 +49,11 @@ class AgentState:
     not_before: float = 0.0
     terminated: float | None = None
     standing: bool = False
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it is not started again."""
+        return self.failures >= MOST_FAILURES
 
     def started(self, now: float) -> AgentState:
         """Return the state after a start."""
@@ -107,6 +113,25 @@ def decide(
         agent = agents.get(job, AgentState())
         if not verdict.admitted or agent.alive or drained:
             continue
-        if agent.failures < MOST_FAILURES and now >= agent.not_before:
+        if not agent.given_up and now >= agent.not_before:
             steps[job] = Step.START
     return steps
+
+
+def hopeless(
+    requests: Iterable[Request], services: Mapping[str, ServiceRecord], drained: Collection[str]
+) -> dict[str, str]:
+    """Return the jobs that no node can start, and what the nodes say of each.
+
+    Args:
+        requests: The submissions of the cluster whose signatures are valid.
+        services: The registrations, by node.
+        drained: Nodes that are to have no replicas.
+    """
+    nodes = {node: service for node, service in services.items() if node not in drained}
+    waiting = [one.submission.job for one in requests if not one.over and not one.run.agents]
+    return {
+        job: "; ".join(f"{node}: {service.problems.get(job, '')}" for node, service in sorted(nodes.items()))
+        for job in waiting
+        if nodes and all(job in service.given_up for service in nodes.values())
+    }

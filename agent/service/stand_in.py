@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from adaptdl_elastic.agent import launch
-from adaptdl_elastic.agent.cluster.ended_run import JoinError
+from adaptdl_elastic.agent.cluster.ended_run import JoinError, of_status
 from adaptdl_elastic.agent.cluster.store_link import NameTakenError, Registration
-from adaptdl_elastic.agent.terminal.run_options import parse
+from adaptdl_elastic.agent.own_records import job_spec
+from adaptdl_elastic.agent.terminal.run_options import RunOptions, parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 from adaptdl_elastic.protocol.environment import STAND_IN
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import NodeRecord, Plan
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Plan, encode
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreError, read_record
 from adaptdl_elastic.storage import StorageError
@@ -32,7 +34,14 @@ _MODES = {"script": [], "module": ["--module"], "exec": ["--no-python"]}
 
 
 class StandInError(Exception):
-    """This node cannot take part in a job; the message says why."""
+    """This node cannot take part in a job; the message says why.
+
+    `passing` says that a later try may succeed.
+    """
+
+    def __init__(self, message: str, passing: bool) -> None:
+        super().__init__(message)
+        self.passing = passing
 
 
 @dataclass(frozen=True)
@@ -94,16 +103,13 @@ class StandIn:
             JobEndedError: nothing is to be started.
             StandInError: this node cannot take part.
         """
-        program, *rest = self.submission.command
         try:
-            # the script is looked for by the agent, whose directory it may be relative to
-            parsed = parse([*self.options, "--no-python", sys.executable], self.variables)
+            parsed = self._parse()
             launch.check_checkpoint_path(parsed.checkpoint_path)
-            parsed = replace(parsed, script=program, script_args=tuple(rest), mode=self.submission.mode)
             store, keys = self.membership.store, Keys(parsed.cluster)
             _delete_ghost(store, keys.node(parsed.node_name or "", self.job))
             found = launch.take_part(
-                replace(parsed, directory=self.work),
+                parsed,
                 parsed.local_addr or "127.0.0.1",
                 launch.StoreAccess(parsed.endpoint or "", store, True, self.variables),
                 keys,
@@ -111,8 +117,37 @@ class StandIn:
                 self.membership.lease,
             )
         except _REFUSALS as error:
-            raise StandInError(str(error)) from None
+            raise StandInError(str(error), isinstance(error, StoreError | NameTakenError)) from None
         return replace(self, registration=found.registration)
+
+    def _parse(self) -> RunOptions:
+        program, *rest = self.submission.command
+        # the script is looked for by the agent, whose directory it may be relative to
+        parsed = parse([*self.options, "--no-python", sys.executable], self.variables)
+        mode = self.submission.mode
+        return replace(parsed, script=program, script_args=tuple(rest), mode=mode, directory=self.work)
+
+    def record_failure(self, reason: str, ended: str) -> None:
+        """Write that the job has failed before any agent could run it.
+
+        Args:
+            reason: Why.
+            ended: The run that was to be followed by another one; "": none.
+
+        Raises:
+            StoreError: the store fails.
+        """
+        parsed, store = self._parse(), self.membership.store
+        key, status_key = (Keys(parsed.cluster).job(self.job, name) for name in ("spec", "status"))
+        found, status = store.get(key), store.get(status_key)
+        spec = read_record(JobSpec, found)
+        if spec is None or spec.run == ended:
+            spec = job_spec(parsed)
+            if store.compare_and_swap(key, encode(spec), found.mod_revision if found else 0) is None:
+                return  # another node does the same
+        if of_status(spec, read_record(JobStatus, status)) is None:
+            failed = JobStatus(self.job, spec.run, JobState.FAILED, reason=reason, ended=time.time())
+            store.compare_and_swap(status_key, encode(failed), status.mod_revision if status else 0)
 
     def is_named(self, plan: Plan) -> bool:
         """Return whether a plan has replicas on this node, by this registration."""

@@ -31,7 +31,7 @@ from adaptdl_elastic.agent.machine.usage import Usage
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies
-from adaptdl_elastic.agent.service.decisions import Step, decide
+from adaptdl_elastic.agent.service.decisions import Step, decide, hopeless
 from adaptdl_elastic.agent.service.etcd import EtcdServer
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort
 from adaptdl_elastic.agent.service.job_records import JobRecords
@@ -161,7 +161,8 @@ class Supervisor:
                 if self._etcd is not None and not self._etcd.alive:
                     return  # `run` starts it again
                 problems = {**self._refused, **self._agents.problems}
-                registration.write(ServiceRecord(**{**vars(self._record), "problems": problems}))
+                news = {"problems": problems, "given_up": self._agents.given_up}
+                registration.write(ServiceRecord(**{**vars(self._record), **news}))
                 self._agents.withdraw(lambda held: held.lease.lost.is_set())
                 self._copy_checkpoints(jobs)
                 woken = self._wake.wait(_LOOK_SECONDS)
@@ -242,7 +243,10 @@ class Supervisor:
         self._agents.review(found.requests, jobs.run)
         by_job = {one.submission.job: one for one in found.requests}
         vanished = self._known.vanished(agents, found, people)
-        drained = store.get(self._keys.drain(self._config.node)) is not None
+        drains = {item.key.rpartition("/")[2] for item in store.range(self._keys.drains).items}
+        for job, reason in hopeless(found.requests, found.services, drains).items():
+            self._agents.record_failure(by_job[job], reason, membership)
+        drained = self._config.node in drains
         steps = decide(found.requests, found.slots, agents, time.monotonic(), vanished, drained)
         for job, step in steps.items():
             if step is Step.START:

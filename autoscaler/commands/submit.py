@@ -136,7 +136,7 @@ def submit(
     as_json: bool,
 ) -> None:
     """Run SCRIPT, or any command after `--`, on the cluster. The working directory is copied to the nodes."""
-    context = contexts.choose(name)
+    context, workdir = contexts.choose(name), workdir.expanduser()
     mode, words = command_of(command, workdir)
     least, most = replicas_of(replicas)
     if checkpoint_path and "://" not in checkpoint_path and not checkpoint_path.startswith("/"):

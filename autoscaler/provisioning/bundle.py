@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import io
@@ -18,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.submissions import OWNER_HEADER, STACK_COMMAND
@@ -66,14 +67,17 @@ def pack(
         command: A script and its arguments, which are packed as the file STACK_COMMAND.
 
     Raises:
-        ProvisionError: the directory cannot be read, is too large, or has files of `private`.
+        ProvisionError: the directory cannot be read, is too large, or has files of `private` or links that
+            no node would unpack.
     """
+    directory = directory.absolute()
     names = list_files(directory)
+    _check_links(directory, names)
     _check_private(directory, names, private)
     _check_size(directory, names, most_bytes)
     try:
         with _archive(target, {OWNER_HEADER: owner}) as tar:
-            for name in names:
+            for name in (".", *names):  # nodes would not read an archive of nothing
                 _add(tar, directory / name, name)
             if command:
                 _add_text(tar, STACK_COMMAND, shlex.join(command).encode())
@@ -121,7 +125,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
     if entry.isreg():
         with path.open("rb") as file:
             tar.addfile(entry, file)
-    elif entry.issym():
+    elif entry.issym() or entry.isdir():
         tar.addfile(entry)
 
 
@@ -147,12 +151,15 @@ def list_files(directory: Path) -> list[str]:
     """
     if not directory.is_dir():
         raise ProvisionError(f"there is no directory {directory}: give the one of the job with --workdir")
+    directory = directory.absolute()
+    is_link = functools.cache(lambda name: (directory / name).is_symlink())
     found = _by_git(directory)
     if found is None:
         if (directory / ".gitignore").exists():
             raise ProvisionError(f"{directory} has a .gitignore, which only git can read: install git")
         found = list(_walk(directory, ""))
-    return sorted({name for name in found if not _NEVER & set(Path(name).parts)})
+    behind = {name for name in found if any(map(is_link, PurePosixPath(name).parents[:-1]))}
+    return sorted({name for name in found if not _NEVER & set(Path(name).parts)} - behind)
 
 
 def _by_git(directory: Path) -> list[str] | None:
@@ -183,7 +190,9 @@ def _by_git(directory: Path) -> list[str] | None:
 
 
 def _git(*arguments: str) -> bytes | None:
-    done = subprocess.run(["git", *arguments], capture_output=True, check=False)
+    # a hook of git's names another repository in these
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    done = subprocess.run(["git", *arguments], capture_output=True, check=False, env=environment)
     return done.stdout if done.returncode == 0 else None
 
 
@@ -206,6 +215,21 @@ def _check_private(directory: Path, names: list[str], private: Sequence[Path]) -
                     f"{directory.absolute()} holds your keys, in {below}, which would travel to the nodes: "
                     f"give the job a directory of its own, or name {below} in .gitignore"
                 )
+
+
+def _check_links(directory: Path, names: list[str]) -> None:
+    root = os.path.realpath(directory)
+    for name in names:
+        path = directory / name
+        if not path.is_symlink():
+            continue
+        target = os.path.normpath(PurePosixPath(name).parent / path.readlink())
+        out = target.startswith("/") or target.split("/")[0] == ".."
+        if out or not Path(os.path.realpath(path)).is_relative_to(root):
+            raise ProvisionError(
+                f"{name} is a link to {path.readlink()}, which does not travel with {directory}: name {name} "
+                f"in .gitignore, and give the script the path that those files have on the nodes"
+            )
 
 
 def _check_size(directory: Path, names: list[str], most_bytes: int) -> None:

@@ -51,6 +51,7 @@ class ServiceRecord:
     gpu_model: str = ""
     version: str = ""  # of adaptdl-elastic
     problems: dict[str, str] = field(default_factory=dict)  # job → why this node cannot run it
+    given_up: tuple[str, ...] = ()  # jobs that this node does not try to start any more
 
 
 @dataclass(frozen=True, config=_CONFIG)

@@ -56,12 +56,82 @@ def test_archives_that_no_job_needs_are_deleted_a_week_after_their_last_use(tmp_
     assert not blobs.has("0" * 64)
 
 
+def git(*arguments: str) -> None:
+    options = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", *options, *arguments], check=True, capture_output=True)
+
+
+def move_into(work: Path, place: str) -> Path:
+    """Let the directory be where `place` says, with respect to a repository; return its path there."""
+    other = work.parent / "the other"
+    if place in ("repository", "below one", "worktree", "submodule"):
+        git("init", "-q", str(work))
+        git("-C", str(work), "add", ".")
+        git("-C", str(work), "commit", "-q", "-m", "all")
+    if place == "worktree":
+        git("-C", str(work), "worktree", "add", "-q", "--detach", str(other))
+        return other
+    if place == "submodule":
+        git("init", "-q", str(other))
+        git("-C", str(other), "submodule", "add", "-q", str(work), "part")
+        return other / "part"
+    if place == "behind a link":
+        (work.parent / "shortcut").symlink_to("work")
+        return work.parent / "shortcut"
+    if place == "below one":
+        (work / "my job").mkdir()
+        for name in (".gitignore", "link", "src", "train.py", "note.txt"):
+            (work / name).rename(work / "my job" / name)
+        return work / "my job"
+    return work
+
+
 @needs_git
-@pytest.mark.parametrize("repository", [True, False])
-def test_gitignore_is_respected_in_a_repository_and_outside(work: Path, repository: bool) -> None:
-    if repository:
-        subprocess.run(["git", "init", "-q", str(work)], check=True)
-    assert bundle.list_files(work) == [".gitignore", "link", "src/model.py", "train.py"]
+@pytest.mark.parametrize("typed", ["absolute", "relative", "."])
+@pytest.mark.parametrize(
+    "place", ["nowhere", "repository", "below one", "worktree", "submodule", "behind a link"]
+)
+def test_gitignore_is_respected_wherever_the_directory_is(
+    work: Path, monkeypatch: pytest.MonkeyPatch, place: str, typed: str
+) -> None:
+    directory = move_into(work, place)
+    monkeypatch.setenv("GIT_DIR", "/of/a/hook")
+    if typed != "absolute":
+        folder = directory if typed == "." else directory.parent
+        monkeypatch.chdir(folder)
+        directory = directory.relative_to(folder)
+    assert bundle.list_files(directory) == [".gitignore", "link", "src/model.py", "train.py"]
+
+
+@needs_git
+@pytest.mark.parametrize("target", ["/mnt/datasets", "../elsewhere", "../work/src", "src/up/x", "src/up"])
+def test_a_link_that_leads_out_is_refused_before_anything_is_sent(
+    work: Path, tmp_path: Path, target: str
+) -> None:
+    if target.startswith("src/up"):
+        (work / "src" / "up").symlink_to("../..")
+    (work / "data.lnk").symlink_to(target)
+    message = r"(data\.lnk|src/up) is a link to .*which does not travel .*\.gitignore.*path .* on the nodes"
+    with pytest.raises(ProvisionError, match=message):
+        bundle.pack(work, tmp_path / "a", "alice")
+
+
+@needs_git
+def test_files_that_git_knows_behind_a_new_link_are_left_out(work: Path, tmp_path: Path) -> None:
+    git("init", "-q", str(work))
+    git("-C", str(work), "add", ".")
+    (work / "src").rename(work / "lib")
+    (work / "src").symlink_to("lib")
+    packed = bundle.pack(work, tmp_path / "a", "alice")
+    unpack(packed.path, tmp_path / "there", "alice")
+    assert (tmp_path / "there" / "src" / "model.py").read_text() == "src/model.py"
+
+
+def test_an_empty_directory_travels(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    packed = bundle.pack(tmp_path / "empty", tmp_path / "a", "alice")
+    unpack(packed.path, tmp_path / "there", "alice")
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 @needs_git

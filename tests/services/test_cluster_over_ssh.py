@@ -361,6 +361,22 @@ def test_a_node_lost_with_its_disk_costs_no_step_of_a_checkpoint(lab: Lab) -> No
     assert f"{lost}: started" in lab.up()  # it comes back by the command that brought it up
 
 
+def test_a_job_that_no_node_can_start_fails_and_gives_its_slots_back(lab: Lab) -> None:
+    lab.up("node1", "node2")
+    for node in ("node1", "node2"):
+        lab.directory(node).work("job").parent.mkdir(parents=True)
+        lab.directory(node).work("job").touch()  # a file, where a folder is to be
+    lab.run("submit", "--name", "job", "--replicas", "2", "train.py", "1", "0")
+    lab.run("submit", "--name", "next", "--replicas", "2", "train.py", "1", "0")
+    said = lab.run("wait", "job", code=1)
+    assert "job is failed: node1: the working directory cannot be unpacked" in said
+    assert "next is done" in lab.run("wait", "next")
+    for node in ("node1", "node2"):
+        lab.directory(node).work("job").unlink()
+    assert "job is resumed" in lab.run("resume", "job")
+    assert "job is done" in lab.run("wait", "job")
+
+
 def test_a_failed_job_goes_on_with_mended_code_under_its_name(lab: Lab) -> None:
     lab.up("node1", "node2")
     script = lab.work / "train.py"

@@ -14,9 +14,10 @@ from adaptdl_elastic.agent.service.decisions import (
     AgentState,
     Step,
     decide,
+    hopeless,
 )
 from adaptdl_elastic.rendezvous.schema.records import JobState as State
-from adaptdl_elastic.rendezvous.schema.submissions import Submission
+from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services.admission import OVERTAKING_SECONDS, JobState, Request, admit
 
 IDLE, BUSY = JobState(), JobState(agents=2, state=State.RUNNING)
@@ -211,3 +212,16 @@ def test_an_agent_that_ran_long_or_was_drained_is_tried_without_end(lived: float
     state = AgentState(failures=MOST_FAILURES - 1).started(0.0).ended(lived, code)
     assert state.failures == 0
     assert 0 < state.not_before - lived <= LONGEST_PAUSE_SECONDS
+
+
+def test_a_job_that_no_node_can_start_is_hopeless() -> None:
+    def service(node: str, *given_up: str) -> ServiceRecord:
+        return ServiceRecord(node, "h", 1, 2, problems=dict.fromkeys("abc", "disk full"), given_up=given_up)
+
+    requests = [request("a"), request("b", run=BUSY), request("c", cancelled="eve"), request("d")]
+    services = {"n1": service("n1", *"abc"), "n2": service("n2", *"abc")}
+    assert hopeless(requests, services, ()) == {"a": "n1: disk full; n2: disk full"}
+    services["n3"] = service("n3")
+    assert hopeless(requests, services, ()) == {}, "it is still tried there"
+    assert set(hopeless(requests, services, {"n3"})) == {"a"}
+    assert hopeless(requests, {}, ()) == {}

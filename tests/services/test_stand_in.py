@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,13 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     Transition,
     decode,
+    encode,
 )
-from adaptdl_elastic.rendezvous.schema.submissions import Submission
+from adaptdl_elastic.rendezvous.schema.records import JobState as State
+from adaptdl_elastic.rendezvous.schema.submissions import Signed, Submission
+from adaptdl_elastic.rendezvous.services.admission import JobState
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
 from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, StoreUnavailableError
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -153,3 +158,30 @@ def test_a_registration_that_could_not_be_deleted_is_in_nobodys_way(tmp_path: Pa
         assert again.withdraw()
         assert stand_in.withdraw()
         assert record(store) is None
+
+
+def test_a_job_that_no_node_can_start_is_failed_for_each_of_its_runs(store: Store, tmp_path: Path) -> None:
+    stand_in = make(store, tmp_path)
+    stand_in.withdraw()
+    store.delete(KEYS.job("job", "spec"))
+
+    def state() -> JobState:
+        (request,) = SubmissionReader(store, KEYS, "id").read(None).requests
+        return request.run
+
+    def sign(follows: str) -> None:
+        submission = replace(SUBMISSION, follows=follows)
+        store.put(KEYS.submission("job"), encode(Signed(encode(submission), "alice", "")))
+
+    sign("")
+    stand_in.record_failure("n1: disk full", "")
+    first = state()
+    assert (first.state, first.reason, first.forgotten) == (State.FAILED, "n1: disk full", False)
+    stand_in.record_failure("n1: late", "")
+    assert state() == first, "it has failed already"
+    sign(first.run)
+    assert state().resumed
+    stand_in.record_failure("n1: still full", first.run)
+    again = state()
+    assert (again.state, again.reason) == (State.FAILED, "n1: still full")
+    assert again.run != first.run
