@@ -217,7 +217,7 @@ PLANTED: tuple[Planted, ...] = (
         "an instance that was stopped and started again is charged for the time between",
         "autoscaler/scaling/bill.py",
         "since = max(old.final, instance.launched)",
-        "since = old.final",
+        "since = (before or old).final",
         tests="tests/scaling/test_bill.py",
     ),
     Planted(
