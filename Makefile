@@ -45,7 +45,7 @@ chaos: $(STAMP) ## SECONDS=600 SEED=1: schedules of changes and deaths drawn at 
 simulate-faults: $(STAMP) ## SECONDS=60 SEED=1: the real agents and coordinators in simulated clusters that fail in every way
 	@PYTHONPATH=tests/simulation:tests/support $(BIN)/python -m faultsim --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)
 
-planted-defects: $(STAMP) ## SECONDS=60 SEED=1: 20 defects put into copies of the product, one by one, for simulate-faults to find
+planted-defects: $(STAMP) ## SECONDS=60 SEED=1: 29 defects put into copies of the product, one by one, for simulate-faults or tests to find
 	@$(BIN)/python tests/simulation/planted_defects.py --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)
 
 mutants: $(STAMP) ## SEED=1: 40 changes of one line in copies of the pure modules, for their tests to notice

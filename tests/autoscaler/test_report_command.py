@@ -128,9 +128,11 @@ def test_a_prediction_that_was_too_high_is_scaled_to_what_was_measured() -> None
 
 
 def test_the_time_is_divided_into_start_changes_and_training() -> None:
-    found = run_report.report(log([100.0] * 20))
-    assert (found.seconds, found.starting, found.pauses, found.training) == (50.0, 4.0, 0.5, 45.5)
-    assert found.replicas == (1, 2)
+    events = log([100.0] * 20)
+    events.insert(4, {"time": 9.0, "event": "generation", "generation": 2, "replicas": 1, "pause_s": 1.5})
+    found = run_report.report(events)
+    assert (found.seconds, found.starting, found.pauses, found.training) == (50.0, 4.0, 2.0, 44.0)
+    assert found.replicas == (1, 2, 1)
 
 
 @pytest.mark.parametrize(

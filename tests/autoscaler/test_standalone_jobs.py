@@ -52,7 +52,7 @@ class Jobs:
         store = server.store
         store.put(KEYS.node(node, name), encode(NodeRecord(node, name, "r", "a", "127.0.0.1", 2)))
         store.put(KEYS.job(name, "spec"), encode(JobSpec(name, "r", created=1000.0)))
-        status = JobStatus(name, "r", state, reason=f"why {name}", updated=2000.0)
+        status = JobStatus(name, "r", state, reason=f"why {name}", updated=2000.0, prediction_error=-0.2)
         store.put(KEYS.job(name, "status"), encode(status))
         store.put(KEYS.coordinator_leader, encode(LeaderRecord("c")))
         event = {"time": 0, "event": "state", "job": name}
@@ -97,6 +97,7 @@ def test_all_jobs_are_listed_and_each_is_found_by_its_name(jobs: Jobs) -> None:
     assert [row["job"] for row in json.loads(jobs.says("ls", "--json"))] == ["first", "second"]
     for name in ("first", "second"):
         assert json.loads(jobs.says("status", name, "--json"))["reason"] == f"why {name}"
+        assert ", off by -20%); " in jobs.says("status", name)
         assert jobs.says("stop", name) == f"{name} is stopping\n"
         assert jobs.servers[name].store.get(KEYS.job(name, "request")) is not None
     assert [line.split()[-1] for line in jobs.says("events").splitlines()] == ["job=second", "job=first"]

@@ -190,6 +190,24 @@ def test_a_second_loader_that_is_read_beside_the_first_goes_on_after_a_restart(
     assert run(stop=False) == [(4, 6), (6, 9), (0, 0), (2, 3), (4, 6), (6, 9)]
 
 
+@pytest.mark.processes
+def test_a_stream_goes_on_with_the_worker_whose_turn_it_is_after_a_restart(script: Script) -> None:
+    def run(stop: bool) -> list[list[int]]:
+        loader = adl.AdaptiveDataLoader(Stream(12), batch_size=2, num_workers=2)
+        seen: list[list[int]] = []
+        for _ in adl.remaining_epochs_until(1):
+            for batch in loader:
+                seen.append(batch.tolist())
+                if stop and len(seen) == 2:
+                    checkpoint.save_all_states()
+                    return seen
+        return seen
+
+    assert run(stop=True) == [[0, 2], [1, 3]]  # the second one is under way
+    script.restart()
+    assert run(stop=False) == [[1, 3], [4, 6], [5, 7], [8, 10], [9, 11]]
+
+
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Problems that are reported from now on."""
     found: list[str] = []

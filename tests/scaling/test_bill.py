@@ -144,6 +144,13 @@ def test_an_end_that_is_listed_late_is_put_right() -> None:
     assert market.look(told, 63.0).cost == pytest.approx(0.47)
 
 
+def test_the_time_for_which_an_instance_is_stopped_costs_nothing() -> None:
+    market = Market(Life(3.0, 50.0))
+    stopped = market.bill(70.0)
+    market.lives = {"i-0": Life(120.0)}
+    assert market.bill(140.0, stopped, 70.0).cost == pytest.approx(0.47 + 0.20)
+
+
 def test_an_end_at_an_unknown_time_is_charged_until_the_last_look() -> None:
     market = Market(Life(3.0, 50.0), Life(64.0, 66.0))
     market.tells_ends = False

@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,9 +23,12 @@ from adaptdl_elastic.autoscaler.provisioning import bundle
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.submissions import OWNER_HEADER
 
-pytestmark = pytest.mark.processes  # git
 
-needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git here")
+def needs_git(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that starts git."""
+    return pytest.mark.processes(
+        pytest.mark.skipif(shutil.which("git") is None, reason="there is no git here")(test)
+    )
 
 
 @pytest.fixture
@@ -192,12 +196,13 @@ def test_an_archive_that_is_not_what_was_announced_is_not_kept(tmp_path: Path, d
     assert list((tmp_path / "blobs").iterdir()) == []
 
 
-@needs_git
-def test_another_persons_archive_is_not_unpacked(work: Path, tmp_path: Path) -> None:
-    packed = bundle.pack(work, tmp_path / "archive", "alice")
+def test_another_persons_archive_is_not_unpacked(tmp_path: Path) -> None:
+    archive = evil(tmp_path / "archive", entry("a"))
     with pytest.raises(BlobError, match="it was not packed by mallory, who submits it"):
-        unpack(packed.path, tmp_path / "there", "mallory")
+        unpack(archive, tmp_path / "there", "mallory")
     assert not (tmp_path / "there").exists()
+    unpack(archive, tmp_path / "there", "eve")
+    assert (tmp_path / "there" / "a").exists()
 
 
 @needs_git

@@ -17,8 +17,6 @@ import dataclasses
 import os
 import random
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -30,7 +28,7 @@ from queue import SimpleQueue
 from xml.etree import ElementTree
 
 import coverage
-from planted_defects import PACKAGES, ROOT, copy_folders
+from product_copy import copy_to, run_tests
 
 SECONDS = 15.0
 # of tests that run a line, by their durations under coverage.py; drawn at random
@@ -93,34 +91,13 @@ def _changes(node: ast.AST, source: str) -> Iterator[tuple[str, ast.expr, str]]:
         yield "guard", node.test, f"(not ({ast.get_source_segment(source, node.test)}))"
 
 
-def copy_to(place: Path) -> Path:
-    """Copy the product and its tests, without what was built, and return the copy."""
-    copy_folders((*PACKAGES, "tests", "docs", "examples", "benchmarks"), place)
-    for name in ("pyproject.toml", "setup.cfg", "README.md", "Makefile"):
-        shutil.copy(ROOT / name, place)
-    return place
-
-
-def run_tests(copy: Path, arguments: list[str], seconds: float) -> int:
-    """Return pytest's exit code on a copy; -1: it did not end in time."""
-    command = [sys.executable, "-m", "pytest", "--quick", "-q", "-p", "no:cacheprovider", *arguments]
-    paths = f"{copy}:{ROOT / 'tests' / 'support'}"
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        return subprocess.run(
-            command, cwd=copy, env=environment, stdout=subprocess.DEVNULL, timeout=seconds, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return -1
-
-
 def covered(copy: Path, files: list[str], tests: str) -> dict[str, dict[int, dict[str, float]]]:
     """Return, by file and line, the tests that run the line, with their durations in seconds."""
     data, results = (copy / f".{kind}-{re.sub('[^a-z]', '', tests)}" for kind in ("coverage", "results"))
     options = [f"--cov={copy}", "--cov-context=test", "--cov-report=", "--cov-config=/dev/null"]
     options += [f"--junitxml={results}", "-o", "junit_family=xunit1"]
     os.environ["COVERAGE_FILE"] = str(data)
-    if run_tests(copy, [*tests.split(), *options], 300) not in (0, 1):
+    if run_tests(copy, ["--quick", *tests.split(), *options], 300) not in (0, 1):
         raise SystemExit(f"{tests}: the tests do not run on a copy of the product")
     seconds: Counter[str] = Counter()
     failing = set()
@@ -176,7 +153,7 @@ def chosen(copy: Path, seed: int, number: int) -> list[Mutant]:
             candidates.remove(rarest)
             found.append(rarest)
     names = sorted({name for mutant in found for name in mutant.tests})
-    if run_tests(copy, ["--collect-only", *names], 120) != 0:
+    if run_tests(copy, ["--quick", "--collect-only", *names], 120) != 0:
         raise SystemExit("the tests that run the changed lines cannot be collected without the changes")
     return found
 
@@ -189,10 +166,10 @@ def judged(copy: Path, mutant: Mutant) -> str:
     lines[mutant.line - 1] = mutant.after + "\n"
     try:
         path.write_text("".join(lines), encoding="utf-8")
-        code = run_tests(copy, ["-x", *mutant.tests], SECONDS)
+        code = run_tests(copy, ["--quick", "-x", *mutant.tests], SECONDS)
     finally:
         path.write_text(source, encoding="utf-8")
-    if code == -1 and run_tests(copy, list(mutant.tests), SECONDS) == -1:
+    if code == -1 and run_tests(copy, ["--quick", *mutant.tests], SECONDS) == -1:
         return ""
     # 2 and 4: `chosen` has seen that the tests can be collected without the change
     unimportable = "it cannot be imported"

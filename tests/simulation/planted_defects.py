@@ -1,14 +1,17 @@
-"""Twenty protocol defects, each of which takes one guard out of the product that a real fault needs.
+"""Known defects, each of which takes one guard out of the product: twenty of the protocol, and nine others.
+
+The guards of the protocol are needed by real faults, and the fault simulator finds that one is missing. Each
+of the other defects is found by a file of tests.
 
 Each is a textual edit for a temporary copy of the tree. A search text that is not there exactly once is an
 error, so a rename breaks this list loudly. `was_real`: the defect was in this product before.
 
-Two guards of the first list have a second one behind them and are not in it: an agent does not act on the
+Two guards of the protocol have a second one behind them and are not in it: an agent does not act on the
 plan of another run (`decisions.py`: it leaves when it reads the run's specification), and a silent node is
 given up (`job_health.py`: after `patience` the others go on without a word from it, or fail).
 
-`make planted-defects` runs the simulator against each of them, from one seed on, and says with which seed and
-after how many seconds of CPU time it was found.
+`make planted-defects` runs the simulator or the tests against each of them. It says with which seed and after
+how many seconds of CPU time, or by which tests, it was found.
 """
 
 from __future__ import annotations
@@ -16,16 +19,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from product_copy import PACKAGES, ROOT, copy_folders, copy_to, run_tests
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,12 @@ class Planted:
     search: str
     replace: str
     was_real: bool = False
+    tests: str = ""
+    """Test file that finds it; empty: the simulator does."""
 
 
 _AGENT, _CORE = "agent/core/decisions.py", "autoscaler/coordinator"
+_TORCH = "adaptdl_elastic/torch"
 
 PLANTED: tuple[Planted, ...] = (
     Planted(
@@ -192,6 +196,78 @@ PLANTED: tuple[Planted, ...] = (
         "if replica.pinged is not None and now >= replica.pinged + half:",
         "if False:",
     ),
+    Planted(
+        "mixture-is-newest",
+        "a survivor whose model is partially restored is taken for the newest",
+        f"{_TORCH}/_elastic/survivors.py",
+        "[one.step for one in everybody if not one.partially_restored]",
+        "[one.step for one in everybody]",
+        tests="tests/library/test_survivors.py",
+    ),
+    Planted(
+        "sums-are-lost",
+        "sums that only one replica knows are lost without a word",
+        f"{_TORCH}/_elastic/survivors.py",
+        "return any(one.synced[name] == newest[name] for one in some for name in one.unsynced)",
+        "return False",
+        tests="tests/library/test_survivors.py",
+    ),
+    Planted(
+        "stopped-time-is-billed",
+        "an instance that was stopped and started again is charged for the time between",
+        "autoscaler/scaling/bill.py",
+        "since = max(old.final, instance.launched)",
+        "since = (before or old).final",
+        tests="tests/scaling/test_bill.py",
+    ),
+    Planted(
+        "error-is-a-tenth",
+        "`adaptdl status` shows a tenth of the model's error",
+        "autoscaler/commands/jobs.py",
+        "off by {error:+.0%}",
+        "off by {error / 10:+.0%}",
+        tests="tests/autoscaler/test_standalone_jobs.py",
+    ),
+    Planted(
+        "longest-pause-for-the-sum",
+        "`adaptdl report` shows the longest pause for the sum of all",
+        "autoscaler/diagnostics/run_report.py",
+        'sum(event.get("pause_s") or 0.0 for event in generations)',
+        'max([event.get("pause_s") or 0.0 for event in generations], default=0.0)',
+        tests="tests/autoscaler/test_report_command.py",
+    ),
+    Planted(
+        "stream-of-another-worker",
+        "after a change a stream goes on with the part of another worker",
+        f"{_TORCH}/_data/iterable.py",
+        "part = (info.id + settings.turn) % self.parts",
+        "part = info.id",
+        tests="tests/library/test_loops.py",
+    ),
+    Planted(
+        "record-of-another-job",
+        "a record that was signed for one job counts for another",
+        "rendezvous/services/submitted.py",
+        'if record.job != key.rpartition("/")[2]:',
+        "if False:",
+        tests="tests/services/test_played_signatures.py",
+    ),
+    Planted(
+        "archive-of-another-person",
+        "the archive of another person is unpacked",
+        "agent/service/archives.py",
+        "if found.owner != owner:",
+        "if False:",
+        tests="tests/services/test_bundle.py",
+    ),
+    Planted(
+        "request-of-next-year",
+        "a request counts whenever it was signed",
+        "agent/service/access.py",
+        "if abs(now - int(moment)) > VALID_SECONDS:",
+        "if False:",
+        tests="tests/services/test_played_signatures.py",
+    ),
 )
 
 
@@ -204,14 +280,7 @@ def edited(planted: Planted, root: Path = ROOT) -> str:
 
 
 SEEDS_APART = 10_000  # more seeds than a process tries
-PACKAGES = ("adaptdl_elastic", "agent", "autoscaler", "rendezvous")
-
-
-def copy_folders(names: Iterable[str], place: Path) -> None:
-    """Copy folders of the checkout into a place, without compiled files."""
-    for name in names:
-        skipped = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, place / name, symlinks=True, ignore=skipped)
+TEST_SECONDS = 400.0
 
 
 def search(planted: Planted, seconds: float, seed: int, processes: int) -> str:
@@ -242,6 +311,20 @@ def search(planted: Planted, seconds: float, seed: int, processes: int) -> str:
     return said
 
 
+def tested(planted: Planted) -> str:
+    """Run the tests of a defect on a copy of the product without and with it; return what they say."""
+    arguments = ["-x", planted.tests]
+    with tempfile.TemporaryDirectory(prefix="planted-") as place:
+        copy = copy_to(Path(place))
+        if run_tests(copy, arguments, TEST_SECONDS) != 0:
+            return f"error: {planted.tests} fails without the defect, too"
+        (copy / planted.path).write_text(edited(planted))
+        code = run_tests(copy, arguments, TEST_SECONDS)
+    return {0: "", 1: f"found after a failure in {planted.tests}"}.get(
+        code, f"error: pytest ended with {code}"
+    )
+
+
 def also_without(said: str) -> bool:
     """Return whether the seed that a simulator names reports something without the planted defect, too."""
     seed = re.search(r"^seed (\d+):", said, re.MULTILINE)
@@ -262,24 +345,31 @@ def simulator(place: str, seconds: float, seed: int, *options: str) -> subproces
 
 
 def main() -> int:
-    """Run the simulator against the defects that are named, or all; 1 when more than three stay hidden."""
-    parser = argparse.ArgumentParser(description="Hold the simulator against planted defects.")
+    """Look for the defects that are named, or all.
+
+    Return 1 if tests miss one of theirs, or the simulator more than three.
+    """
+    parser = argparse.ArgumentParser(description="Hold the simulator and tests against planted defects.")
     parser.add_argument("names", nargs="*", help="which defects [all]")
     parser.add_argument("--seconds", type=float, default=60.0, help="CPU time of a process for each [60]")
     parser.add_argument("--seed", type=int, default=1, help="the first seed [1]")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time [all cores]")
     given = parser.parse_args()
     chosen = [one for one in PLANTED if not given.names or one.name in given.names]
-    hidden = 0
+    hidden: list[Planted] = []
     for planted in chosen:
-        said = search(planted, given.seconds, given.seed, given.processes)
+        if planted.tests:
+            said = tested(planted)
+        else:
+            said = search(planted, given.seconds, given.seed, given.processes)
         lines = [line for line in said.splitlines() if line.startswith(("seed ", "found after", "error"))]
         if also_without(said):
             said = f"error: without the defect, too: {said}"
-        hidden += said.startswith("error") or "found after" not in said
+        if said.startswith("error") or "found after" not in said:
+            hidden.append(planted)
         print(f"{planted.name}: {' | '.join(lines)[:400] or 'not found'}", flush=True)
-    print(f"{len(chosen) - hidden} of {len(chosen)} found")
-    return 1 if hidden > 3 else 0
+    print(f"{len(chosen) - len(hidden)} of {len(chosen)} found")
+    return 1 if len(hidden) > 3 or any(one.tests for one in hidden) else 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from faultsim.agents import Job
 from faultsim.replica import Replica, Script
 from faultsim.run import run
 from faultsim.world import World
-from planted_defects import PLANTED, Planted, edited
+from planted_defects import PLANTED, ROOT, Planted, edited
 
 from adaptdl_elastic.protocol.messages import ReplicaMessage, Switched
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, Rescale
@@ -158,3 +158,4 @@ def test_no_defect_is_found_in_forty_seeds(first: int) -> None:
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_every_planted_defect_still_finds_the_guard_that_it_takes_out(planted: Planted) -> None:
     ast.parse(edited(planted))
+    assert (ROOT / planted.tests).exists()
