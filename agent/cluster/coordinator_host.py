@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -31,6 +32,9 @@ SETTLED_AFTER = 10.0  # seconds after an agent's start before it may run a coord
 HEALTHY_AFTER = 30.0  # seconds after which a death does not count as one of a series
 SERIES = 8  # deaths and failed starts in a row after which this agent gives up its key
 REST = 30.0  # seconds for which this agent then runs no coordinator
+ALIKE = 3  # ends in the same way, one after the other, that make a coordinator broken
+# exit codes that say nothing about the coordinator: it was stopped or killed, or could not use the store
+_FROM_OUTSIDE = (0, os.EX_UNAVAILABLE, -signal.SIGTERM, -signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class CoordinatorChild:
         self._pipe: int | None = None
         self._log_lost = False
         self.failed = False  # it has died too often and is not started again
+        # the way in which it has ended `ALIKE` times, until it is started again
+        self.broken: str | None = None
         self._thread = threading.Thread(target=self._keep, name="coordinator", daemon=True)
         self._thread.start()
 
@@ -63,20 +69,25 @@ class CoordinatorChild:
 
     def _keep(self) -> None:
         delay, series, told = FIRST_DELAY, 0, ""
+        ended, alike = "", 0
         while not self.closing.is_set():
-            started = time.monotonic()
+            started, before, ended, self.broken = time.monotonic(), ended, "", None
             try:
                 process = self._start()
                 if process is None:
                     return
                 code = process.wait()
                 told, what = "", f"the coordinator ended with code {code}{_last_words(self._log)}"
+                ended = "" if code in _FROM_OUTSIDE else what
             except (OSError, subprocess.SubprocessError) as error:  # no descriptor, memory or process left
                 what = f"no coordinator can be started here: {error}"
             if self.closing.is_set():
                 return
             if time.monotonic() - started > HEALTHY_AFTER:
-                delay, series = FIRST_DELAY, 0
+                delay, series, before = FIRST_DELAY, 0, ""
+            alike = alike + 1 if ended == before else 1
+            if ended and alike >= ALIKE:
+                self.broken = f"{ended}, {alike} times before it had planned anything"
             delay, series = min(2 * delay, LAST_DELAY), series + 1
             if series >= SERIES:
                 self.failed = True
@@ -241,6 +252,11 @@ class CoordinatorHost:
         if holder.node == self._me.node:
             return None  # one node must not have both
         return self._first if first is None else self._second
+
+    @property
+    def broken(self) -> str | None:
+        """The way in which this agent's coordinator ends whenever it is started, or None."""
+        return None if self._child is None else self._child.broken
 
     def close(self) -> None:
         """End this agent's coordinator, if there is one."""

@@ -297,6 +297,8 @@ class ElasticAgent(SimpleElasticAgent):
                     handle.send(SaveCheckpoint(asked.checkpoint))
         if (why := self._pending_notice.notice(self.state.status, time.monotonic())) is not None:
             self._say(why)
+        if self.state.plan is None and (why := self._coordinator.broken) is not None:
+            self._reporter.cannot_be_planned(why)
         self._coordinator.update(view.host, view.second, view.leader)
 
     # Actions

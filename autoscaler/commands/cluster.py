@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import signal
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,12 @@ from adaptdl_elastic.rendezvous.text import log_to_stderr
 
 if TYPE_CHECKING:
     from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics
+
+
+class UnusableStoreError(CommandError):
+    """The coordinator cannot use the store: an agent then does not take the coordinator for broken."""
+
+    exit_code = os.EX_UNAVAILABLE
 
 
 def metrics_port_of(text: str) -> int | Literal["off"]:
@@ -124,7 +131,10 @@ def coordinator(
     }
     policy_settings = PolicySettings(**{name: value for name, value in given.items() if value is not None})
     settings = CoordinatorSettings(interval=interval, policy=policy_settings)
-    store, cluster = where.connect()
+    try:
+        store, cluster = where.connect()
+    except CommandError as error:
+        raise UnusableStoreError(error.message) from error
     release = version("adaptdl-elastic")
     metrics = None
     if metrics_port != "off":
@@ -152,7 +162,7 @@ def coordinator(
         try:
             served.run()
         except StoreAuthError as error:
-            raise CommandError(f"the store refuses us: {error}") from error
+            raise UnusableStoreError(f"the store refuses us: {error}") from error
 
 
 def _from_environment(*names: str) -> bool:
