@@ -33,8 +33,8 @@ HEALTHY_AFTER = 30.0  # seconds after which a death does not count as one of a s
 SERIES = 8  # deaths and failed starts in a row after which this agent gives up its key
 REST = 30.0  # seconds for which this agent then runs no coordinator
 ALIKE = 3  # ends in the same way, one after the other, that make a coordinator broken
-# exit codes that say nothing about the coordinator: it was stopped or killed, or could not use the store
-_FROM_OUTSIDE = (0, os.EX_UNAVAILABLE, -signal.SIGTERM, -signal.SIGKILL)
+_FROM_OUTSIDE = (0, -signal.SIGTERM, -signal.SIGKILL)  # exit codes of one that was stopped or killed
+_REFUSED = "(adaptdl: "  # begins the last line of one that says what prevents it: it cannot use the store
 
 
 @dataclass(frozen=True)
@@ -69,25 +69,25 @@ class CoordinatorChild:
 
     def _keep(self) -> None:
         delay, series, told = FIRST_DELAY, 0, ""
-        ended, alike = "", 0
+        ends: list[str] = []  # the last ones
         while not self.closing.is_set():
-            started, before, ended, self.broken = time.monotonic(), ended, "", None
+            started, self.broken = time.monotonic(), None
             try:
                 process = self._start()
                 if process is None:
                     return
                 code = process.wait()
                 told, what = "", f"the coordinator ended with code {code}{_last_words(self._log)}"
-                ended = "" if code in _FROM_OUTSIDE else what
+                outside = code in _FROM_OUTSIDE or _REFUSED in what
+                ends = [] if outside else [*ends, what][-ALIKE:]
             except (OSError, subprocess.SubprocessError) as error:  # no descriptor, memory or process left
                 what = f"no coordinator can be started here: {error}"
             if self.closing.is_set():
                 return
             if time.monotonic() - started > HEALTHY_AFTER:
-                delay, series, before = FIRST_DELAY, 0, ""
-            alike = alike + 1 if ended == before else 1
-            if ended and alike >= ALIKE:
-                self.broken = f"{ended}, {alike} times before it had planned anything"
+                delay, series, ends = FIRST_DELAY, 0, []
+            if ends == [what] * ALIKE:
+                self.broken = f"{what}, {ALIKE} times before it had planned anything"
             delay, series = min(2 * delay, LAST_DELAY), series + 1
             if series >= SERIES:
                 self.failed = True

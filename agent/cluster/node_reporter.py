@@ -81,11 +81,8 @@ class NodeReporter:
     def _fail(self, why: str) -> None:
         key, plan = (self._keys.job(self._job, name) for name in ("status", "plan"))
         found, made = self._store.get(key), read_record(Plan, self._store.get(plan))
-        status = read_record(JobStatus, found)
-        planned = made is not None and made.run == self._run
-        over = status is not None and status.run == self._run and status.state.ended
         led = self._store.get(self._keys.coordinator_leader) is not None
-        if not (planned or over or led or self._is_of_another_run()):
+        if not (led or self._is_of_another_run() or (made is not None and made.run == self._run)):
             failed = JobStatus(self._job, self._run, JobState.FAILED, 0, why, 1, ended=time.time())
             self._store.compare_and_swap(key, encode(failed), 0 if found is None else found.mod_revision)
 

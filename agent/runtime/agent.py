@@ -233,7 +233,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._on_notice(event)
             case DevicesSeen(unusable, new):
                 for line in new:
-                    self._say(f"a GPU of this node is not used: {line}")
+                    self._say(f"not usable on this node: {line}")
                 self._recorder.emit("devices", node=self._config.me.node, unusable=list(unusable))
                 self._writer.submit(partial(self._registration.update, unusable=unusable))
             case UserLine(text):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import signal
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,12 +30,6 @@ from adaptdl_elastic.rendezvous.text import log_to_stderr
 
 if TYPE_CHECKING:
     from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics
-
-
-class UnusableStoreError(CommandError):
-    """The coordinator cannot use the store: an agent then does not take the coordinator for broken."""
-
-    exit_code = os.EX_UNAVAILABLE
 
 
 def metrics_port_of(text: str) -> int | Literal["off"]:
@@ -131,10 +124,7 @@ def coordinator(
     }
     policy_settings = PolicySettings(**{name: value for name, value in given.items() if value is not None})
     settings = CoordinatorSettings(interval=interval, policy=policy_settings)
-    try:
-        store, cluster = where.connect()
-    except CommandError as error:
-        raise UnusableStoreError(error.message) from error
+    store, cluster = where.connect()
     release = version("adaptdl-elastic")
     metrics = None
     if metrics_port != "off":
@@ -162,7 +152,7 @@ def coordinator(
         try:
             served.run()
         except StoreAuthError as error:
-            raise UnusableStoreError(f"the store refuses us: {error}") from error
+            raise CommandError(f"the store refuses us: {error}") from error
 
 
 def _from_environment(*names: str) -> bool:
@@ -241,7 +231,7 @@ def nodes(where: Where, as_json: bool) -> None:
     )
     for row in rows:
         for line in row["unusable"]:
-            echo(f"{row['node']}: a GPU is not used: {line}")
+            echo(f"{row['node']}: not usable: {line}")
 
 
 @click.command()
