@@ -1,7 +1,8 @@
 """Run a coordinator as a child process of this agent if this is one of the two agents that do.
 
 The agent that creates the leased key `coordinator/host` starts `python -m adaptdl_elastic.autoscaler
-coordinator`, and starts it again when it dies. If a coordinator already leads (one that runs as a service of
+coordinator`, and starts it again when it dies. One that always ends in the same way is `broken`: the agent
+then ends a job without a plan. If a coordinator already leads (one that runs as a service of
 the cluster), no agent creates the key. Later an agent of another node creates `coordinator/second` and does
 the same; its coordinator stands by and leads as soon as the first one does not. The child process ends when
 its pipe from the agent closes, however the agent ended.
