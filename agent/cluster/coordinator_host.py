@@ -1,7 +1,8 @@
 """Run a coordinator as a child process of this agent if this is one of the two agents that do.
 
 The agent that creates the leased key `coordinator/host` starts `python -m adaptdl_elastic.autoscaler
-coordinator`, and starts it again when it dies. If a coordinator already leads (one that runs as a service of
+coordinator`, and starts it again when it dies. One that always ends in the same way is `broken`: the agent
+then ends a job without a plan. If a coordinator already leads (one that runs as a service of
 the cluster), no agent creates the key. Later an agent of another node creates `coordinator/second` and does
 the same; its coordinator stands by and leads as soon as the first one does not. The child process ends when
 its pipe from the agent closes, however the agent ended.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -31,6 +33,9 @@ SETTLED_AFTER = 10.0  # seconds after an agent's start before it may run a coord
 HEALTHY_AFTER = 30.0  # seconds after which a death does not count as one of a series
 SERIES = 8  # deaths and failed starts in a row after which this agent gives up its key
 REST = 30.0  # seconds for which this agent then runs no coordinator
+ALIKE = 3  # ends in the same way, one after the other, that make a coordinator broken
+_FROM_OUTSIDE = (0, -signal.SIGTERM, -signal.SIGKILL)  # exit codes of one that was stopped or killed
+_REFUSED = "(adaptdl: "  # begins the last line of one that says what prevents it: it cannot use the store
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class CoordinatorChild:
         self._pipe: int | None = None
         self._log_lost = False
         self.failed = False  # it has died too often and is not started again
+        # the way in which it has ended `ALIKE` times, until it is started again
+        self.broken: str | None = None
         self._thread = threading.Thread(target=self._keep, name="coordinator", daemon=True)
         self._thread.start()
 
@@ -63,20 +70,25 @@ class CoordinatorChild:
 
     def _keep(self) -> None:
         delay, series, told = FIRST_DELAY, 0, ""
+        ends: list[str] = []  # the last ones
         while not self.closing.is_set():
-            started = time.monotonic()
+            started, self.broken = time.monotonic(), None
             try:
                 process = self._start()
                 if process is None:
                     return
                 code = process.wait()
                 told, what = "", f"the coordinator ended with code {code}{_last_words(self._log)}"
+                outside = code in _FROM_OUTSIDE or _REFUSED in what
+                ends = [] if outside else [*ends, what][-ALIKE:]
             except (OSError, subprocess.SubprocessError) as error:  # no descriptor, memory or process left
                 what = f"no coordinator can be started here: {error}"
             if self.closing.is_set():
                 return
             if time.monotonic() - started > HEALTHY_AFTER:
-                delay, series = FIRST_DELAY, 0
+                delay, series, ends = FIRST_DELAY, 0, []
+            if ends == [what] * ALIKE:
+                self.broken = f"{what}, {ALIKE} times before it had planned anything"
             delay, series = min(2 * delay, LAST_DELAY), series + 1
             if series >= SERIES:
                 self.failed = True
@@ -241,6 +253,11 @@ class CoordinatorHost:
         if holder.node == self._me.node:
             return None  # one node must not have both
         return self._first if first is None else self._second
+
+    @property
+    def broken(self) -> str | None:
+        """The way in which this agent's coordinator ends whenever it is started, or None."""
+        return None if self._child is None else self._child.broken
 
     def close(self) -> None:
         """End this agent's coordinator, if there is one."""

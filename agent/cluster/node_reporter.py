@@ -20,6 +20,8 @@ from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
     EndedRecord,
     JobSpec,
+    JobState,
+    JobStatus,
     MasterRecord,
     PeerLossRecord,
     Plan,
@@ -71,6 +73,18 @@ class NodeReporter:
     def ended(self, record: EndedRecord) -> None:
         """Report that this node's replicas of a generation are gone."""
         self._of_generation("ended", record)
+
+    def cannot_be_planned(self, why: str) -> None:
+        """End the job as failed, unless it has a plan, has ended, or a coordinator leads."""
+        self._writer.submit_latest("status", lambda: self._fail(why))
+
+    def _fail(self, why: str) -> None:
+        key, plan = (self._keys.job(self._job, name) for name in ("status", "plan"))
+        found, made = self._store.get(key), read_record(Plan, self._store.get(plan))
+        led = self._store.get(self._keys.coordinator_leader) is not None
+        if not (led or self._is_of_another_run() or (made is not None and made.run == self._run)):
+            failed = JobStatus(self._job, self._run, JobState.FAILED, 0, why, 1, ended=time.time())
+            self._store.compare_and_swap(key, encode(failed), 0 if found is None else found.mod_revision)
 
     def checkpoint(self, record: CheckpointRecord) -> None:
         """Record the newest checkpoint, unless a later generation has recorded one or the run is over.

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from adaptdl_elastic.agent.machine.device_locks import is_locked
+from adaptdl_elastic.agent.machine import device_locks
 from adaptdl_elastic.rendezvous.schema.records import GpuUsage
 
 logger = logging.getLogger(__name__)
@@ -101,22 +101,36 @@ class Gpus:
                 found.append(GpuUsage(min(1.0, load / 100), memory.used, memory.total))
         return tuple(found)
 
+    def users(self, name: str) -> tuple[int, ...]:
+        """Return the ids of the processes that compute on a device; none where that is not known."""
+        for device in self.devices:
+            with suppress(self._nvml.NVMLError):
+                if device.name == name:
+                    listed = self._nvml.nvmlDeviceGetComputeRunningProcesses(device.handle)
+                    return tuple(process.pid for process in listed)
+        return ()
+
     def unusable(self) -> tuple[str, ...]:
         """Return the devices that cannot be used, as `NodeRecord.unusable`.
 
-        Such a device does not answer, or a program that is no replica has filled it.
+        Such a device does not answer, or a program that is no replica has filled it. One more line says why
+        devices cannot be locked.
         """
         found = []
         for device in self.devices:
             try:
                 memory = self._nvml.nvmlDeviceGetMemoryInfo(device.handle)
+                locked = device_locks.is_locked(device.name)
             except self._nvml.NVMLError as error:
                 found.append(f"{device.name}: it does not answer ({error})")
                 continue
-            if memory.used > FILLED * memory.total and not is_locked(device.name):
+            except OSError as error:
+                found.append(f"{device_locks.FOLDER}: replicas lock no devices there ({error.strerror})")
+                continue
+            if memory.used > FILLED * memory.total and not locked:
                 sizes = f"{memory.used / 2**30:.0f} of its {memory.total / 2**30:.0f} GiB"
                 found.append(f"{device.name}: another program has {sizes}")
-        return tuple(found)
+        return tuple(dict.fromkeys(found))
 
 
 class DeviceWatch:

@@ -233,7 +233,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._on_notice(event)
             case DevicesSeen(unusable, new):
                 for line in new:
-                    self._say(f"a GPU of this node is not used: {line}")
+                    self._say(f"not usable on this node: {line}")
                 self._recorder.emit("devices", node=self._config.me.node, unusable=list(unusable))
                 self._writer.submit(partial(self._registration.update, unusable=unusable))
             case UserLine(text):
@@ -297,6 +297,8 @@ class ElasticAgent(SimpleElasticAgent):
                     handle.send(SaveCheckpoint(asked.checkpoint))
         if (why := self._pending_notice.notice(self.state.status, time.monotonic())) is not None:
             self._say(why)
+        if self.state.plan is None and (why := self._coordinator.broken) is not None:
+            self._reporter.cannot_be_planned(why)
         self._coordinator.update(view.host, view.second, view.leader)
 
     # Actions

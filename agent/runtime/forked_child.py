@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adaptdl_elastic.agent.machine import device_locks
+from adaptdl_elastic.agent.machine.devices import Gpus
 from adaptdl_elastic.agent.runtime import orphan_errors
 from adaptdl_elastic.protocol import environment, uncaught_error
 from adaptdl_elastic.protocol.channel import say_finished
@@ -142,7 +143,7 @@ def _hold_devices(command: Command) -> None:
 
     for name in command.devices:
         try:
-            device_locks.lock(name, say, across_exec=command.mode == "exec")
+            device_locks.lock(name, say, Gpus().users, across_exec=command.mode == "exec")
         except OSError as error:
             say(f"no lock for {name}: {error}")
 

@@ -231,7 +231,7 @@ def nodes(where: Where, as_json: bool) -> None:
     )
     for row in rows:
         for line in row["unusable"]:
-            echo(f"{row['node']}: a GPU is not used: {line}")
+            echo(f"{row['node']}: not usable: {line}")
 
 
 @click.command()

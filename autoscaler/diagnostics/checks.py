@@ -393,14 +393,16 @@ def check_cluster(view: View, node: str) -> list[Finding]:
 
 
 def check_devices(view: View) -> list[Finding]:
-    """Name the GPUs that their nodes' agents cannot use."""
+    """Name the GPUs that their nodes' agents cannot use, and the nodes where replicas cannot lock GPUs."""
     lines = {
         f"{node}: {line}"
         for agents in view.nodes.values()
         for node, seen in agents.items()
         for line in seen.record.unusable
     }
-    remedy = "end the other program (nvidia-smi names it), or drain the node and repair the GPU"
+    remedy = (
+        "end the other program (nvidia-smi names it), drain the node and repair the GPU, or remove the folder"
+    )
     return [warning("GPUs", line, remedy) for line in sorted(lines)]
 
 

@@ -457,7 +457,7 @@ _STOPPED_EXIT_CODE = 143  # 128 + SIGTERM
 
 @dataclass(frozen=True, config=_CONFIG)
 class JobStatus:
-    """The coordinator's report about a job."""
+    """The coordinator's report about a job; an agent's if no coordinator can be started."""
 
     job: str
     run: str

@@ -268,6 +268,51 @@ def test_what_can_never_be_started_is_left_to_others(monkeypatch: pytest.MonkeyP
     assert f"leaves it to others for {REST:g} s" in said[1]
 
 
+LOST_STORE = "adaptdl: etcd at e:1 does not answer"
+
+
+@pytest.mark.parametrize(
+    ("ends", "broken"),
+    [
+        ([(1, "ImportError: a")] * 4, [False, False, True, True]),
+        ([(-11, "")] * 3, [False, False, True]),
+        ([(1, "ImportError: a"), (1, "ImportError: b")] * 2, [False] * 4),
+        ([(2, "a"), (2, "a"), (-9, "a"), (2, "a")], [False] * 4),
+        ([(1, LOST_STORE)] * 4, [False] * 4),
+        ([(0, "")] * 3, [False] * 3),
+    ],
+)
+def test_a_coordinator_that_ends_three_times_in_the_same_way_by_itself_is_broken(
+    ends: list[tuple[int, str]], broken: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log, found, known, enough = tmp_path / "log", list[bool](), threading.Event(), threading.Event()
+    left = iter(ends)
+    child: CoordinatorChild
+
+    def died(line: str) -> None:
+        assert known.wait(200)
+        found.append(child.broken is not None)
+        if len(found) == len(ends):
+            child.closing.set()
+            enough.set()
+
+    class Ended:
+        def __init__(self, command: list[str], **how: Any) -> None:
+            self.code, line = next(left)
+            how["stdout"].write(f"{line}\n".encode())
+
+        def wait(self, timeout: float | None = None) -> int:
+            return self.code
+
+    monkeypatch.setattr(coordinator_host, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr("subprocess.Popen", Ended)
+    child = CoordinatorChild(CoordinatorCommand((), {}), log, died)
+    known.set()
+    assert enough.wait(200)
+    child.close()
+    assert found == broken
+
+
 def test_a_log_that_can_not_be_written_keeps_no_coordinator_away(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -139,9 +139,9 @@ def test_a_gpu_that_another_program_fills_is_left_out_and_said(nodes: Nodes) -> 
     nodes.have("n0", [{**gpu, "used": 40 << 30} for gpu in gpus])
     line = f"{free}: another program has 40 of its 80 GiB"
     assert run.wait_for_event("devices")["unusable"] == [line]
-    assert f"a GPU of this node is not used: {line}" in run.text()
+    assert f"not usable on this node: {line}" in run.text()
     nodes.wait_for_record("n0", "a", line)
-    assert f"n0: a GPU is not used: {line}" in nodes.adaptdl("nodes")
+    assert f"n0: not usable: {line}" in nodes.adaptdl("nodes")
     assert line in nodes.adaptdl("doctor", "--node=elsewhere")
     nodes.have("n0", gpus)
     seen = len(run.events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -107,6 +108,10 @@ def test_a_device_that_a_stranger_fills_or_that_has_gone_is_named_with_the_reaso
     assert gpus.usage() == (GpuUsage(0.3, 70 << 30, 80 << 30), GpuUsage(0.0, 20 << 30, 80 << 30))
 
 
+def nobody(name: str) -> tuple[int, ...]:
+    return ()
+
+
 class holder:
     """A process that holds a device, and a child of it that lives on."""
 
@@ -114,7 +119,7 @@ class holder:
         code = (
             "import os, sys, time\n"
             "from adaptdl_elastic.agent.machine.device_locks import lock\n"
-            f"lock({name!r}, print)\n"
+            f"lock({name!r}, print, lambda name: ())\n"
             "print('held', flush=True)\n"
             "sys.stdin.read()\n"
         )
@@ -145,12 +150,145 @@ def test_a_device_is_free_when_the_process_that_had_it_is_dead() -> None:
 
         waiting = os.fork()
         if waiting == 0:
-            device_locks.lock(name, release)
+            device_locks.lock(name, release, nobody)
             # a lock that was free would not have been waited for
             os._exit(0 if said and name in said[0] else 1)
         process.wait()
         assert os.waitpid(waiting, 0)[1] == 0
     assert not device_locks.is_locked(name)
+
+
+STRANGER = 65534
+ELSEWHERE = 1 << 30  # a process of another container: there is none of this number here
+
+
+class Clock:
+    """A clock that only sleeping moves; `at` is called when it has come to `until`."""
+
+    def __init__(self, until: float = float("inf"), at: Callable[[], None] = lambda: None) -> None:
+        self.now, self.until, self.at = 0.0, until, at
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert self.now < 1000
+        self.now += seconds
+        if self.now >= self.until:
+            self.until = float("inf")
+            self.at()
+
+
+@pytest.fixture
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the locks of this test alone."""
+    monkeypatch.setattr(device_locks, "FOLDER", tmp_path / "locks")
+    assert not device_locks.is_locked("GPU-a")
+    return tmp_path / "locks"
+
+
+def hold(lock: Path, user: int) -> int:
+    """Fork a process of a user that holds a file by a shared lock; return its id."""
+    descriptor = os.open(lock, os.O_RDONLY)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(user)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        os.write(write, b"x")
+        signal.pause()
+    os.read(read, 1)
+    for each in (descriptor, read, write):
+        os.close(each)
+    return pid
+
+
+def end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_lock_blocks_an_idle_device_for_half_a_minute_and_a_used_one_until_its_end(
+    locks: Path,
+) -> None:
+    said: list[str] = []
+    squatter = hold(locks / "GPU-a", STRANGER)
+    clock = Clock()
+    device_locks.lock("GPU-a", said.append, nobody, clock=clock)
+    assert clock.now == pytest.approx(device_locks.FOREIGN_WAIT, abs=1)
+    what = f"process {squatter} of user {STRANGER} has it (fuser {locks / 'GPU-a'})"
+    assert said == [f"waits for GPU-a: {what}", f"waits no longer for GPU-a, although {what}"]
+    clock = Clock(100, lambda: end(squatter))
+    device_locks.lock("GPU-a", said.append, lambda name: (squatter,), clock=clock)
+    assert clock.now == pytest.approx(100, abs=1)
+    assert device_locks.is_locked("GPU-a")
+
+
+@pytest.mark.processes
+def test_another_replica_of_the_same_user_is_waited_for_without_limit(locks: Path) -> None:
+    replica = hold(locks / "GPU-a", os.geteuid())
+    clock = Clock(500, lambda: end(replica))
+    device_locks.lock("GPU-a", print, nobody, clock=clock)
+    assert clock.now == pytest.approx(500, abs=1)
+    assert device_locks.is_locked("GPU-a")
+
+
+def test_a_device_that_is_used_without_its_lock_is_waited_for_and_said(locks: Path) -> None:
+    said: list[str] = []
+    clock = Clock()
+    device_locks.lock("GPU-a", said.append, lambda name: (os.getpid(), ELSEWHERE), clock=clock)
+    assert clock.now == pytest.approx(device_locks.FOREIGN_WAIT, abs=1)
+    assert f"process {ELSEWHERE} of user ?" in said[0]
+    assert device_locks.is_locked("GPU-a")
+
+
+def test_a_lock_that_was_removed_before_it_was_taken_is_taken_again(
+    locks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, removed = fcntl.flock, list[Path]()
+
+    def late(descriptor: int, how: int) -> None:
+        if not removed:
+            removed.append(locks / "GPU-a")
+            removed[0].unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    device_locks.lock("GPU-a", print, nobody, clock=Clock())
+    assert device_locks.is_locked("GPU-a")
+
+
+@pytest.mark.parametrize("spoil", ["pipe", "link", "folder", "linked folder"])
+def test_a_folder_in_which_devices_cannot_be_locked_is_said_with_the_reason(
+    spoil: str, machine: Machine, locks: Path, tmp_path: Path
+) -> None:
+    lock = locks / "GPU-a"
+    lock.unlink()
+    match spoil:
+        case "pipe":
+            os.mkfifo(lock)
+        case "link":
+            lock.symlink_to(tmp_path / "another")
+        case "folder":
+            locks.rmdir()
+            locks.touch()
+        case "linked folder":
+            locks.rename(tmp_path / "another")
+            locks.symlink_to(tmp_path / "another")
+    with pytest.raises(OSError):  # noqa: PT011
+        device_locks.lock("GPU-a", print, nobody)
+    machine([{"uuid": "GPU-a", "processes": [7]}, {"uuid": "GPU-a"}])
+    (line,) = Gpus().unusable()
+    assert line.startswith(f"{locks}: replicas lock no devices there (")
+    assert Gpus().users("GPU-a") == (7,)
+
+
+def test_looking_at_a_lock_keeps_it_from_the_cleaners_of_tmp(locks: Path) -> None:
+    os.utime(locks / "GPU-a", (0, 0))
+    device_locks.is_locked("GPU-a")
+    assert (locks / "GPU-a").stat().st_atime > 0
 
 
 def environment(placement: Placement, rank: int, devices: tuple[str, ...], **more: Any) -> dict[str, str]:

@@ -96,3 +96,16 @@ def test_who_comes_back_to_find_its_name_taken_leaves(cluster: Cluster) -> None:
     assert f"'first' was taken by the agent at 127.0.0.1, process {fresh.process.pid}" in stale.text()
     cluster.finish(other, fresh)
     cluster.check(epochs=60, replicas=2)
+
+
+def test_a_job_whose_coordinator_cannot_start_fails_with_its_last_line(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken" / "click.py"
+    broken.parent.mkdir()
+    broken.write_text("raise ImportError('click is damaged')\n")
+    run = cluster.start("first", TRAIN, *LONG, env={"PYTHONPATH": str(broken.parent)})
+    assert run.wait() == 1, run.text()
+    line = "the coordinator ended with code 1 (ImportError: click is damaged; all of it in "
+    assert line in run.text().splitlines()[-1]
+    assert line in cluster.ask("status", JOB)

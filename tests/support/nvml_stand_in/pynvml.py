@@ -1,6 +1,7 @@
 """Plays NVIDIA's management library: put this folder on PYTHONPATH and name a file in FAKE_NVML.
 
-The file is JSON, a list of GPUs: {"uuid", "model", "total", "used", "load", "mig": [uuid, ...], "error"}. It
+The file is JSON, a list of GPUs: {"uuid", "model", "total", "used", "load", "mig": [uuid, ...], "error",
+"processes": [pid, ...]}. It
 is read at each question, so a test can change it.
 """
 
@@ -74,3 +75,7 @@ def nvmlDeviceGetMemoryInfo(handle: Any) -> Any:
 
 def nvmlDeviceGetUtilizationRates(handle: Any) -> Any:
     return SimpleNamespace(gpu=_of(handle).get("load", 0))
+
+
+def nvmlDeviceGetComputeRunningProcesses(handle: Any) -> list[Any]:
+    return [SimpleNamespace(pid=pid) for pid in _of(handle).get("processes", [])]
