@@ -126,10 +126,11 @@ logger = logging.getLogger(__name__)
 )
 @click.option(
     "--set",
-    "changes",
     multiple=True,
-    metavar="KEY=VALUE",
-    help="Change a setting of the running autoscaler (max-hourly-cost=6); KEY= resets it; repeatable.",
+    hidden=True,
+    help="Gone.",
+    callback=lambda context, option, value: _refuse_set(value),
+    expose_value=False,
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be done now.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one per line.")
@@ -160,7 +161,6 @@ def autoscale(
     expected: tuple[str, ...],
     interval: float,
     until_done: bool,
-    changes: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -176,10 +176,6 @@ def autoscale(
     from adaptdl_elastic.autoscaler.scaling.setting_texts import parse_band, parse_deadline, parse_job_cost
     from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 
-    if changes:
-        refuse(_names_but("changes"), "is for an autoscaler that starts: --set changes the one that runs")
-        _change_running(where, changes)
-        return
     if any(not name.strip() for name in groups):
         raise OptionError("--asg '': give the name of an auto-scaling group")
     if sum(map(bool, (groups, local, provider))) > 1:
@@ -250,41 +246,13 @@ def autoscale(
     sys.exit(code)
 
 
-def _names_but(name: str) -> list[str]:
-    """Return the command's parameters except one, and except those that select the store."""
-    names = [parameter.name or "" for parameter in autoscale.params]
-    return [one for one in names if one != name and not one.startswith("store_")]
-
-
-def _change_running(where: Where, texts: tuple[str, ...]) -> None:
-    """Write other settings for the autoscaler that runs."""
-    from adaptdl_elastic.autoscaler.scaling.live_settings import write_changes
-    from adaptdl_elastic.autoscaler.scaling.setting_texts import parse_change
-    from adaptdl_elastic.rendezvous.schema.keys import Keys
-    from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError
-    from adaptdl_elastic.rendezvous.store.base import StoreError
-
-    changes: dict[str, float | None] = {}
-    try:
-        for text in texts:
-            changes |= parse_change(text, time.time())
-    except ValueError as error:
-        raise OptionError(str(error)) from None
-    store, cluster = where.connect()
-    keys = Keys(cluster)
-    try:
-        with store:
-            held = write_changes(store, keys, changes)
-            runs = store.get(keys.autoscaler_leader) is not None
-    except MalformedRecordError as error:
-        raise CommandError(f"what was set before cannot be read: {error}") from error
-    except ValueError as error:
-        raise OptionError(f"--set: {error}") from error
-    except StoreError as error:
-        raise CommandError(str(error)) from error
-    said = ", ".join(f"{name} {value:g}" for name, value in sorted(held.items()))
-    echo(f"instead of the command line: {said or 'nothing'}")
-    echo("it holds from the next look on" if runs else "no autoscaler runs: it holds for the next one")
+def _refuse_set(given: tuple[str, ...]) -> None:
+    """Refuse an option of version 0.1."""
+    if given:
+        raise OptionError(
+            "--set is gone: stop the autoscaler and start it with other options, nodes are kept; "
+            "adaptdl cloud up --set changes a stack's limits while it runs (docs/ec2.md)"
+        )
 
 
 _OF_ASG = ("region", "profile", "queue_url")

@@ -32,7 +32,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.live_settings import read_changes, usable
+from adaptdl_elastic.autoscaler.scaling.live_settings import usable
 from adaptdl_elastic.autoscaler.scaling.observe import all_ended, observe
 from adaptdl_elastic.autoscaler.scaling.observed_history import not_done, refused, running_replicas, shifted
 from adaptdl_elastic.autoscaler.scaling.scaling_types import (
@@ -179,26 +179,19 @@ class Autoscaler:
         """Take over the settings that hold in this round; return warnings where some cannot be used.
 
         Args:
-            tagged: settings that the provider has, as KEY=VALUE; those of --set hold before them.
-
-        Raises:
-            StoreError: the store cannot be read.
+            tagged: settings that the provider has, as KEY=VALUE.
         """
-        unfit, values, refused = "what --set or a tag says cannot be used", dict[str, float](), list[str]()
+        unfit, values, refused = "what a tag says cannot be used", dict[str, float](), list[str]()
         for text in tagged:
             try:
                 said = parse_change(text, self._clock()).items()
                 values |= {name: value for name, value in said if value is not None}
             except ValueError as error:
                 refused.append(str(error))
-        try:
-            values |= read_changes(self._store, self._keys)
-        except records.MalformedRecordError as error:
-            return [f"{unfit}, and the settings stay as they are: {error}"]
         self._settings, changes, unusable = usable(self._given, values)
         if changes != self._changes:
             told = ", ".join(f"{name} {value:g}" for name, value in sorted(changes.items()))
-            self._event("settings", {"message": f"set by --set or tags: {told or 'nothing any more'}"})
+            self._event("settings", {"message": f"set by tags: {told or 'nothing any more'}"})
             self._changes = changes
         return [f"{unfit}: {why}" for why in (*refused, *unusable)]
 

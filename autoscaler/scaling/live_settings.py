@@ -1,8 +1,4 @@
-"""Settings of a running autoscaler: `adaptdl autoscale --set` writes what holds instead of its command line.
-
-The changes are kept in the store, so they also hold for an autoscaler that starts later, until they are taken
-back.
-"""
+"""Settings that tags of a group say, which hold instead of the autoscaler's command line. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.rendezvous.schema import records
-from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.store.base import Store
 
 NUMBERS = (
     *(
@@ -92,36 +85,3 @@ def usable(
                     taken[key] = left.pop(key)
             if len(taken) == before:
                 return changed(base, taken), taken, [errors[key] for key in left]
-
-
-def read_changes(store: Store, keys: Keys) -> dict[str, float]:
-    """Return the values that have been set.
-
-    Raises:
-        MalformedRecordError: they cannot be read.
-        StoreError: the store cannot be read.
-    """
-    item = store.get(keys.autoscaler_settings)
-    return {} if item is None else records.decode(records.AutoscalerSettings, item.value, item.key).values
-
-
-def write_changes(store: Store, keys: Keys, changes: Mapping[str, float | None]) -> dict[str, float]:
-    """Set values, and take back those that are None; return all that are set now.
-
-    Raises:
-        ValueError: a value is out of its range, or two do not fit together.
-        MalformedRecordError: the present values cannot be read.
-        StoreError: the store does not take them.
-    """
-    while True:
-        item = store.get(keys.autoscaler_settings)
-        values = (
-            {} if item is None else records.decode(records.AutoscalerSettings, item.value, item.key).values
-        )
-        merged = {**values, **changes}
-        values = {name: value for name, value in merged.items() if value is not None}
-        changed(ScalingSettings(), values)
-        revision = 0 if item is None else item.mod_revision
-        text = records.encode(records.AutoscalerSettings(values))
-        if store.compare_and_swap(keys.autoscaler_settings, text, revision) is not None:
-            return values

@@ -1,4 +1,4 @@
-"""Parse settings of the autoscaler as a person writes them: options, `--set`, and tags of groups. Pure."""
+"""Parse settings of the autoscaler as a person writes them: options, and tags of groups. Pure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def parse_band(text: str) -> tuple[float, float]:
 
 
 def parse_change(text: str, now: float) -> dict[str, float | None]:
-    """Parse `KEY=VALUE` or `KEY=` of --set; return names of settings with their values.
+    """Parse `KEY=VALUE` of a tag; return names of settings with their values.
 
     Args:
         text: the text.
@@ -70,14 +70,14 @@ def parse_change(text: str, now: float) -> dict[str, float | None]:
     """
     option, equals, value = text.partition("=")
     if not equals or option not in _SETTABLE:
-        raise ValueError(f"--set {text!r}: give KEY=VALUE, where KEY is {', '.join(_SETTABLE)}")
+        raise ValueError(f"{text!r}: give KEY=VALUE, where KEY is {', '.join(_SETTABLE)}")
     name = _SETTABLE[option]
     if option in ("deadline", "max-job-cost"):
         job, _, amount = value.rpartition("=")
         try:
             check_name("job", job or "all")
         except ValueError as error:
-            raise ValueError(f"--set {text!r}: {error}") from None
+            raise ValueError(f"{text!r}: {error}") from None
         if not amount:
             return {f"{name}/{job or '*'}": None}
         job, number = parse_deadline(value, now) if option == "deadline" else parse_job_cost(value)
@@ -87,4 +87,4 @@ def parse_change(text: str, now: float) -> dict[str, float | None]:
     try:
         return {name: float(value) * (60 if option == "idle-minutes" else 1) if value else None}
     except ValueError:
-        raise ValueError(f"--set {text!r}: {value!r} is no number") from None
+        raise ValueError(f"{text!r}: {value!r} is no number") from None

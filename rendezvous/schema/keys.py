@@ -22,7 +22,6 @@ usage/<node>                            NodeUsage, leased: written every few sec
 drains/<node>                           DrainRequest: take this node's replicas away; deleted by its writer
 autoscaler/leader                       LeaderRecord, leased: the autoscaler that buys and releases nodes
 autoscaler/owner                        random id of the cluster, for tags of cloud resources
-autoscaler/settings                     AutoscalerSettings, written by `adaptdl autoscale --set`
 autoscaler/status                       AutoscalerStatus, written by that autoscaler
 torchrun/<id>/nodes/<agent>             membership.Member, leased: an agent of plain torchrun
 torchrun/<id>/{round,closed}            MembershipRound and Closed, written by any of these agents
@@ -158,11 +157,6 @@ class Keys:
     def autoscaler_owner(self) -> str:
         """The key of the cluster's random, permanent id, with which its auto-scaling groups are tagged."""
         return f"{self.root}autoscaler/owner"
-
-    @property
-    def autoscaler_settings(self) -> str:
-        """The key of what `adaptdl autoscale --set` has changed."""
-        return f"{self.root}autoscaler/settings"
 
     @property
     def autoscaler_status(self) -> str:

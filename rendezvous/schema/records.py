@@ -528,17 +528,6 @@ class AutoscalerStatus:
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class AutoscalerSettings:
-    """Settings that hold instead of those on the autoscaler's command line.
-
-    Attributes:
-        values: name of the setting, for settings by job with `/JOB` or `/*`, and its value.
-    """
-
-    values: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, config=_CONFIG)
 class LeaderRecord:
     """A coordinator or autoscaler that leads or stands by."""
 

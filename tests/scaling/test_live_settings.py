@@ -1,4 +1,4 @@
-"""`adaptdl autoscale --set`: what a running autoscaler takes over, keeps and refuses."""
+"""What a running autoscaler takes over from the tags of its groups, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,31 +8,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner, Result
-from scaling_cluster import KEYS, Cluster
+from click.testing import CliRunner
+from scaling_cluster import Cluster
 
-from adaptdl_elastic.autoscaler.cli import Where
 from adaptdl_elastic.autoscaler.commands.autoscale import autoscale
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.live_settings import changed, read_changes, usable, write_changes
+from adaptdl_elastic.autoscaler.scaling.live_settings import changed, usable
 from adaptdl_elastic.autoscaler.scaling.setting_texts import parse_change
-from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 NOW = 1_000_000.0
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
-    memory = MemoryStore()
-    monkeypatch.setattr(Where, "connect", lambda self: (memory, KEYS.cluster))
-    monkeypatch.setattr(MemoryStore, "__exit__", lambda *_: None)
-    yield memory
-    memory.close()
-
-
-def set_(*changes: str) -> Result:
-    return CliRunner().invoke(autoscale, [word for change in changes for word in ("--set", change)])
+def store() -> Iterator[MemoryStore]:
+    with MemoryStore() as memory:
+        yield memory
 
 
 @pytest.mark.parametrize(
@@ -70,7 +61,6 @@ def test_what_a_change_says(text: str, values: dict[str, float | None]) -> None:
 def test_a_change_that_cannot_be_read_is_one_line(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         parse_change(text, NOW)
-    assert set_(text).output.count("\n") <= 3
 
 
 def test_values_hold_instead_of_those_given_and_others_stay() -> None:
@@ -104,68 +94,12 @@ def test_values_out_of_range_and_unknown_names_are_refused(values: dict[str, flo
         changed(ScalingSettings(), values)
 
 
-def test_changes_add_up_and_are_taken_back_one_by_one(store: MemoryStore) -> None:
-    done = set_("max-hourly-cost=6", "max-job-cost=train=50")
-    assert (done.exit_code, done.output) == (
-        0,
-        "instead of the command line: max_hourly_cost 6, max_job_costs/train 50\n"
-        "no autoscaler runs: it holds for the next one\n",
-    )
-    store.put(KEYS.autoscaler_leader, records.encode(records.LeaderRecord("one")))
-    done = set_("max-hourly-cost=7", "max-job-cost=train=")
-    assert done.output == "instead of the command line: max_hourly_cost 7\nit holds from the next look on\n"
-    assert set_("max-hourly-cost=").output.startswith("instead of the command line: nothing\n")
-    assert read_changes(store, KEYS) == {}
-
-
-def test_a_change_at_the_same_time_is_kept(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, another = store.compare_and_swap, [{"max_nodes": 3.0}]
-
-    def interrupted(key: str, value: str, revision: int) -> object:
-        if another:
-            store.put(key, records.encode(records.AutoscalerSettings(another.pop())))
-        return original(key, value, revision)
-
-    monkeypatch.setattr(store, "compare_and_swap", interrupted)
-    assert write_changes(store, KEYS, {"max_hourly_cost": 6.0}) == {"max_nodes": 3.0, "max_hourly_cost": 6.0}
-
-
-def test_bad_values_change_nothing(store: MemoryStore) -> None:
-    done = set_("max-hourly-cost=-1")
-    assert (done.exit_code, len(done.output.splitlines())) == (2, 1)
-    assert "--max-hourly-cost -1: needs a positive amount" in done.output
-    assert store.get(KEYS.autoscaler_settings) is None
-    store.put(KEYS.autoscaler_settings, "garbage")
-    done = set_("max-hourly-cost=6")
-    assert (done.exit_code, "what was set before cannot be read" in done.output) == (1, True)
-
-
-def test_set_is_not_for_an_autoscaler_that_starts() -> None:
+def test_the_option_is_refused_with_what_takes_its_place() -> None:
     done = CliRunner().invoke(autoscale, ["--asg", "workers", "--set", "max-nodes=2"])
-    assert (done.exit_code, "--asg is for an autoscaler that starts" in done.output) == (2, True)
+    assert (done.exit_code, "--set is gone: stop the autoscaler and start it" in done.output) == (2, True)
 
 
-def test_a_running_autoscaler_takes_it_over_and_says_so(store: MemoryStore) -> None:
-    """It buys both nodes of a job when it may."""
-    cluster = Cluster(store)
-    cluster.ruler.change(ScalingSettings(max_nodes=1))
-    cluster.submit(nodes=2)
-    for _ in range(5):
-        cluster.tick()
-    assert len(cluster.instances) == 0
-    set_("max-nodes=2")
-    for _ in range(5):
-        cluster.tick()
-    assert len(cluster.instances) == 2
-    assert cluster.events("settings") == [{"message": "set by --set or tags: max_nodes 2"}]
-    set_("max-nodes=")
-    cluster.tick()
-    assert cluster.events("settings")[-1] == {"message": "set by --set or tags: nothing any more"}
-
-
-def test_settings_of_the_provider_hold_before_the_command_line_and_after_those_of_set(
-    store: MemoryStore,
-) -> None:
+def test_tags_hold_before_the_command_line(store: MemoryStore) -> None:
     cluster = Cluster(store)
     cluster.ruler.change(ScalingSettings(max_nodes=1))
     cluster.provider.settings = ("max-nodes=3", "max-job-cost=", "max-hourly-cost=much")
@@ -173,18 +107,13 @@ def test_settings_of_the_provider_hold_before_the_command_line_and_after_those_o
     for _ in range(5):
         cluster.tick()
     assert len(cluster.instances) == 3
-    assert cluster.events("settings") == [{"message": "set by --set or tags: max_nodes 3"}]
+    assert cluster.events("settings") == [{"message": "set by tags: max_nodes 3"}]
     (warning,) = (one for one in cluster.events("warning") if "tag" in one["message"])
-    assert "what --set or a tag says cannot be used: --set 'max-hourly-cost=much'" in warning["message"]
-    set_("max-nodes=3")
-    for _ in range(5):
-        cluster.tick()
-    assert len(cluster.instances) == 3
-    # the provider's change holds from the next look on
-    set_("max-nodes=")
+    assert "what a tag says cannot be used: 'max-hourly-cost=much'" in warning["message"]
+    # a change holds from the next look on
     cluster.provider.settings = ("max-nodes=4",)
     cluster.tick()
-    assert cluster.events("settings")[-1] == {"message": "set by --set or tags: max_nodes 4"}
+    assert cluster.events("settings")[-1] == {"message": "set by tags: max_nodes 4"}
 
 
 def test_a_value_that_does_not_fit_cancels_no_limit_of_what_may_be_spent() -> None:
@@ -209,9 +138,9 @@ def test_what_does_not_fit_the_command_line_is_a_warning_and_nothing_changes(sto
     cluster = Cluster(store)
     cluster.ruler.change(ScalingSettings(min_nodes=1, max_nodes=2))
     cluster.submit(nodes=2)
-    set_("max-nodes=0")
+    cluster.provider.settings = ("max-nodes=0",)
     cluster.tick()
     assert len(cluster.instances) == 2
     (warning,) = cluster.status().warnings
-    assert "what --set or a tag says cannot be used" in warning
+    assert "what a tag says cannot be used" in warning
     assert "--min-nodes 1 and --max-nodes 0" in warning
