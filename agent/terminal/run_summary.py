@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from adaptdl_elastic.agent.terminal.event_log import Event
@@ -70,14 +70,21 @@ class Summary:
 
 @dataclass
 class Collector:
-    """Collects the events that a summary needs; drops some batch sizes and metrics if there are too many."""
+    """Collects the events that a summary needs; drops some of the most frequent kinds if there are too many."""
 
     most: int = 4000
     events: list[Event] = field(default_factory=list)
+    checkpoints: int = 0
+
+    @property
+    def summary(self) -> Summary:
+        """The summary of the run; its number of checkpoints is that of all, dropped ones included."""
+        return replace(summarise(self.events), checkpoints=self.checkpoints)
 
     def add(self, event: Event) -> None:
         """Take in an event."""
         self.events.append(event)
+        self.checkpoints += event["event"] == "checkpoint"
         if len(self.events) > self.most:
             many = [
                 i

@@ -66,11 +66,13 @@ def pack(
         command: A script and its arguments, which are packed as the file STACK_COMMAND.
 
     Raises:
-        ProvisionError: the directory cannot be read, is too large, or has files of `private`.
+        ProvisionError: the directory cannot be read, is too large, or has files of `private` or links that
+            lead out of it.
     """
     names = list_files(directory)
     _check_private(directory, names, private)
     _check_size(directory, names, most_bytes)
+    _check_links(directory, names)
     try:
         with _archive(target, {OWNER_HEADER: owner}) as tar:
             for name in names:
@@ -206,6 +208,20 @@ def _check_private(directory: Path, names: list[str], private: Sequence[Path]) -
                     f"{directory.absolute()} holds your keys, in {below}, which would travel to the nodes: "
                     f"give the job a directory of its own, or name {below} in .gitignore"
                 )
+
+
+def _check_links(directory: Path, names: list[str]) -> None:
+    for name, path in ((name, directory / name) for name in names):
+        if not path.is_symlink():
+            continue
+        # nodes refuse links that leave the directory on their way, too
+        shortest = os.path.normpath(Path(name).parent / path.readlink())
+        inside = Path(os.path.realpath(path)).is_relative_to(directory.resolve())
+        if not inside or shortest.startswith(("/", "../")) or shortest == "..":
+            raise ProvisionError(
+                f"{path.absolute()} is a link out of the directory, to {path.readlink()}, and cannot travel: "
+                f"put a copy in its place, or name it in .gitignore"
+            )
 
 
 def _check_size(directory: Path, names: list[str], most_bytes: int) -> None:

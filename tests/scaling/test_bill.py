@@ -155,6 +155,16 @@ def test_instances_of_the_time_before_the_first_look_are_not_charged_for_it() ->
     assert market.bill(70.0).cost == pytest.approx(0.70)
 
 
+def test_an_instance_that_is_stopped_and_started_again_is_charged_for_both_times() -> None:
+    market = Market(Life(3.0))
+    market.read_every = 49.0
+    told = market.bill(42.0)
+    market.lives = {"i-0": Life(1000.0)}
+    told = market.bill(1050.0, told, 1001.0)
+    assert told.cost == pytest.approx(0.39 + 0.50)
+    assert told.pools["spot"].hours == pytest.approx((39 + 50) / 3600)
+
+
 def test_a_clock_that_is_set_changes_no_bill() -> None:
     told = shifted(Market(Life(3.0)).bill(70.0), 3600.0)
     market = Market(Life(3.0))

@@ -131,6 +131,28 @@ def test_another_persons_archive_is_not_unpacked(work: Path, tmp_path: Path) -> 
 
 
 @needs_git
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"a": "/etc"},
+        {"a": ".."},
+        {"a": "../work/train.py"},
+        {"a": "b/..", "b": "."},
+        {"a": "b/../..", "b": "src"},
+    ],
+)
+def test_a_link_that_leads_out_of_the_directory_is_refused_at_submit(
+    work: Path, tmp_path: Path, links: dict[str, str]
+) -> None:
+    for name, target in links.items():
+        (work / name).symlink_to(target)
+    with pytest.raises(
+        ProvisionError, match=r"/a is a link out of the directory, to .*name it in .gitignore"
+    ):
+        bundle.pack(work, tmp_path / "archive", "alice")
+
+
+@needs_git
 def test_a_file_with_two_names_travels_twice(work: Path, tmp_path: Path) -> None:
     (work / "second.py").hardlink_to(work / "train.py")
     packed = bundle.pack(work, tmp_path / "archive", "alice")
@@ -176,6 +198,9 @@ def not_unpacked(archive: Path) -> str:
         [entry("pipe", tarfile.FIFOTYPE)],
         [entry("a", tarfile.SYMTYPE, link="b"), entry("a/c", tarfile.SYMTYPE, link="d")],
         [entry("a", tarfile.SYMTYPE, link="b"), entry("a/c")],
+        [entry("a", tarfile.SYMTYPE, link="b/.."), entry("b", tarfile.SYMTYPE, link=".")],
+        [entry("d/c", tarfile.SYMTYPE, link=".."), entry("a", tarfile.SYMTYPE, link="d/c/../outside")],
+        [entry("a", tarfile.SYMTYPE, link="."), entry("b", tarfile.LNKTYPE, link="a/../outside")],
         [entry("twice"), entry("twice")],
         [entry(f"{'d/' * 5000}file")],
     ],
