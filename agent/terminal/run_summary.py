@@ -70,7 +70,7 @@ class Summary:
 
 @dataclass
 class Collector:
-    """Collects the events that a summary needs; drops some of the most frequent kinds if there are too many."""
+    """Collects the events that a summary needs; drops some of frequent kinds if there are too many."""
 
     most: int = 4000
     events: list[Event] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Collector:
 
     @property
     def summary(self) -> Summary:
-        """The summary of the run; its number of checkpoints is that of all, dropped ones included."""
+        """The summary of the run, whose checkpoints are all counted."""
         return replace(summarise(self.events), checkpoints=self.checkpoints)
 
     def add(self, event: Event) -> None:

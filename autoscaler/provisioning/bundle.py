@@ -211,16 +211,15 @@ def _check_private(directory: Path, names: list[str], private: Sequence[Path]) -
 
 
 def _check_links(directory: Path, names: list[str]) -> None:
-    for name, path in ((name, directory / name) for name in names):
-        if not path.is_symlink():
-            continue
+    for name in (name for name in names if (directory / name).is_symlink()):
+        path = (directory / name).absolute()
+        target = path.readlink()
         # nodes refuse links that leave the directory on their way, too
-        shortest = os.path.normpath(Path(name).parent / path.readlink())
-        inside = Path(os.path.realpath(path)).is_relative_to(directory.resolve())
-        if not inside or shortest.startswith(("/", "../")) or shortest == "..":
+        first = os.path.normpath(Path(name).parent / target).split("/")[0]
+        if first in ("", "..") or not Path(os.path.realpath(path)).is_relative_to(directory.resolve()):
             raise ProvisionError(
-                f"{path.absolute()} is a link out of the directory, to {path.readlink()}, and cannot travel: "
-                f"put a copy in its place, or name it in .gitignore"
+                f"{path} is a link out of the directory, to {target}, and cannot travel: put a copy in its "
+                f"place, or name it in .gitignore"
             )
 
 
