@@ -514,12 +514,11 @@ class ElasticAgent(SimpleElasticAgent):
         self._replicas.pop(handle.number, None)
         handle.close()
         self._last_exits.append((handle, code))
-        message, evidence = "", states.Evidence()
-        if code not in (0, STOPPED):
+        message, evidence = handle.broken, states.Evidence()
+        if code not in (0, STOPPED) and not handle.broken:
             message, evidence = failure_reports.examine(code, handle.error_file, self._config.command.argv[0])
         generation, local_rank, when = handle.generation, handle.local_rank, when or time.time()
-        why = handle.broken or message
-        self._decide(states.ReplicaExited(generation, local_rank, code, when, why, signalled, evidence))
+        self._decide(states.ReplicaExited(generation, local_rank, code, when, message, signalled, evidence))
 
     def _read_channel(self, handle: ReplicaHandle) -> bool:
         received = handle.receive()

@@ -56,7 +56,10 @@ class ReplicaHandle:
             data = b""
         if not data:
             return None
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0], self._buffer = self._buffer + lines[0], b""
+        self._buffer += rest
         if len(self._buffer) > _LONGEST:
             self._junk, self._buffer = self._junk + 1, b""
             self.broken = self._why = f"a message of more than {_LONGEST >> 20} MiB to the agent"
@@ -72,7 +75,9 @@ class ReplicaHandle:
             return ""
         count, self._junk, self._noticed = pluralize(self._junk, "line"), 0, now
         end = "it is killed" if self.broken else "only the library may write to its channel"
-        return f"replica {self.rank} has sent {count} that its agent cannot read, the last: {self._why}; {end}"
+        return (
+            f"replica {self.rank} has sent {count} that its agent cannot read, the last: {self._why}; {end}"
+        )
 
     def _message(self, line: bytes) -> ReplicaMessage | None:
         try:
@@ -89,5 +94,3 @@ class ReplicaHandle:
         """Close both ends of the channel."""
         self.channel.close()
         self.theirs.close()
-
-

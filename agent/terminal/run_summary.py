@@ -8,6 +8,7 @@ from typing import Any
 
 from adaptdl_elastic.agent.terminal.event_log import Event
 
+_FREQUENT = {"batch_size", "goodput", "checkpoint", "metrics"}
 _NOT_METRICS = {"time", "event", "epoch", "rank", "step"}
 
 
@@ -86,11 +87,7 @@ class Collector:
         self.events.append(event)
         self.checkpoints += event["event"] == "checkpoint"
         if len(self.events) > self.most:
-            many = [
-                i
-                for i, e in enumerate(self.events)
-                if e["event"] in ("batch_size", "goodput", "checkpoint", "metrics")
-            ]
+            many = [i for i, e in enumerate(self.events) if e["event"] in _FREQUENT]
             drop = set(many[1:-100:2])  # every other one of the older events
             self.events = [e for i, e in enumerate(self.events) if i not in drop]
             self.most = max(self.most, len(self.events) + 100)

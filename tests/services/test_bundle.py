@@ -146,9 +146,7 @@ def test_a_link_that_leads_out_of_the_directory_is_refused_at_submit(
 ) -> None:
     for name, target in links.items():
         (work / name).symlink_to(target)
-    with pytest.raises(
-        ProvisionError, match=r"/a is a link out of the directory, to .* \.gitignore"
-    ):
+    with pytest.raises(ProvisionError, match=r"/a is a link out of the directory, to .* \.gitignore"):
         bundle.pack(work, tmp_path / "archive", "alice")
 
 
