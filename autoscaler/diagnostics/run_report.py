@@ -255,7 +255,8 @@ def _sample(event: dict[str, Any]) -> Sample | None:
     if "init_batch_size" not in event:
         return None
     squared_gradient, variance = event["grad_params"] or (None, None)
-    return Sample(**event, squared_gradient=squared_gradient, variance=variance)
+    known = {name: value for name, value in event.items() if value is not None or name != "estimator"}
+    return Sample(**known, squared_gradient=squared_gradient, variance=variance)
 
 
 _KINDS: dict[str, Callable[[dict[str, Any]], object]] = {

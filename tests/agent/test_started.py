@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from contextlib import suppress
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,7 +20,7 @@ def agent_of(handles: list[ReplicaHandle], monkeypatch: Any) -> Any:
     monkeypatch.setattr(ElasticAgent, "__init__", lambda self: None)
     agent: Any = ElasticAgent()  # type: ignore[call-arg]
     state: dict[str, Any] = {"_plan": PLAN, "_replicas": dict(enumerate(handles)), "_last_exits": []}
-    mocks = ("_say", "_fork_server", "_loop", "_recorder", "_view", "_config", "_decide", "_failures")
+    mocks = ("_loop", "_recorder", "_view", "_config", "_decide", "_failures")
     for name, value in {**{mock: MagicMock() for mock in mocks}, **state}.items():
         setattr(agent, name, value)
     return agent
@@ -64,24 +63,22 @@ def test_junk_on_a_channel_is_counted_and_told_once_a_minute() -> None:
     handle.close()
 
 
-def test_a_replica_whose_channel_is_broken_is_killed_once(monkeypatch: Any) -> None:
+def test_a_channel_with_a_message_that_is_too_long_is_broken() -> None:
     handle = ReplicaHandle(0, 0, 0, 1, "")
-    agent = agent_of([handle], monkeypatch)
     handle.theirs.setblocking(False)
     handle.theirs.sendall(encode(Resilient(0, "")))
-    while agent._read_channel(handle):
+    received, said = [], []
+    while (messages := handle.receive()) is not None:
+        received += messages
+        said.append(handle.notice(0.0))
         with suppress(BlockingIOError):
             handle.theirs.send(b"x" * 60_000)
-    agent._read_channel(handle)
-    agent._exited(handle, -9)
-    why = "a message of more than 16 MiB to the agent"
-    agent._say.assert_called_once_with(
-        f"replica 1 has sent 1 line that its agent cannot read, the last: {why}; it is killed"
-    )
-    agent._fork_server.signal.assert_called_once_with(0, signal.SIGKILL)
-    resilient, exited = (call.args[0] for call in agent._decide.call_args_list)
-    assert type(resilient) is ReplicaResilient
-    assert (exited.exit_code, exited.message) == (-9, why)
+    assert received == [Resilient(0, "")]
+    assert handle.broken == "a message of more than 16 MiB to the agent"
+    assert [line for line in said if line] == [
+        f"replica 1 has sent 1 line that its agent cannot read, the last: {handle.broken}; it is killed"
+    ]
+    handle.close()
 
 
 def test_a_replica_that_died_at_once_is_named(monkeypatch: Any) -> None:

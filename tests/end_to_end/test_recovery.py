@@ -71,6 +71,7 @@ def test_who_is_killed_is_not_missed(tmp_path: Path, replicas: int, killed: list
         assert f"replica {killed[0]} is lost (SIGKILL" in run.text()
 
 
+@pytest.mark.essential
 def test_a_replica_that_breaks_its_channel_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
     with ElasticRun(job(2, "--max-restarts=0"), tmp_path) as run:
         before = start(run, 2)
