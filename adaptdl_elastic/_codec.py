@@ -276,12 +276,18 @@ class _Reader:
         return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
     def default(self, depth: int) -> defaultdict[Any, Any]:
-        name, pairs = self.value(depth), self.value(depth - 1)
-        return defaultdict(_FACTORIES[name] if name else None, pairs)
+        name = self.value(depth)
+        self.expect(b"d")
+        return defaultdict(_FACTORIES[name] if name else None, self.pairs(depth))
 
     def deque(self, depth: int) -> deque[Any]:
-        most, items = self.value(depth), self.value(depth - 1)
-        return deque(items, most)
+        most = self.value(depth)
+        self.expect(b"l")
+        return deque(self.items(depth), most)
+
+    def expect(self, tag: bytes) -> None:
+        if self.take(1) != tag:
+            raise CodecError(f"there is no {tag!r} where it belongs")
 
     def scalar(self, depth: int) -> Any:
         return self.array(depth)[()]

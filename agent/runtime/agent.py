@@ -516,19 +516,23 @@ class ElasticAgent(SimpleElasticAgent):
         self._replicas.pop(handle.number, None)
         handle.close()
         self._last_exits.append((handle, code))
-        message, evidence = "", states.Evidence()
-        if code not in (0, STOPPED):
+        message, evidence = handle.broken, states.Evidence()
+        if code not in (0, STOPPED) and not handle.broken:
             message, evidence = failure_reports.examine(code, handle.error_file, self._config.command.argv[0])
         generation, local_rank, when = handle.generation, handle.local_rank, when or time.time()
         self._decide(states.ReplicaExited(generation, local_rank, code, when, message, signalled, evidence))
 
     def _read_channel(self, handle: ReplicaHandle) -> bool:
         received = handle.receive()
+        if notice := handle.notice(float("inf") if received is None else time.monotonic()):
+            self._say(notice)
         if received is None:
             self._loop.remove(handle)
             return False
         for message in received:
             self._on_message(handle, message)
+        if handle.broken:
+            self._fork_server.signal(handle.number, signal.SIGKILL)
         return True
 
     def _on_message(self, handle: ReplicaHandle, message: ReplicaMessage) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import (
@@ -11,10 +11,11 @@ from adaptdl_elastic.protocol.messages import (
     ReplicaMessage,
     decode_report,
 )
+from adaptdl_elastic.rendezvous.text import pluralize
 
-logger = logging.getLogger(__name__)
 _CHUNK = 1 << 16
 _LONGEST = 1 << 24  # most bytes of one message; more cannot come from the library
+_NOTICE_SECONDS = 60.0  # from one notice about junk to the next
 
 
 class ReplicaHandle:
@@ -33,14 +34,20 @@ class ReplicaHandle:
         # its first step in that generation: number, wall clock
         self.early_step: tuple[int, float] | None = None
         self.channel, self.theirs = Channel.pair()
+        self.broken = ""  # why its channel cannot be used any more
         self._buffer = b""
+        # lines without a notice yet that are no messages, what is wrong with the last one, and when the last
+        # notice was
+        self._junk, self._why, self._noticed = 0, "", -math.inf
 
     def fileno(self) -> int:
         """Return the descriptor, for selectors: it is readable when `receive` returns something."""
         return self.channel.fileno()
 
     def receive(self) -> list[ReplicaMessage] | None:
-        """Return the messages that have arrived; None if the other end is closed. Never block."""
+        """Return the messages that have arrived; None if the other end is closed or broken. Never block."""
+        if self.broken:
+            return None
         try:
             data = self.channel.read_now(_CHUNK)
         except BlockingIOError:
@@ -49,11 +56,35 @@ class ReplicaHandle:
             data = b""
         if not data:
             return None
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0], self._buffer = self._buffer + lines[0], b""
+        self._buffer += rest
         if len(self._buffer) > _LONGEST:
-            logger.warning("replica %d writes something else than messages to its channel", self.rank)
+            self._junk, self._buffer = self._junk + 1, b""
+            self.broken = self._why = f"a message of more than {_LONGEST >> 20} MiB to the agent"
+        return [message for line in lines if (message := self._message(line)) is not None]
+
+    def notice(self, now: float) -> str:
+        """Return a line about what is no message, at most once a minute until the channel is broken; else "".
+
+        Args:
+            now: Monotonic; infinity: tell all that has not been told.
+        """
+        if not self._junk or (now < self._noticed + _NOTICE_SECONDS and not self.broken):
+            return ""
+        count, self._junk, self._noticed = pluralize(self._junk, "line"), 0, now
+        end = "it is killed" if self.broken else "only the library may write to its channel"
+        return (
+            f"replica {self.rank} has sent {count} that its agent cannot read, the last: {self._why}; {end}"
+        )
+
+    def _message(self, line: bytes) -> ReplicaMessage | None:
+        try:
+            return decode_report(line)
+        except MalformedMessageError as error:
+            self._junk, self._why = self._junk + 1, str(error)
             return None
-        return [message for line in lines if (message := _message(line, self.rank)) is not None]
 
     def send(self, message: AgentMessage) -> bool:
         """Send a message; return False if the replica is gone."""
@@ -63,11 +94,3 @@ class ReplicaHandle:
         """Close both ends of the channel."""
         self.channel.close()
         self.theirs.close()
-
-
-def _message(line: bytes, rank: int) -> ReplicaMessage | None:
-    try:
-        return decode_report(line)
-    except MalformedMessageError as error:
-        logger.warning("replica %d sent what is no message: %s", rank, error)
-        return None

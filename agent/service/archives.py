@@ -8,6 +8,7 @@ so that no file is written through one.
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
 import tarfile
 import tempfile
@@ -148,6 +149,9 @@ def _extract(archive: Archive, root: Path) -> None:
             raise BlobError(f"{str(name)!r} in it lies behind a link")
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(target)
+    for name, _ in links:
+        if not Path(os.path.realpath(root / name)).is_relative_to(os.path.realpath(root)):
+            raise BlobError(f"{str(name)!r} in it leads out of the directory over other links")
 
 
 def _inside(name: str) -> PurePosixPath:

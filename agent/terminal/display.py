@@ -109,7 +109,7 @@ class Display:
     def finish(self, exit_code: int, reason: str, logs: Path | None) -> None:
         """Print the summary at the end of the run."""
         self.close()
-        summary = run_summary.summarise(self._collector.events)
+        summary = self._collector.summary
         if self._summary:
             print_summary(self._console, self._job, summary)
         if exit_code == 0:

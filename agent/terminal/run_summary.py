@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from adaptdl_elastic.agent.terminal.event_log import Event
 
+_FREQUENT = {"batch_size", "goodput", "checkpoint", "metrics"}
 _NOT_METRICS = {"time", "event", "epoch", "rank", "step"}
 
 
@@ -70,20 +71,23 @@ class Summary:
 
 @dataclass
 class Collector:
-    """Collects the events that a summary needs; drops some batch sizes and metrics if there are too many."""
+    """Collects the events that a summary needs; drops some of frequent kinds if there are too many."""
 
     most: int = 4000
     events: list[Event] = field(default_factory=list)
+    checkpoints: int = 0
+
+    @property
+    def summary(self) -> Summary:
+        """The summary of the run, whose checkpoints are all counted."""
+        return replace(summarise(self.events), checkpoints=self.checkpoints)
 
     def add(self, event: Event) -> None:
         """Take in an event."""
         self.events.append(event)
+        self.checkpoints += event["event"] == "checkpoint"
         if len(self.events) > self.most:
-            many = [
-                i
-                for i, e in enumerate(self.events)
-                if e["event"] in ("batch_size", "goodput", "checkpoint", "metrics")
-            ]
+            many = [i for i, e in enumerate(self.events) if e["event"] in _FREQUENT]
             drop = set(many[1:-100:2])  # every other one of the older events
             self.events = [e for i, e in enumerate(self.events) if i not in drop]
             self.most = max(self.most, len(self.events) + 100)

@@ -24,11 +24,12 @@ def report(events: Path, html: Path | None, price: float | None, as_json: bool) 
 
     if price is not None and not price >= 0:
         raise CommandError(f"--price {price}: give what one replica costs for an hour, 0 or more")
+    left_out: list[str] = []
     try:
-        logged = run_report.read_events(events, lambda line: echo(line, err=True))
+        logged = run_report.read_events(events, left_out.append)
         found = run_report.report(logged, price)
     except run_report.ReportError as error:
-        raise CommandError(str(error)) from None
+        raise CommandError("; ".join([str(error), *left_out])) from None
     if html is not None:
         try:
             html.write_text(report_page.page(found, f"Report on {events.name}"), encoding="utf-8")
@@ -39,3 +40,5 @@ def report(events: Path, html: Path | None, price: float | None, as_json: bool) 
     else:
         for line in run_report.lines(found):
             echo(line)
+    for line in left_out:
+        echo(line, err=True)

@@ -21,9 +21,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass as validated
 
 from adaptdl_elastic.goodput import GoodputFunction
 from adaptdl_elastic.rendezvous.text import duration, pluralize
@@ -36,32 +38,47 @@ _PROPORTIONAL = 1.1  # times the samples a second that twice the batch must give
 _MEASUREMENTS = 3  # of goodput on each side of a change, whose medians are compared
 _LONGEST_GAP_S = 60.0  # between two samples of a running job; a longer gap is time without training
 _WORTH_ADDING = 1.5  # times the goodput that twice the replicas must give to be recommended
+_SHORTEST_S = 1e-12  # a curve by which a pass takes less is none
+_LAST_TIME = 1e11  # seconds since the epoch; a later time is none
+
+_Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
+_Amount = Annotated[float, Field(strict=True, ge=0, le=1e100)]
+_Curve = tuple[_Amount, _Amount, _Amount, _Amount, _Amount, _Amount, _Amount]
 
 
 class ReportError(ValueError):
     """An event log cannot be reported on; the message is one line with the remedy."""
 
 
-@dataclass(frozen=True)
+@validated(frozen=True)
 class Sample:
-    """What the job said about itself at one time."""
+    """What the job said about itself at one time. ValueError: no job can be so."""
 
     time: float  # seconds since the epoch
-    replicas: int
-    nodes: int
-    batch_size: int  # samples, over all replicas
-    init_batch_size: int
-    max_batch_size: int | None
-    local_bsz_bounds: tuple[int, int] | None
-    accumulation: bool
-    goodput: float  # samples at the initial batch size, per second
-    predicted_goodput: float | None
-    squared_gradient: float | None  # |G|²
-    variance: float | None  # of the mean gradient of an initial batch
-    curve: tuple[float, ...] | None  # parameters of the throughput model
-    tried_replicas: int
-    gradient_error: float | None = None  # standard error of |G|²
+    replicas: _Count
+    nodes: _Count
+    batch_size: _Count  # samples, over all replicas
+    init_batch_size: _Count
+    max_batch_size: _Count | None
+    local_bsz_bounds: tuple[_Count, _Count] | None
+    accumulation: Annotated[bool, Field(alias="gradient_accumulation")]
+    goodput: _Amount  # samples at the initial batch size, per second
+    predicted_goodput: _Amount | None
+    squared_gradient: _Amount | None  # |G|²
+    variance: _Amount | None  # of the mean gradient of an initial batch
+    # parameters of the throughput model
+    curve: Annotated[_Curve | None, Field(alias="perf_params")]
+    tried_replicas: Annotated[_Count, Field(alias="max_profiled_replicas")]
+    # standard error of |G|²
+    gradient_error: Annotated[_Amount | None, Field(alias="grad_error")] = None
     estimator: str = ""  # how |G|² and the variance were measured
+
+    def __post_init__(self) -> None:
+        low, high = self.local_bsz_bounds or (1, 1)
+        without_time = self.curve is not None and (sum(self.curve[:2]) < _SHORTEST_S or self.curve[-1] < 1)
+        too_small = low > high or (self.max_batch_size or math.inf) < self.init_batch_size
+        if too_small or without_time or (self.squared_gradient is None) != (self.variance is None):
+            raise ValueError("no such job")
 
     @property
     def critical_batch_size(self) -> float | None:
@@ -91,6 +108,21 @@ class Sample:
         if not sqr:
             return size, math.inf
         return size / (1 + error / sqr), size / (1 - error / sqr) if error < sqr else math.inf
+
+
+@validated
+class _Generation:
+    replicas: _Count
+    pause_s: _Amount | None = None
+
+
+@validated
+class _BatchSize:
+    batch_size: _Count
+    atomic_bsz: _Count | None = None
+    accumulation_steps: Annotated[int, Field(strict=True, ge=0, le=10**9)] | None = None
+    lr_factor: _Amount | None = None
+    goodput: _Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -186,8 +218,11 @@ def _event(line: str) -> dict[str, Any] | None:
     """Return the event in a line of a log; None if there is none."""
     try:
         event = json.loads(line)
-        valid = isinstance(event["event"], str) and isinstance(event["time"], int | float)
-    except (ValueError, TypeError, KeyError):
+        json.dumps(event, ensure_ascii=False).encode()  # no half of a character
+        valid = isinstance(event["event"], str) and 0 <= event["time"] <= _LAST_TIME
+        if event["event"] in _KINDS:
+            _KINDS[event["event"]](event)
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return event if valid else None
 
@@ -211,42 +246,24 @@ def _begin_of_last_run(events: list[dict[str, Any]]) -> int:
 
 
 def samples_of(events: Iterable[dict[str, Any]]) -> list[Sample]:
-    """Return what the job said about itself, in the order of time; what cannot be read is left out."""
-    found = []
-    for event in events:
-        if event["event"] != "goodput":
-            continue
-        try:
-            found.append(_sample(event))
-        except (KeyError, TypeError, ValueError):
-            continue  # of another version
-    return sorted(found, key=lambda sample: sample.time)
+    """Return what the job said about itself, in the order of time; older versions said too little."""
+    samples = (_sample(event) for event in events if event["event"] == "goodput")
+    return sorted((sample for sample in samples if sample is not None), key=lambda sample: sample.time)
 
 
-def _sample(event: dict[str, Any]) -> Sample:
-    gradient, bounds, curve = event["grad_params"], event["local_bsz_bounds"], event["perf_params"]
-    if not (event["nodes"] >= 1 and event["replicas"] >= 1 and event["init_batch_size"] >= 1):
-        raise ValueError("no such job")
-    if gradient is not None and not all(math.isfinite(value) and value >= 0 for value in gradient):
-        raise ValueError("no such gradient")
-    return Sample(
-        time=float(event["time"]),
-        replicas=int(event["replicas"]),
-        nodes=int(event["nodes"]),
-        batch_size=int(event["batch_size"]),
-        init_batch_size=int(event["init_batch_size"]),
-        max_batch_size=event["max_batch_size"],
-        local_bsz_bounds=None if bounds is None else (int(bounds[0]), int(bounds[1])),
-        accumulation=bool(event["gradient_accumulation"]),
-        goodput=float(event["goodput"]),
-        predicted_goodput=event["predicted_goodput"],
-        squared_gradient=None if gradient is None else float(gradient[0]),
-        variance=None if gradient is None else float(gradient[1]),
-        curve=None if curve is None else tuple(float(value) for value in curve),
-        tried_replicas=int(event["max_profiled_replicas"]),
-        gradient_error=None if event.get("grad_error") is None else float(event["grad_error"]),
-        estimator=str(event.get("estimator") or ""),
-    )
+def _sample(event: dict[str, Any]) -> Sample | None:
+    if "init_batch_size" not in event:
+        return None
+    squared_gradient, variance = event["grad_params"] or (None, None)
+    known = {name: value for name, value in event.items() if value is not None or name != "estimator"}
+    return Sample(**known, squared_gradient=squared_gradient, variance=variance)
+
+
+_KINDS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "goodput": _sample,
+    "generation": lambda event: _Generation(**event),
+    "batch_size": lambda event: _BatchSize(**event),
+}
 
 
 def report(events: Sequence[dict[str, Any]], price: float | None = None) -> Report:
@@ -377,13 +394,15 @@ def _changes(events: Sequence[dict[str, Any]], samples: Sequence[Sample], began:
     # a script may report values of its own with that name
     own = [one for one in events if one["event"] in ("batch_size", "goodput")]
     measurements = [(one["time"], one["goodput"]) for one in own if one.get("goodput")]
-    logged = [one for one in events if one["event"] == "batch_size" and one.get("atomic_bsz")]
+    # older versions have not logged all of it
+    whole = [one for one in own if None not in (one.get("atomic_bsz"), one.get("accumulation_steps"))]
+    logged = [one for one in whole if one["event"] == "batch_size"]
     times, tried = [*(one["time"] for one in logged), math.inf], set[tuple[int, ...]]()
     # replicas, samples of a pass and further passes, and goodput, of the size before
     old, earlier = tuple[int, ...](), list[float]()
     for event, time, end in zip(logged, times, times[1:], strict=False):
         batch, atomic, passes = event["batch_size"], event["atomic_bsz"], event["accumulation_steps"]
-        new = (round(batch / atomic / (passes + 1)), atomic, passes)
+        new = (max(1, round(batch / atomic / (passes + 1))), atomic, passes)
         later = [goodput for at, goodput in measurements if time <= at < end]
         predicted = measured = None
         last = next((one for one in reversed(samples) if one.time < time), None)

@@ -31,6 +31,8 @@ def bill(
     old = before or Billed(min(until, first), min(until, first))
     # an instance that was stopped and started again has a new launch
     since = max(old.final, instance.launched)
+    if instance.launched > old.until:  # what is on the bill of the time before its stop remains
+        old = Billed(instance.launched, instance.launched)
     final = max(since, min(until, seen.capacity.priced))
     new = Billed(until, final, instance.cost(final, until))
     return new, (until - old.until) / 3600, instance.cost(since, final) + new.estimate - old.estimate

@@ -209,14 +209,16 @@ def test_texts_of_other_nodes_are_shown_without_control_characters(
         assert not re.search("\x1b\\]|\x1b\\[2J|[\x07\x7f-\x9f\u202e]", text)
 
 
-def test_a_long_run_does_not_fill_the_memory() -> None:
+def test_a_long_run_does_not_fill_the_memory_and_all_its_checkpoints_count() -> None:
     collector = run_summary.Collector(most=200)
     for i in range(5000):
         collector.add({"time": float(i), "event": "goodput", "goodput": 1.0})
         if i % 1000 == 0:
             collector.add({"time": float(i), "event": "generation", "generation": i, "replicas": 1})
+        collector.add({"time": float(i), "event": "checkpoint", "id": str(i)})
     assert len(collector.events) < 1000
     assert len([e for e in collector.events if e["event"] == "generation"]) == 5
+    assert collector.summary.checkpoints == 5000
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -43,6 +45,39 @@ def test_a_channel_that_was_read_already_does_not_block() -> None:
     assert handle.receive() == []
     handle.theirs.close()
     assert handle.receive() is None
+    handle.close()
+
+
+def test_junk_on_a_channel_is_counted_and_told_once_a_minute() -> None:
+    handle = ReplicaHandle(0, 0, 0, 1, "")
+    told = ""
+    for second in range(100):
+        handle.theirs.sendall(b"junk\n" * 50 + encode(Resilient(0, "")))
+        assert handle.receive() == [Resilient(0, "")]
+        told += handle.notice(100.0 + second).partition(" that ")[0] + "\n" * (second in (0, 60))
+    assert told == "replica 1 has sent 50 lines\nreplica 1 has sent 3000 lines\n"
+    assert handle.notice(math.inf) == (
+        "replica 1 has sent 1950 lines that its agent cannot read, the last: no JSON object: b'junk'; "
+        "only the library may write to its channel"
+    )
+    handle.close()
+
+
+def test_a_channel_with_a_message_that_is_too_long_is_broken() -> None:
+    handle = ReplicaHandle(0, 0, 0, 1, "")
+    handle.theirs.setblocking(False)
+    handle.theirs.sendall(encode(Resilient(0, "")))
+    received, said = [], []
+    while (messages := handle.receive()) is not None:
+        received += messages
+        said.append(handle.notice(0.0))
+        with suppress(BlockingIOError):
+            handle.theirs.send(b"x" * 60_000)
+    assert received == [Resilient(0, "")]
+    assert handle.broken == "a message of more than 16 MiB to the agent"
+    assert [line for line in said if line] == [
+        f"replica 1 has sent 1 line that its agent cannot read, the last: {handle.broken}; it is killed"
+    ]
     handle.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -367,14 +369,101 @@ def test_a_log_of_a_script_without_an_agent_says_how_to_get_one(tmp_path: Path) 
     assert "adaptdl-run --standalone --event-log" in told.output
 
 
+GENERATION, BATCH_SIZE, SAMPLE = 1, 2, 4  # places in `log`
+MISSING = object()
+NAN = float("nan")
+WRONG: list[Any] = [
+    NAN,
+    math.inf,
+    1e308,
+    -1e308,
+    10**400,
+    1e-320,
+    -1,
+    0,
+    1e15,
+    True,
+    "x",
+    "\ud800",
+    None,
+    [],
+    [1],
+    {},
+]
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"nodes": 0}, {"init_batch_size": 0}, {"grad_params": (float("nan"), 1.0)}]
+    ("place", "name", "value"),
+    [
+        (SAMPLE, "nodes", 0),
+        (SAMPLE, "init_batch_size", 0),
+        (SAMPLE, "grad_params", (NAN, 1.0)),
+        (SAMPLE, "grad_params", (1.0, None)),
+        (SAMPLE, "batch_size", 10**30),
+        (SAMPLE, "max_batch_size", INIT - 1),
+        (SAMPLE, "local_bsz_bounds", []),
+        (SAMPLE, "local_bsz_bounds", [9, 8]),
+        (SAMPLE, "perf_params", (0.0, 0.0, *CURVE[2:])),
+        (SAMPLE, "perf_params", (*CURVE[:6], 0.0)),
+        (SAMPLE, "predicted_goodput", "x"),
+        (SAMPLE, "replicas", MISSING),
+        (SAMPLE, "estimator", "\ud800"),
+        (GENERATION, "replicas", MISSING),
+        (GENERATION, "pause_s", "x"),
+        (GENERATION, "time", NAN),
+        (BATCH_SIZE, "batch_size", MISSING),
+        (BATCH_SIZE, "atomic_bsz", "x"),
+        (BATCH_SIZE, "accumulation_steps", -1),
+        (BATCH_SIZE, "lr_factor", []),
+        (BATCH_SIZE, "goodput", {}),
+    ],
 )
-def test_a_sample_with_impossible_values_is_left_out(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_an_event_with_an_impossible_value_is_left_out_and_counted_at_the_end(
+    tmp_path: Path, place: int, name: str, value: Any
+) -> None:
     events = log([100.0] * 3)
-    path = written(tmp_path, [*events[:-1], sample(20.0, 100.0, **wrong), events[-1]])
-    assert len(run_report.samples_of(run_report.read_events(path))) == 3
-    assert ask(path).exit_code == 0
+    whole = ask(path := written(tmp_path, events), "--json").stdout
+    wrong = {key: known for key, known in {**events[place], name: value}.items() if known is not MISSING}
+    written(tmp_path, [*events[:-1], wrong, events[-1]])
+    left_out = f"{path}: left out line 8, no event of adaptdl-run (a log that was cut there?)\n"
+    assert ask(path).output.endswith(f"\n{left_out}")
+    found = ask(path, "--json")
+    assert (found.stdout, found.stderr) == (whole, left_out)
+
+
+def damaged(choose: random.Random) -> bytes:
+    """Return a log with one to three kinds of damage."""
+    events = log([100.0, 300.0] * 6, grad_error=0.25)
+    events = [*events[:5], chosen(11, 128, 10.0), *events[5:9], chosen(19, 256, 20.0, 2), *events[9:]]
+    for _ in range(choose.randint(0, 2)):
+        event = choose.choice(events)
+        name = choose.choice(list(event))
+        if choose.random() < 0.3 and len(event) > 1:
+            del event[name]
+        elif isinstance(event[name], list | tuple) and choose.random() < 0.5:
+            event[name] = [choose.choice([one, *WRONG]) for one in event[name]]
+        else:
+            event[name] = choose.choice(WRONG)
+    if choose.random() < 0.3:
+        choose.shuffle(events)
+    text = bytearray("".join(json.dumps(event) + "\n" for event in events).encode())
+    for _ in range(choose.choice([0, 0, 1, 5])):
+        text[choose.randrange(len(text))] = choose.choice(b'0123456789-.,e":{}[] \n\xff')
+    if choose.random() < 0.3:
+        at = choose.randrange(len(text))
+        del text[at : at + choose.choice([1, 100, len(text)])]
+    return bytes(text)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_damaged_log_gives_a_report_or_one_line(tmp_path: Path) -> None:
+    choose = random.Random(0)
+    for _ in range(60):
+        (tmp_path / "log").write_bytes(damaged(choose))
+        done = ask(tmp_path / "log", "--html", tmp_path / "page.html", "--price", "2")
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
+        assert done.exit_code == 0 or done.output.count("\n") == 1
+        assert "nan" not in done.output.lower().replace("inan", "")
 
 
 def test_a_log_that_is_not_there_gets_one_line_with_the_remedy(tmp_path: Path) -> None:

@@ -71,6 +71,23 @@ def test_who_is_killed_is_not_missed(tmp_path: Path, replicas: int, killed: list
         assert f"replica {killed[0]} is lost (SIGKILL" in run.text()
 
 
+@pytest.mark.essential
+def test_a_replica_that_breaks_its_channel_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
+    with ElasticRun(job(2, "--max-restarts=0"), tmp_path) as run:
+        before = start(run, 2)
+        seen = len(run.events)
+        (tmp_path / "new").write_text(str(before[1]))
+        (tmp_path / "new").rename(tmp_path / "broken")
+        whole = run.wait_for_event("generation", after=seen, replicas=2)
+        assert (whole["transition"], pids(run, whole["generation"])[0]) == ("inplace", before[0])
+        [lost] = run.of("replica_lost")
+        assert (lost["rank"], lost["message"]) == (1, "a message of more than 16 MiB to the agent")
+        finish(run)
+        assert run.of("failure") == []
+        assert run.text().count("b'junk'") <= 1
+        assert "to the agent; it is killed" in run.text()
+
+
 def test_a_death_during_the_recovery(tmp_path: Path) -> None:
     with ElasticRun(job(3, "--max-restarts=0"), tmp_path) as run:
         before = start(run, 3)

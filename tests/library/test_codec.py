@@ -209,6 +209,8 @@ def test_bytes_that_nobody_encoded_are_an_error_and_nothing_else() -> None:
         b"l" + b"\xff" * 8,
         b"b" + (1 << 40).to_bytes(8, "big"),
         b"l\0\0\0\0\0\0\0\1" * 200,
+        b"DN" * 10_000,
+        b"qN" * 10_000,
         encode(1) + b"x",
         encode({(): 1}).replace(b"t", b"l"),
         pickle.dumps(print),

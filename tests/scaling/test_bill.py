@@ -144,13 +144,6 @@ def test_an_end_that_is_listed_late_is_put_right() -> None:
     assert market.look(told, 63.0).cost == pytest.approx(0.47)
 
 
-def test_the_time_for_which_an_instance_is_stopped_costs_nothing() -> None:
-    market = Market(Life(3.0, 50.0))
-    stopped = market.bill(70.0)
-    market.lives = {"i-0": Life(120.0)}
-    assert market.bill(140.0, stopped, 70.0).cost == pytest.approx(0.47 + 0.20)
-
-
 def test_an_end_at_an_unknown_time_is_charged_until_the_last_look() -> None:
     market = Market(Life(3.0, 50.0), Life(64.0, 66.0))
     market.tells_ends = False
@@ -160,6 +153,16 @@ def test_an_end_at_an_unknown_time_is_charged_until_the_last_look() -> None:
 def test_instances_of_the_time_before_the_first_look_are_not_charged_for_it() -> None:
     market = Market(Life(-500.0, -100.0), Life(-500.0))
     assert market.bill(70.0).cost == pytest.approx(0.70)
+
+
+def test_an_instance_that_is_stopped_and_started_again_is_charged_for_both_times() -> None:
+    market = Market(Life(3.0))
+    market.read_every = 49.0
+    told = market.bill(42.0)
+    market.lives = {"i-0": Life(1000.0)}
+    told = market.bill(1050.0, told, 1001.0)
+    assert told.cost == pytest.approx(0.39 + 0.50)
+    assert told.pools["spot"].hours == pytest.approx((39 + 50) / 3600)
 
 
 def test_a_clock_that_is_set_changes_no_bill() -> None:

@@ -131,6 +131,7 @@ def test_files_that_git_knows_behind_a_new_link_are_left_out(work: Path, tmp_pat
     assert (tmp_path / "there" / "src" / "model.py").read_text() == "src/model.py"
 
 
+@needs_git
 def test_an_empty_directory_travels(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     packed = bundle.pack(tmp_path / "empty", tmp_path / "a", "alice")
@@ -251,6 +252,9 @@ def not_unpacked(archive: Path) -> str:
         [entry("pipe", tarfile.FIFOTYPE)],
         [entry("a", tarfile.SYMTYPE, link="b"), entry("a/c", tarfile.SYMTYPE, link="d")],
         [entry("a", tarfile.SYMTYPE, link="b"), entry("a/c")],
+        [entry("a", tarfile.SYMTYPE, link="b/.."), entry("b", tarfile.SYMTYPE, link=".")],
+        [entry("d/c", tarfile.SYMTYPE, link=".."), entry("a", tarfile.SYMTYPE, link="d/c/../outside")],
+        [entry("a", tarfile.SYMTYPE, link="."), entry("b", tarfile.LNKTYPE, link="a/../outside")],
         [entry("twice"), entry("twice")],
         [entry(f"{'d/' * 5000}file")],
     ],

@@ -2,7 +2,8 @@
 
 A file `hurry` in the working directory makes it go as fast as it can; without one its steps take longer and
 longer from the fifth epoch on, so that a job of 30 epochs outlasts whatever is done to it. Newcomers to a
-running job wait for somebody to write to the FIFO SLOW_NEWCOMERS, unless there is a file `quick`.
+running job wait for somebody to write to the FIFO SLOW_NEWCOMERS, unless there is a file `quick`. The process
+that a file `broken` names by its id writes junk to its channel, and then a line without an end.
 """
 
 from __future__ import annotations
@@ -27,6 +28,15 @@ class Indices(torch.utils.data.Dataset[int]):
         return index
 
 
+def break_channel() -> None:
+    if Path("broken").exists() and Path("broken").read_text() == str(os.getpid()):
+        channel = int(os.environ["ADAPTDL_AGENT_FD"])
+        for _ in range(10_000):
+            os.write(channel, b"junk\n")
+        while True:
+            os.write(channel, b"x" * 4096)
+
+
 def main() -> None:
     epochs, pause = int(sys.argv[1]), float(sys.argv[2])
     fifo = os.environ.get("SLOW_NEWCOMERS")
@@ -46,6 +56,7 @@ def main() -> None:
             optimizer.step()
             counted["samples"] += len(indices)
             counted["sum"] += int(indices.sum())
+            break_channel()
             time.sleep(0 if Path("hurry").exists() else pause * max(1.0, epoch / 5))
         with counted.synchronized():
             adl.report(samples=counted["samples"], sum=counted["sum"], replicas=adl.world_size())
