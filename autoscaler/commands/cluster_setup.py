@@ -289,8 +289,10 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
         said = client_of(context).get_json(service, "/v1/status")
     except ServiceError as error:
         return {**row, "state": "unreachable", "problem": str(error)}
-    problems = "; ".join(f"{job}: {text}" for job, text in sorted(said["problems"].items()))
-    return {**row, "disk_free": said["disk_free"], "jobs": said["agents"], "problem": problems}
+    problems = [f"{job}: {text}" for job, text in sorted(said["problems"].items())]
+    problems = [found.unused[node], *problems] if node in found.unused else problems
+    row |= {"disk_free": said["disk_free"], "jobs": said["agents"], "problem": "; ".join(problems)}
+    return {**row, "state": "drained"} if node in found.drains else row
 
 
 @cluster.command()

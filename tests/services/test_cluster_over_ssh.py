@@ -240,6 +240,7 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     assert "train" in lab.run("ls", "--all", env=hers)
     for command in ("logs", "stop", "checkpoint"):
         assert "job train belongs to eve" in lab.run(command, "train", env=hers, code=1)
+    assert "ask an administrator of cluster lab" in lab.run("drain", "node2", env=hers, code=1)
     # bob was let in by a version that gave every person the password of the nodes
     context, endpoint = contexts.choose("lab"), f"https://127.0.0.1:{lab.etcd_port}"
     shutil.copy(context.directory / "password", "his-password")
@@ -286,6 +287,14 @@ def test_a_job_costs_processes_only_where_it_has_replicas(lab: Lab) -> None:
     assert f"{other} is being drained" in lab.run("drain", other)
     lab.wait_for(lambda: not lab.agents("guest"))
     lab.wait_for(lambda: lab.job("guest")["state"] == "pending")
+    drained = next((state, problem) for node, state, problem in lab.states() if node == other)
+    assert drained[0] == "drained"
+    assert re.fullmatch(
+        rf"drained by eve since \S+ \(adaptdl drain\); adaptdl drain {other} --cancel", drained[1]
+    )
+    assert f"{other} is drained by eve since " in str(lab.job("guest")["reason"])
+    assert "none is registered" not in str(lab.job("guest")["reason"])
+    assert "drained by eve since " in lab.run("nodes")
     lab.run("drain", other, "--cancel")
     lab.wait_for(lambda: lab.agents("guest"))
     for job in ("job", "guest"):

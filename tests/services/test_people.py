@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
-from adaptdl_elastic.autoscaler.cli import adaptdl
+from adaptdl_elastic.autoscaler.cli import Where, adaptdl
+from adaptdl_elastic.autoscaler.commands import cluster_setup
 from adaptdl_elastic.autoscaler.provisioning import bring_up, store_users
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.autoscaler.web.actions import Actions
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import DrainRequest, encode
+from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 pytestmark = pytest.mark.processes  # ssh-keygen
+
+
+READ_ONLY = {
+    *("ls", "queue", "history", "status", "logs", "wait", "explain", "events", "nodes", "doctor", "report"),
+    *("cluster status", "web"),  # the page's actions are below
+}
+OF_ONE_S_OWN = {  # job, by `check_owner`; or account of AWS
+    *("submit", "scale", "checkpoint", "stop", "resume", "cancel", "cloud pack", "cloud up", "cloud down"),
+    *("page scale", "page stop", "page cancel", "page resume"),
+}
+OF_ADMINISTRATORS = {
+    "drain": "drain node1",
+    "coordinator": "coordinator",
+    "autoscale": "autoscale --local true --dry-run",
+    "cluster up": "cluster up",
+    "cluster add": "cluster add node3",
+    "cluster remove": "cluster remove node1",
+    "cluster down": "cluster down",
+    "cluster grant": "cluster grant alice KEY",
+    "cluster revoke": "cluster revoke eve",
+}
 
 
 class Lab:
@@ -131,3 +160,45 @@ def test_a_person_who_was_let_in_changes_neither_nodes_nor_people(lab: Lab, comm
     assert refused.output.startswith("adaptdl: cluster lab was brought up by another user, who alone changes")
     assert {path: path.read_bytes() for path in lab.context.directory.iterdir()} == before
     assert contexts.choose(None).nodes == ("node1", "node2")
+
+
+def commands(group: click.Group, prefix: str = "") -> Iterator[str]:
+    """Return the names of all commands of a group, with those of its groups."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name
+
+
+def test_every_command_and_action_is_classified_by_whose_things_it_changes() -> None:
+    actions = {f"page {name}" for name in vars(Actions) if not name.startswith("_") and name != "output"}
+    every = sorted({*commands(adaptdl), *actions})
+    assert every == sorted([*READ_ONLY, *OF_ONE_S_OWN, *OF_ADMINISTRATORS])
+
+
+@pytest.mark.parametrize("line", [*OF_ADMINISTRATORS.values(), "drain node1 --cancel"])
+def test_what_changes_what_others_have_is_refused_for_others(
+    lab: Lab, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Node:
+        """A node that knows that this person is no administrator."""
+
+        def get_json(self, service: ServiceRecord, path: str) -> dict[str, object]:
+            assert (service.node, path) == ("node1", "/v1/status")
+            return {"node": "node1", "admin": False}
+
+    (lab.context.directory / "ca-key.pem").unlink()
+    store, keys = MemoryStore(), Keys("lab")
+    store.put(keys.service("node1"), encode(ServiceRecord("node1", "127.0.0.1", 1, 1)))
+    store.put(keys.drain("node1"), encode(DrainRequest("node1", "new disk", person="eve")))
+    monkeypatch.setattr(Where, "open", lambda where, place: store.client())
+    monkeypatch.setattr(cluster_setup, "client_of", lambda context: Node())
+    before = store.range(keys.root).items
+    words = line.replace("KEY", str(lab.key)).split()
+    refused = CliRunner().invoke(adaptdl, words, prog_name="adaptdl")
+    assert (refused.exit_code, refused.output.count("\n"), lab.calls) == (1, 1, [])
+    assert "ask an administrator of cluster lab" in refused.output or "by another user" in refused.output
+    assert store.range(keys.root).items == before
