@@ -298,7 +298,7 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
 @cluster.command()
 @click.argument("person")
 @click.argument("key", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="KEY.pub")
-@click.option("--admin", is_flag=True, help="PERSON may see and cancel other people's jobs.")
+@click.option("--admin", is_flag=True, help="PERSON may see and cancel other people's jobs, and drain nodes.")
 @click.option(
     "--most-priority",
     type=click.IntRange(-MOST_PRIORITY, MOST_PRIORITY),

@@ -439,9 +439,8 @@ def test_a_job_from_before_an_upgrade_grows_once_it_was_stopped_and_resumed(lab:
     python, version = lab.work / "python", lab.work / "version"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={lab.work} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    (lab.work / "sitecustomize.py").write_text(
-        f"import adaptdl_elastic as a; a.__version__ = open({str(version)!r}).read()"
-    )
+    code = f"import adaptdl_elastic as a; a.__version__ = open({str(version)!r}).read()"
+    (lab.work / "sitecustomize.py").write_text(code)
 
     def upgrade(node: str) -> None:
         before = lab.service(node)
@@ -460,10 +459,8 @@ def test_a_job_from_before_an_upgrade_grows_once_it_was_stopped_and_resumed(lab:
     upgrade(other)
     lab.wait_for(lambda: "adaptdl-elastic" in "".join(problem for _, _, problem in lab.states()))
     upgrade(old)
-    why = (
-        f"job: job job runs adaptdl-elastic 1.0 on node {old}, this node 2.0: with the same on all, adaptdl "
-    )
-    lab.wait_for(lambda: (other, "up", f"{why}stop job, then adaptdl resume job") in lab.states())
+    why = f"job: job job runs adaptdl-elastic 1.0 on node {old}, this node 2.0: with the same on all, "
+    lab.wait_for(lambda: (other, "up", f"{why}adaptdl stop job, then adaptdl resume job") in lab.states())
     lab.run("stop", "job", "--wait")
     lab.run("resume", "job")
     lab.run("scale", "job", "--replicas", "2", "--wait")

@@ -591,8 +591,7 @@ def test_only_an_administrator_may_change_what_others_have(world: World) -> None
     def check(person: str) -> None:
         job_requests.check_administrator(store, keys, world.context, world.client(person))
 
-    gone = ServiceRecord("gone", "127.0.0.1", 1, 1)
-    store.put(keys.service("gone"), encode(gone))
+    store.put(keys.service("gone"), encode(ServiceRecord("gone", "127.0.0.1", 1, 1)))
     check("alice")  # nobody says that she may not
     store.put(keys.service("n1"), encode(world.record))
     check("admin")
