@@ -442,7 +442,7 @@ def test_mistakes_without_a_store(arguments: tuple[str, ...], code: int, message
 def test_an_option_that_would_be_lost_is_refused(
     arguments: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Where, "connect", None)  # nobody gets there
+    monkeypatch.setattr(Where, "locate", None)  # nobody gets there
     result = CliRunner().invoke(adaptdl, arguments)
     assert result.exit_code == 2, result.output
     (line,) = result.output.splitlines()

@@ -463,6 +463,7 @@ def test_a_job_from_before_an_upgrade_grows_once_it_was_stopped_and_resumed(lab:
     lab.wait_for(lambda: (other, "up", f"{why}adaptdl stop job, then adaptdl resume job") in lab.states())
     lab.run("stop", "job", "--wait")
     lab.run("resume", "job")
+    lab.wait_for(lambda: lab.job("job")["state"] == "running")
     lab.run("scale", "job", "--replicas", "2", "--wait")
     assert set(lab.agents("job")) == {"node1", "node2"}
     assert [problem for _, _, problem in lab.states()] == ["", ""]
