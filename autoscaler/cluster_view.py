@@ -145,6 +145,11 @@ class View:
         instance = request.record.instance
         return instance is None or node.instance is None or instance == node.instance
 
+    @property
+    def drained(self) -> list[str]:
+        """Which nodes are drained by request, by whom and since when, for users."""
+        return [f"{node} is {seen.record.text}" for node, seen in sorted(self.drains.items())]
+
 
 def limited(view: View) -> View:
     """Return the view with the limits of jobs in their specifications."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Sequence
 
 _CONTROL = re.compile(
@@ -26,6 +27,16 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def clock(seconds: object) -> str:
+    """Return local time; with its date if that is not today."""
+    try:
+        then = time.localtime(seconds)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, OSError):  # written by another program
+        return "--:--:--"
+    today = time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if then[:3] == today else "%Y-%m-%d %H:%M:%S", then)
 
 
 def printable(text: str) -> str:

@@ -151,8 +151,8 @@ def _check_versions(agents: list[NodeRecord], version: str) -> None:
     for agent in agents:
         if agent.version and agent.version != version:
             raise JoinError(
-                f"node {agent.node} runs adaptdl-elastic {agent.version}, this one {version}: "
-                f"install the same on all"
+                f"job {agent.job} runs adaptdl-elastic {agent.version} on node {agent.node}, this node "
+                f"{version}: with the same on all, adaptdl stop {agent.job}, then adaptdl resume {agent.job}"
             )
 
 

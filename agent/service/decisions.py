@@ -82,7 +82,7 @@ def decide(
     agents: Mapping[str, AgentState],
     now: float,
     vanished: Collection[str] = (),
-    drained: bool = False,
+    unused: bool = False,
 ) -> dict[str, Step]:
     """Return what is to be done now, by job.
 
@@ -93,7 +93,7 @@ def decide(
         now: The time of the service's clock.
         vanished: Jobs whose submission is no longer in the store; their agents go on. Others without a
             request belong to people who were revoked, and are stopped.
-        drained: Whether this node is to have no replicas.
+        unused: Whether no job begins on this node (`Submitted.unused`).
     """
     known = {one.submission.job: one for one in requests}
     verdicts = admit(known.values(), slots)
@@ -101,7 +101,7 @@ def decide(
     for job, agent in agents.items():
         request = known.get(job)
         unwanted = job not in vanished if request is None else request.cancelled_by is not None
-        if agent.standing and (drained or (request is not None and request.over)):
+        if agent.standing and (unused or (request is not None and request.over)):
             unwanted = True  # an agent ends by itself
         if not agent.alive or not unwanted:
             continue
@@ -111,7 +111,7 @@ def decide(
             steps[job] = Step.KILL
     for job, verdict in verdicts.items():
         agent = agents.get(job, AgentState())
-        if not verdict.admitted or agent.alive or drained:
+        if not verdict.admitted or agent.alive or unused:
             continue
         if not agent.given_up and now >= agent.not_before:
             steps[job] = Step.START
@@ -119,16 +119,16 @@ def decide(
 
 
 def hopeless(
-    requests: Iterable[Request], services: Mapping[str, ServiceRecord], drained: Collection[str]
+    requests: Iterable[Request], services: Mapping[str, ServiceRecord], unused: Collection[str]
 ) -> dict[str, str]:
     """Return the jobs that no node can start, and what the nodes say of each.
 
     Args:
         requests: The submissions of the cluster whose signatures are valid.
         services: The registrations, by node.
-        drained: Nodes that are to have no replicas.
+        unused: Nodes on which no job begins.
     """
-    nodes = {node: service for node, service in services.items() if node not in drained}
+    nodes = {node: service for node, service in services.items() if node not in unused}
     waiting = [one.submission.job for one in requests if not one.over and not one.run.agents]
     return {
         job: "; ".join(f"{node}: {service.problems.get(job, '')}" for node, service in sorted(nodes.items()))

@@ -161,8 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _get(self, path: list[str], query: Mapping[str, str]) -> None:
         match path:
             case ["v1", "status"]:
-                self._caller()
-                self._json(self.server.served.state())
+                caller = self._caller()
+                self._json({**self.server.served.state(), "admin": caller.admin})
             case ["metrics"]:  # for Prometheus, with a node's certificate
                 self._caller()
                 number = self.server.served.state()["unfinished"]

@@ -140,7 +140,7 @@ class Supervisor:
         coordinator = f"{keys.root}coordinator/"
         with contextlib.ExitStack() as stack:
             asked = keys.submissions, keys.cancellations, keys.resumptions
-            for prefix in (*asked, coordinator, keys.drain(node)):
+            for prefix in (*asked, coordinator, keys.drains):
                 _follow(store, prefix, self._wake, stack)
             registration = _Registration(store, keys.service(node), registered)
             stack.callback(registration.close)
@@ -178,7 +178,7 @@ class Supervisor:
                     said = {item.key: item.value for item in store.range(coordinator).items}
                     holders = (keys.coordinator_host, keys.coordinator_second, keys.coordinator_leader)
                     host.update(*map(said.get, holders))
-                    self._act(store, reader, self._membership, jobs)
+                    self._act(reader, self._membership, jobs)
 
     def _coordinator_host(self) -> CoordinatorHost:
         """Return what runs a coordinator if this is one of the two nodes that do."""
@@ -216,7 +216,7 @@ class Supervisor:
         self._agents.states()
         return set(self._agents.running) != before
 
-    def _act(self, store: Store, reader: SubmissionReader, membership: Membership, jobs: JobRecords) -> None:
+    def _act(self, reader: SubmissionReader, membership: Membership, jobs: JobRecords) -> None:
         try:
             people = signatures.decode_people(self._directory.people.read_text())
         except (OSError, SignatureError) as error:
@@ -243,11 +243,10 @@ class Supervisor:
         self._agents.review(found.requests, jobs.run)
         by_job = {one.submission.job: one for one in found.requests}
         vanished = self._known.vanished(agents, found, people)
-        drains = {item.key.rpartition("/")[2] for item in store.range(self._keys.drains).items}
-        for job, reason in hopeless(found.requests, found.services, drains).items():
+        for job, reason in hopeless(found.requests, found.services, found.unused).items():
             self._agents.record_failure(by_job[job], reason, membership)
-        drained = self._config.node in drains
-        steps = decide(found.requests, found.slots, agents, time.monotonic(), vanished, drained)
+        unused = self._config.node in found.unused
+        steps = decide(found.requests, found.slots, agents, time.monotonic(), vanished, unused)
         for job, step in steps.items():
             if step is Step.START:
                 self._agents.start(by_job[job], peers, membership)

@@ -22,6 +22,7 @@ from adaptdl_elastic.autoscaler.cli import (
     refuse,
     store_options,
 )
+from adaptdl_elastic.autoscaler.commands.cluster import open_permitted
 from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.text import log_to_stderr
 
@@ -226,8 +227,8 @@ def autoscale(
         if when <= time.time():
             logger.warning("the --deadline of %s has passed", "all jobs" if job == "*" else f"job {job!r}")
     try:
-        store, cluster = where.connect()
-        keys = Keys(cluster)
+        store, place = open_permitted(where)
+        keys = Keys(place.cluster)
         with store:
             owner = "" if local else identity(store, keys, create=not dry_run)
             request = ProviderRequest(own, table, slots, max_nodes, owner, seize)

@@ -29,7 +29,35 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 from adaptdl_elastic.rendezvous.text import log_to_stderr
 
 if TYPE_CHECKING:
+    from adaptdl_elastic.autoscaler.cli import Place
     from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics
+    from adaptdl_elastic.rendezvous.store.base import Store
+
+
+def open_permitted(where: Where, standalone_job: str | None = None, owned: str = "") -> tuple[Store, Place]:
+    """Open the store that a command is about, to change what is this person's, or what others have.
+
+    Args:
+        where: The stores that the command line selects.
+        standalone_job: Only the store of the standalone job of this name.
+        owned: The job that is changed; "": what others have is, which is for administrators.
+
+    Raises:
+        CommandError: the person may not, in a cluster that has node services.
+    """
+    place = where.locate(standalone_job)
+    store = where.open(place)
+    if place.context is not None:
+        from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of, told
+        from adaptdl_elastic.autoscaler.commands.job_requests import check_administrator, check_owner
+
+        at = store, Keys(place.cluster), place.context, client_of(place.context)
+        try:
+            told(check_owner)(*at, owned) if owned else told(check_administrator)(*at)
+        except CommandError:
+            store.close()
+            raise
+    return store, place
 
 
 def metrics_port_of(text: str) -> int | Literal["off"]:
@@ -124,13 +152,13 @@ def coordinator(
     }
     policy_settings = PolicySettings(**{name: value for name, value in given.items() if value is not None})
     settings = CoordinatorSettings(interval=interval, policy=policy_settings)
-    store, cluster = where.connect()
+    store, place = open_permitted(where)
     release = version("adaptdl-elastic")
     metrics = None
     if metrics_port != "off":
         asked_for = parent_fd is None and not _from_environment("metrics_port", "metrics_host")
         metrics = serve_metrics(metrics_host, metrics_port, release, asked_for)
-    keys = Keys(cluster)
+    keys = Keys(place.cluster)
     if metrics is not None:
         metrics.read_submitted = functools.partial(SubmissionReader(store, keys, "").read, None)
     with store:
@@ -268,9 +296,9 @@ def drain(
         check_name("node", node)
     except ValueError as error:
         raise OptionError(str(error)) from error
-    place = where.locate(standalone_job)
+    store, place = open_permitted(where, standalone_job)
     keys = Keys(place.cluster)
-    with where.open(place) as store:
+    with store:
         view = read(store, keys)
         known = {name for agents in view.nodes.values() for name in agents}
         if place.context is not None:  # its nodes have agents only while jobs run there
@@ -284,9 +312,9 @@ def drain(
             there = f"; its nodes are: {', '.join(sorted(known))}" if known else ", and no other"
             raise CommandError(f"there is no node {node!r} in cluster {place.cluster!r}{there}")
         now = time.time()
-        request = records.DrainRequest(
-            node, reason, deadline=None if deadline is None else now + deadline, created=now
-        )
+        until = None if deadline is None else now + deadline
+        person = place.context.person if place.context is not None else ""
+        request = records.DrainRequest(node, reason, until, created=now, person=person)
         store.put(keys.drain(node), records.encode(request))
         echo(f"{node} is being drained")
         if wait and not wait_until(store, keys, lambda v: not _busy(Ledger(v), v, node), timeout):
@@ -304,7 +332,7 @@ def _busy(ledger: Any, view: Any, node: str) -> bool:
 def events(where: Where, as_json: bool, tail: int) -> None:
     """List the latest decisions of the coordinator."""
     from adaptdl_elastic.autoscaler.commands.tables import ask_all
-    from adaptdl_elastic.autoscaler.diagnostics.rows import clock
+    from adaptdl_elastic.rendezvous.text import clock
 
     answers = ask_all(where, lambda store, place: store.range(Keys(place.cluster).events).items)
     merged = [item for _, items in answers for item in items]

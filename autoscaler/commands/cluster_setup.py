@@ -289,14 +289,16 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
         said = client_of(context).get_json(service, "/v1/status")
     except ServiceError as error:
         return {**row, "state": "unreachable", "problem": str(error)}
-    problems = "; ".join(f"{job}: {text}" for job, text in sorted(said["problems"].items()))
-    return {**row, "disk_free": said["disk_free"], "jobs": said["agents"], "problem": problems}
+    problems = [f"{job}: {text}" for job, text in sorted(said["problems"].items())]
+    problems = [found.unused[node], *problems] if node in found.unused else problems
+    row |= {"disk_free": said["disk_free"], "jobs": said["agents"], "problem": "; ".join(problems)}
+    return {**row, "state": "drained"} if node in found.drains else row
 
 
 @cluster.command()
 @click.argument("person")
 @click.argument("key", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="KEY.pub")
-@click.option("--admin", is_flag=True, help="PERSON may see and cancel other people's jobs.")
+@click.option("--admin", is_flag=True, help="PERSON may see and cancel other people's jobs, and drain nodes.")
 @click.option(
     "--most-priority",
     type=click.IntRange(-MOST_PRIORITY, MOST_PRIORITY),

@@ -11,9 +11,9 @@ import click
 
 from adaptdl_elastic.autoscaler.cli import NothingRunsError, Place, Where, echo, json_option, store_options
 from adaptdl_elastic.autoscaler.commands.tables import ask_all, percent, progress_text, read_rows, show_table
-from adaptdl_elastic.autoscaler.diagnostics.rows import ENDED_STATES, WAITING_STATES, Row, clock
+from adaptdl_elastic.autoscaler.diagnostics.rows import ENDED_STATES, WAITING_STATES, Row
 from adaptdl_elastic.rendezvous.store.base import Store
-from adaptdl_elastic.rendezvous.text import duration
+from adaptdl_elastic.rendezvous.text import clock, duration
 
 Column = tuple[str, Callable[[Row], Any]]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from adaptdl_elastic.autoscaler.cli import CommandError
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View, view_of
@@ -230,20 +231,43 @@ def check_owner(store: Store, keys: Keys, context: ClusterContext, client: Servi
         _check_allowed(client, found, request.submission, context.person)
 
 
+def check_administrator(store: Store, keys: Keys, context: ClusterContext, client: ServiceClient) -> None:
+    """Check that a person is an administrator, who may change what others have.
+
+    As `check_owner`, it keeps people from mistakes. A node that does not answer, or whose version does not
+    say who is an administrator, keeps nobody from asking.
+
+    Args:
+        store: The store.
+        keys: Keys of the cluster.
+        context: The cluster.
+        client: Asks nodes as the person.
+
+    Raises:
+        RequestError: the person is no administrator.
+        SignatureError: the person's key cannot be used.
+    """
+    found = SubmissionReader(store, keys, context.cluster_id).read(None)
+    if not (_ask(client, found, "/v1/status") or {}).get("admin", True):
+        raise RequestError(f"this changes what others have: ask an administrator of cluster {context.name}")
+
+
 def _check_allowed(client: ServiceClient, found: Submitted, submission: Submission, person: str) -> None:
     """Raise RequestError if a node says that a job of another person is none of this person's business.
 
     A record that no node obeys would stay in the store, and show the job as cancelled. Nodes know who is an
     administrator. A node that does not answer, or does not know the job yet, keeps nobody from asking.
     """
-    if submission.owner == person:
-        return
+    if submission.owner != person:  # output is for those who may decide on the job
+        _ask(client, found, f"/v1/logs/{submission.job}", tail=1)
+
+
+def _ask(client: ServiceClient, found: Submitted, path: str, **query: int) -> Any:
+    """Return the first answer of a node; None if there is none. RequestError if it forbids the question."""
     for _, service in sorted(found.services.items()):
-        try:  # output is for those who may decide on the job
-            client.get_json(service, f"/v1/logs/{submission.job}", tail=1)
-        except ServiceRefusedError as error:
-            if error.status == 403:
+        try:
+            return client.get_json(service, path, **query)
+        except ServiceError as error:
+            if isinstance(error, ServiceRefusedError) and error.status == 403:
                 raise RequestError(str(error)) from None
-        except ServiceError:
-            continue
-        return
+    return None

@@ -23,7 +23,7 @@ from adaptdl_elastic.autoscaler.cli import (
 )
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.commands import job_requests
-from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of
+from adaptdl_elastic.autoscaler.commands.cluster import open_permitted
 from adaptdl_elastic.autoscaler.commands.tables import (
     cost_text,
     find_job,
@@ -39,7 +39,6 @@ from adaptdl_elastic.autoscaler.diagnostics.rows import LOST, Row, job_row
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest
-from adaptdl_elastic.rendezvous.services.signatures import SignatureError
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
@@ -251,15 +250,8 @@ def _newer(view: View, name: str, newest: str | None) -> bool:
 
 def _open(where: Where, job: str) -> tuple[Store, Keys]:
     """Return the store of a job that this person may change; raise CommandError if it is another person's."""
-    place = where.locate(job)
-    store, keys, context = where.open(place), Keys(place.cluster), place.context
-    if context is not None:
-        try:
-            job_requests.check_owner(store, keys, context, client_of(context), job)
-        except (job_requests.RequestError, SignatureError) as error:
-            store.close()
-            raise CommandError(str(error)) from None
-    return store, keys
+    store, place = open_permitted(where, job, owned=job)
+    return store, Keys(place.cluster)
 
 
 def _ask(

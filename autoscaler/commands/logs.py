@@ -21,7 +21,7 @@ from adaptdl_elastic.autoscaler.commands.job_requests import find
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import submitted
-from adaptdl_elastic.rendezvous.services.admission import Verdict, admit
+from adaptdl_elastic.rendezvous.services.admission import Verdict
 from adaptdl_elastic.rendezvous.services.service_client import (
     ServiceClient,
     ServiceError,
@@ -118,7 +118,7 @@ def _watch(reader: SubmissionReader, job: str, followers: Followers | None = Non
             state, why = submitted.state_of(request, found)
             code = request.run.exit_code if state in ("done", "failed") else _STOPPED_EXIT_CODE
             return f"{job} is {state}: {why}", code
-        verdict = admit(found.requests, found.slots).get(job, Verdict(True))
+        verdict = found.verdicts().get(job, Verdict(True))
         problem = "" if request.run.agents else submitted.why_not_started(found, job)
         reason = problem if verdict.admitted else verdict.reason
         if reason != waits:

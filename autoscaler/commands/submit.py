@@ -29,7 +29,7 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
 from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY, ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services import context as contexts
-from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
+from adaptdl_elastic.rendezvous.services.admission import JobState, Request
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, ServiceError
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
@@ -361,7 +361,7 @@ def _tell(
     requests = [one for one in found.requests if one.submission.job not in mine]
     last = max((one.revision for one in requests), default=0) + 1
     requests += [Request(draft, None, JobState(), revision=last) for draft in drafts]
-    verdicts = admit(requests, found.slots)
+    verdicts = replace(found, requests=tuple(requests)).verdicts()
     if as_json:
         answers: list[dict[str, Any]] = [
             {

@@ -99,6 +99,8 @@ class Ledger:
                 gpus.setdefault(node, set()).update(name for name in record.devices if name not in lost)
         self.capacity = {node: count + len(gpus.get(node, ())) for node, count in cores.items()}
         """How many devices every registered node has, as the agents of all jobs report them."""
+        self.drained = sorted(view.drains)
+        """Nodes that are drained by request, also those that have no agent any more."""
 
     def _is_free(self, name: str, job: str, node: str) -> bool:
         """Return whether nobody holds a device but the replicas of this job on this node."""

@@ -304,7 +304,8 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
         return f"can never run: {wrong}; submit it with other bounds"
     need = f"{pluralize(max(1, spec.min_replicas), 'replica')} on {pluralize(max(1, spec.min_nodes), 'node')}"
     if not places:
-        return f"waits for nodes: needs at least {need}, none is registered that could take it"
+        drained = f"drained: {', '.join(ledger.drained)}" if ledger.drained else ""
+        return f"waits for nodes: needs at least {need}, {drained or 'none is registered that could take it'}"
     least = smallest(spec, places)
     if least is None:
         room = sum(place.most for place in places.values())

@@ -127,7 +127,7 @@ def explain(
     return Explanation(
         job=job.job,
         state=status.state.value if status else "pending",
-        reason=(status.reason if status else "") or waits,
+        reason="; ".join([(status.reason if status else "") or waits, *(view.drained if waits else ())]),
         cause=condition.plan.cause.value if condition.plan else None,
         replicas=size,
         placements=now,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan
-from adaptdl_elastic.rendezvous.schema.records import JobState, JobStatus
+from adaptdl_elastic.rendezvous.schema.records import JobState, JobStatus, NodeRecord
 from adaptdl_elastic.rendezvous.services.submitted import Submitted, state_of, waits_because
+from adaptdl_elastic.rendezvous.text import clock
 
 LOST = "lost"
 """State of a job that was running when its last agent and the last coordinator died."""
@@ -45,16 +45,6 @@ def why_lost(job: JobView) -> str:
     return f"no agent answers (last heard of at {clock(max(signs))}); the same command {goes_on}"
 
 
-def clock(seconds: object) -> str:
-    """Return local time; with its date if that is not today."""
-    try:
-        then = time.localtime(seconds)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, OSError):  # written by another program
-        return "--:--:--"
-    today = time.localtime()[:3]
-    return time.strftime("%H:%M:%S" if then[:3] == today else "%Y-%m-%d %H:%M:%S", then)
-
-
 def job_rows(view: View, submitted: Submitted | None) -> dict[str, Row]:
     """Return one row per job, with the state that every command and page shows.
 
@@ -65,6 +55,9 @@ def job_rows(view: View, submitted: Submitted | None) -> dict[str, Row]:
     rows = {
         name: {**job_row(view, job), "owner": None} for name, job in view.jobs.items() if job.spec is not None
     }
+    for row in rows.values():
+        if row["state"] in WAITING_STATES:
+            row["reason"] = "; ".join([row["reason"], *view.drained])
     if submitted is None:
         return rows
     for request in submitted.requests:
@@ -163,34 +156,40 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
     for job, agents in sorted(view.nodes.items()):
         for node, seen in agents.items():
             record = seen.record
-            row = rows.setdefault(
-                node,
-                {
-                    "node": node,
-                    "slots": ledger.capacity[node],
-                    "free": ledger.capacity[node],
-                    "host": record.host,
-                    "jobs": {},
-                    "state": "ok",
-                    "node_type": record.node_type,
-                    "instance": record.instance,
-                    "instance_type": record.instance_type,
-                    "zone": record.zone,
-                    "preemptible": record.preemptible,
-                    "version": record.version,
-                    "unusable": [],
-                },
-            )
+            row = rows.setdefault(node, _node_row(record, ledger))
             row["unusable"] = sorted({*row["unusable"], *record.unusable})
             held = ledger.held(job).get(node, 0)
             row["jobs"][job] = held
             row["free"] -= held
-            if view.draining(record):
-                row["state"] = "draining"  # for at least one of its jobs
+            if view.draining(record):  # for at least one of its jobs
+                row["state"] = view.drains[node].record.text if node in view.drains else "draining"
             elif record.at_risk and row["state"] == "ok":
                 row["state"] = "at risk"
             elif record.instance in idle and row["state"] == "ok":
                 told_of = idle[record.instance]
                 minutes = (view.wall - told_of.since) / 60
                 row["state"] = f"idle for {minutes:.0f} min, costs {told_of.hourly_price:.2f} an hour"
+    for node, drain in view.drains.items():
+        if node not in rows and drain.record.instance is None:  # its agents have left
+            rows[node] = _node_row(NodeRecord(node, "", "", "", "-", 0), ledger)
+            rows[node]["state"] = drain.record.text
     return [rows[node] for node in sorted(rows)]
+
+
+def _node_row(record: NodeRecord, ledger: Ledger) -> Row:
+    slots = ledger.capacity.get(record.node, 0)
+    return {
+        "node": record.node,
+        "slots": slots,
+        "free": slots,
+        "host": record.host,
+        "jobs": {},
+        "state": "ok",
+        "node_type": record.node_type,
+        "instance": record.instance,
+        "instance_type": record.instance_type,
+        "zone": record.zone,
+        "preemptible": record.preemptible,
+        "version": record.version,
+        "unusable": [],
+    }

@@ -104,6 +104,7 @@ def _add_services(nodes: dict[str, Document], submitted: Submitted) -> None:
             },
         )
         node["kind"] = node["kind"] or service.gpu_model
+        node["slots"] = node["slots"] or service.slots  # a drained node without agents
 
 
 def difference(before: Document, after: Document) -> Document | None:

@@ -17,6 +17,8 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from adaptdl_elastic.rendezvous.text import clock
+
 VERSION = 1
 _CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
 
@@ -162,6 +164,13 @@ class DrainRequest:
     deadline: float | None = None  # when the node will be gone, seconds since the epoch
     instance: str | None = None  # valid only while this instance has the node's name; None: any instance
     created: float = 0.0
+    person: str = ""  # who asks; "": an autoscaler, or a person without a name on the cluster
+
+    @property
+    def text(self) -> str:
+        """By whom, since when and why the node is drained, for users."""
+        by = f" by {self.person}" if self.person else ""
+        return f"drained{by} since {clock(self.created)} ({self.reason})"
 
 
 @dataclass(frozen=True, config=_CONFIG)

@@ -102,12 +102,13 @@ class Verdict:
     reason: str = ""
 
 
-def admit(requests: Iterable[Request], slots: int) -> dict[str, Verdict]:
+def admit(requests: Iterable[Request], slots: int, unused: str = "") -> dict[str, Verdict]:
     """Return a verdict on each job that is not over.
 
     Args:
         requests: All submissions of the cluster.
-        slots: How many slots all its nodes have.
+        slots: How many slots all its nodes have on which jobs begin.
+        unused: The other nodes, and why no job begins there.
     """
     every = {one.submission.job: one for one in requests}
     waiting = sorted((one for one in every.values() if not one.over), key=_order)
@@ -120,7 +121,7 @@ def admit(requests: Iterable[Request], slots: int) -> dict[str, Verdict]:
         hindrance = "" if begun else _hindrance(one.submission, every)
         kept = sum(job.least_slots for job in held_up if at - submitted[job.job] > OVERTAKING_SECONDS)
         if not hindrance and not begun and taken + kept + least > slots:
-            hindrance = _full(least, taken + kept, slots)
+            hindrance = _full(least, taken + kept, slots, unused)
             if slots >= least and one.priority < one.submission.priority:
                 hindrance += (
                     f"; its priority counts as {one.priority}, the most that {one.submission.owner} may give"
@@ -149,12 +150,11 @@ def _order(one: Request) -> tuple[bool, int, int, float, str]:
     return one.run.agents == 0, -one.priority, one.revision, submission.created, submission.job
 
 
-def _full(least: int, taken: int, slots: int) -> str:
-    if slots == 0:
+def _full(least: int, taken: int, slots: int, unused: str) -> str:
+    if slots == 0 and not unused:
         return "no node service is registered; see adaptdl cluster status"
-    if least > slots:
-        return f"needs {pluralize(least, 'slot')}, the cluster has {slots}"
-    return f"needs {pluralize(least, 'slot')}, jobs before it need {taken} of {slots}"
+    there = f"the cluster has {slots}" if least > slots else f"jobs before it need {taken} of {slots}"
+    return f"needs {pluralize(least, 'slot')}, {there}" + (f"; not counted: {unused}" if unused else "")
 
 
 def _hindrance(submission: Submission, every: Mapping[str, Request]) -> str:

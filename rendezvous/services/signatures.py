@@ -41,7 +41,7 @@ class Person:
     Attributes:
         name: Name of the person.
         key: Public key: type and base64, as in the first two words of a `.pub` file.
-        admin: Whether the person may see and cancel other people's jobs.
+        admin: Whether the person may see and cancel other people's jobs, and drain nodes.
         most_priority: Largest priority that the person's jobs have, whatever they ask for; None: 0, or
             `MOST_PRIORITY` for an administrator.
     """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
+    DrainRequest,
     JobSpec,
     JobStatus,
     MalformedRecordError,
@@ -24,7 +27,7 @@ from adaptdl_elastic.rendezvous.schema.submissions import (
     Submission,
 )
 from adaptdl_elastic.rendezvous.services import signatures
-from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
+from adaptdl_elastic.rendezvous.services.admission import JobState, Request, Verdict, admit
 from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError, UncheckedError
 from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, read_record
 
@@ -39,16 +42,37 @@ class Submitted:
         services: The registrations, by node.
         requests: One per submission that can be read, in the order in which they were submitted.
         refused: Why a submission, cancellation or resumption is not valid, by job.
+        drains: Requests that a node is to have no replicas, by node.
     """
 
     services: Mapping[str, ServiceRecord]
     requests: tuple[Request, ...]
     refused: Mapping[str, str]
+    drains: Mapping[str, DrainRequest] = field(default_factory=dict)
+
+    @cached_property
+    def unused(self) -> dict[str, str]:
+        """The nodes on which no job begins, and why and what to do.
+
+        They are drained, or have another version than most slots: the agents of a job have the same version.
+        """
+        slots = Counter(one.version for one in self.services.values() for _ in range(one.slots))
+        most = max(slots, key=lambda version: (slots[version], version), default="")
+        return {
+            node: f"has adaptdl-elastic {service.version}, most slots {most}: adaptdl cluster up"
+            for node, service in self.services.items()
+            if service.version != most
+        } | {node: f"{drain.text}; adaptdl drain {node} --cancel" for node, drain in self.drains.items()}
 
     @property
     def slots(self) -> int:
-        """How many replicas fit on all nodes together."""
-        return sum(service.slots for service in self.services.values())
+        """How many replicas fit on the nodes on which jobs begin."""
+        return sum(one.slots for node, one in self.services.items() if node not in self.unused)
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Return whether each job that is not over may begin, and if not, why."""
+        left_out = [f"{node} ({self.unused[node]})" for node in sorted(self.services) if node in self.unused]
+        return admit(self.requests, self.slots, ", ".join(left_out))
 
     def find(self, job: str) -> Request | None:
         """Return one job's request, or None."""
@@ -123,6 +147,8 @@ class SubmissionReader:
             service = read_record(ServiceRecord, item)
             if service is not None and item.key == self._keys.service(service.node):
                 services[service.node] = service
+        found = (read_record(DrainRequest, item) for item in self._store.range(self._keys.drains).items)
+        drains = {drain.node: drain for drain in found if drain is not None}
         agents = self._agents()
         cancellations, refused, _ = self._records(Cancellation, self._keys.cancellations, people)
         resumptions, not_resumed, _ = self._records(Resumption, self._keys.resumptions, people)
@@ -150,7 +176,7 @@ class SubmissionReader:
             most = MOST_PRIORITY if people is None else people[submission.owner].priority_limit
             requests.append(Request(submission, person, state, most, revisions[job]))
         requests.sort(key=lambda one: (one.submission.created, one.submission.job))
-        return Submitted(services, tuple(requests), {**not_resumed, **refused, **more})
+        return Submitted(services, tuple(requests), {**not_resumed, **refused, **more}, drains)
 
     def _agents(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -253,7 +279,7 @@ def state_of(request: Request, found: Submitted) -> tuple[str, str]:
         return "cancelled", f"by {request.cancelled_by}"
     if request.run.state is not None and request.run.ended:
         return request.run.state.value, request.run.reason
-    verdict = admit(found.requests, found.slots).get(request.submission.job)
+    verdict = found.verdicts().get(request.submission.job)
     if verdict is not None and not verdict.admitted:
         return "queued", verdict.reason
     return "starting", why_not_started(found, request.submission.job) or "nodes fetch its files"

@@ -135,9 +135,16 @@ def test_a_status_of_an_older_run_does_not_end_the_present_one(store: MemoryStor
 
 
 def test_agents_of_different_versions_refuse_each_other(store: MemoryStore) -> None:
-    job_joining.register(store, KEYS, NODE, exact=True)
-    with pytest.raises(job_joining.JoinError, match=r"1\.0.*2\.0"):
+    join(store, "run-1")
+    registration = job_joining.register(store, KEYS, NODE, exact=True)
+    with pytest.raises(job_joining.JoinError) as refused:
         join(store, "run-2", version="2.0")
+    assert str(refused.value) == (
+        "job job runs adaptdl-elastic 1.0 on node here, this node 2.0: with the same on all, "
+        "adaptdl stop job, then adaptdl resume job"
+    )
+    registration.close()
+    assert join(store, "run-2", version="2.0")[0] == "run-2", "without agents any version takes it over"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ from adaptdl_elastic.autoscaler.policy.objective import remaining_work
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo
 from adaptdl_elastic.goodput import GoodputFunction
 from adaptdl_elastic.rendezvous.schema.records import (
+    DrainRequest,
     JobState,
+    encode,
 )
 from adaptdl_elastic.sched_hints import ProfileEntry
 
@@ -57,6 +59,10 @@ def test_a_node_that_says_it_has_a_billion_slots_is_not_used(pump: Pump) -> None
     assert pump.status("bad").reason == (
         "waits for nodes: needs at least 1 replica on 1 node, none is registered that could take it"
     )
+    pump.store.put(pump.keys.drain("n1"), encode(DrainRequest("n1", "new disk", person="bob")))
+    pump.settle()
+    assert pump.status("bad").reason == "waits for nodes: needs at least 1 replica on 1 node, drained: n1"
+    pump.store.delete(pump.keys.drain("n1"))
     (problem,) = pump.keeper.problems()
     assert "slots 1000000000 (at least 1) cannot be: 1 <= min_slots <= slots <= 1024" in problem.message
     assert problem.message.endswith("start its agent with another --nproc-per-node")

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from moto_process import Moto, make_group
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Where
+from adaptdl_elastic.autoscaler.cli import CommandError, Place, Where
 from adaptdl_elastic.autoscaler.commands.autoscale import autoscale
 from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG
 from adaptdl_elastic.rendezvous.schema import records
@@ -22,7 +22,8 @@ KEYS = Keys("test")
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     memory = MemoryStore()
-    monkeypatch.setattr(Where, "connect", lambda self: (memory, "test"))
+    monkeypatch.setattr(Where, "locate", lambda self, job: Place("unix:/x", "test"))
+    monkeypatch.setattr(Where, "open", lambda self, place: memory)
     monkeypatch.setattr(MemoryStore, "__exit__", lambda *_: None)
     yield memory
     memory.close()
@@ -83,7 +84,8 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
 def test_bad_input_is_one_clear_line(
     arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Where, "connect", lambda self: (MemoryStore(), "test"))
+    monkeypatch.setattr(Where, "locate", lambda self, job: Place("unix:/x", "test"))
+    monkeypatch.setattr(Where, "open", lambda self, place: MemoryStore())
     done = run(*arguments)
     assert done.exit_code == 2
     assert words in done.output

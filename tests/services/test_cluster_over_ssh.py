@@ -54,9 +54,9 @@ class Lab:
         assert done.exit_code == code, done.output + self.logs()
         return done.output
 
-    def up(self, *nodes: str, code: int = 0) -> str:
+    def up(self, *nodes: str, code: int = 0, python: str = sys.executable) -> str:
         """Run `adaptdl cluster up` with this test's ssh, interpreter and etcd."""
-        options = ["--cluster", "lab", "-F", str(self.nodes.config), "--python", sys.executable]
+        options = ["--cluster", "lab", "-F", str(self.nodes.config), "--python", python]
         options += ["--etcd", str(find_etcd()), "--etcd-port", str(self.etcd_port), "--person", "eve"]
         return self.run("cluster", "up", *nodes, *options, code=code)
 
@@ -240,6 +240,7 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     assert "train" in lab.run("ls", "--all", env=hers)
     for command in ("logs", "stop", "checkpoint"):
         assert "job train belongs to eve" in lab.run(command, "train", env=hers, code=1)
+    assert "ask an administrator of cluster lab" in lab.run("drain", "node2", env=hers, code=1)
     # bob was let in by a version that gave every person the password of the nodes
     context, endpoint = contexts.choose("lab"), f"https://127.0.0.1:{lab.etcd_port}"
     shutil.copy(context.directory / "password", "his-password")
@@ -286,6 +287,11 @@ def test_a_job_costs_processes_only_where_it_has_replicas(lab: Lab) -> None:
     assert f"{other} is being drained" in lab.run("drain", other)
     lab.wait_for(lambda: not lab.agents("guest"))
     lab.wait_for(lambda: lab.job("guest")["state"] == "pending")
+    (problem,) = (problem for node, state, problem in lab.states() if (node, state) == (other, "drained"))
+    assert re.match(rf"drained by eve since .*; adaptdl drain {other} --cancel", problem)
+    why = str(lab.job("guest")["reason"])
+    assert (f"{other} is drained by eve since " in why, "none is registered" in why) == (True, False)
+    assert "drained by eve since " in lab.run("nodes")
     lab.run("drain", other, "--cancel")
     lab.wait_for(lambda: lab.agents("guest"))
     for job in ("job", "guest"):
@@ -426,3 +432,38 @@ def test_a_failed_job_goes_on_with_mended_code_under_its_name(lab: Lab) -> None:
     assert "queued is done: " in lab.run("wait", "queued")
     assert "nothing of it is left" in lab.run("cluster", "down", "--purge")
     assert lab.processes() == []
+
+
+def test_a_job_from_before_an_upgrade_grows_once_it_was_stopped_and_resumed(lab: Lab) -> None:
+    # an interpreter on the nodes whose adaptdl-elastic says what the file `version` says
+    python, version = lab.work / "python", lab.work / "version"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={lab.work} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    code = f"import adaptdl_elastic as a; a.__version__ = open({str(version)!r}).read()"
+    (lab.work / "sitecustomize.py").write_text(code)
+
+    def upgrade(node: str) -> None:
+        before = lab.service(node)
+        os.kill(before, signal.SIGKILL)
+        lab.wait_for(lambda: lab.service(node) != before)
+
+    version.write_text("1.0")
+    lab.up("node1", "node2", python=str(python))
+    lab.run("submit", "--name", "job", "--replicas", "1:2", "train.py", "600", "0.05")
+    lab.wait_for(lambda: lab.job("job")["state"] == "running")
+    lab.run("scale", "job", "--replicas", "1", "--wait")
+    lab.wait_for(lambda: len(lab.agents("job")) == 1)
+    (old,) = lab.agents("job")
+    other = {"node1": "node2", "node2": "node1"}[old]
+    version.write_text("2.0")
+    upgrade(other)
+    lab.wait_for(lambda: "adaptdl-elastic" in "".join(problem for _, _, problem in lab.states()))
+    upgrade(old)
+    why = f"job: job job runs adaptdl-elastic 1.0 on node {old}, this node 2.0: with the same on all, "
+    lab.wait_for(lambda: (other, "up", f"{why}adaptdl stop job, then adaptdl resume job") in lab.states())
+    lab.run("checkpoint", "job", "--wait")  # a coordinator of the new version decides
+    lab.run("stop", "job", "--wait")
+    lab.run("resume", "job")
+    lab.wait_for(lambda: lab.job("job")["state"] == "running")
+    lab.run("scale", "job", "--replicas", "2", "--wait")  # on both nodes, of a slot each
+    assert [problem for _, _, problem in lab.states()] == ["", ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,12 @@ from adaptdl_elastic.agent.service.decisions import (
     decide,
     hopeless,
 )
+from adaptdl_elastic.rendezvous.schema.records import DrainRequest
 from adaptdl_elastic.rendezvous.schema.records import JobState as State
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services.admission import OVERTAKING_SECONDS, JobState, Request, admit
+from adaptdl_elastic.rendezvous.services.submitted import Submitted, state_of
+from adaptdl_elastic.rendezvous.text import clock
 
 IDLE, BUSY = JobState(), JobState(agents=2, state=State.RUNNING)
 
@@ -161,6 +165,34 @@ def test_the_reasons_of_a_cluster_that_is_too_small() -> None:
     }
 
 
+def service(node: str, slots: int, version: str = "2.0") -> ServiceRecord:
+    return ServiceRecord(node, "127.0.0.1", 1, slots, version=version)
+
+
+def test_slots_of_drained_nodes_are_not_counted_and_the_reason_says_so() -> None:
+    drain = DrainRequest("n1", "new disk", created=time.time(), person="bob")
+    nodes = {"n1": service("n1", 4), "n2": service("n2", 1)}
+    found = Submitted(nodes, (request("job", 2),), {}, {"n1": drain})
+    left_out = f"n1 (drained by bob since {clock(drain.created)} (new disk); adaptdl drain n1 --cancel)"
+    why = f"needs 2 slots, the cluster has 1; not counted: {left_out}"
+    assert state_of(found.requests[0], found) == ("queued", why)
+    every = replace(found, services={"n1": nodes["n1"]})
+    assert "the cluster has 0; not counted: n1" in state_of(found.requests[0], every)[1]
+
+
+def test_jobs_begin_on_nodes_of_one_version_only() -> None:
+    # `cluster up` did not reach n1, whose agent all others would refuse
+    nodes = {"n1": service("n1", 1, "1.0"), "n2": service("n2", 1), "n3": service("n3", 1)}
+    large, small = request("large", 3), request("small", 2, created=1)
+    found = Submitted(nodes, (large, small), {})
+    assert found.unused == {"n1": "has adaptdl-elastic 1.0, most slots 2.0: adaptdl cluster up"}
+    verdicts = found.verdicts()
+    assert verdicts["large"].reason == (
+        f"needs 3 slots, the cluster has 2; not counted: n1 ({found.unused['n1']})"
+    )
+    assert verdicts["small"].admitted, "a job that cannot be placed holds no slots"
+
+
 def test_jobs_that_are_over_are_neither_admitted_nor_counted() -> None:
     over = [request("done", 4, run=JobState(state=State.DONE)), request("away", 4, cancelled="alice")]
     assert reasons(*over, request("job", 4), slots=4) == {"job": ""}
@@ -190,10 +222,10 @@ def test_an_agent_of_a_job_that_ends_is_left_to_end_by_itself_and_a_registration
 def test_a_node_that_is_drained_is_registered_for_no_job() -> None:
     wanted = request("job")
     running = AgentState().started(0.0)
-    assert decide([wanted], 1, {}, 0.0, drained=True) == {}
-    assert decide([wanted], 1, {"job": running}, 0.0, drained=True) == {}  # an agent leaves by itself
+    assert decide([wanted], 1, {}, 0.0, unused=True) == {}
+    assert decide([wanted], 1, {"job": running}, 0.0, unused=True) == {}  # an agent leaves by itself
     standing = replace(running, standing=True)
-    assert decide([wanted], 1, {"job": standing}, 0.0, drained=True) == {"job": Step.TERMINATE}
+    assert decide([wanted], 1, {"job": standing}, 0.0, unused=True) == {"job": Step.TERMINATE}
 
 
 def test_an_agent_that_fails_at_once_is_tried_again_later_and_later_and_then_no_more() -> None:

@@ -74,6 +74,7 @@ pytestmark = [
 DATA = b"an archive"
 DIGEST = hashlib.sha256(DATA).hexdigest()
 ID = "cluster-id"
+STATUS = {"node": "n1", "unfinished": 2, "admin": False}
 
 
 class World:
@@ -207,7 +208,7 @@ def test_strangers_and_impostors_are_refused(world: World) -> None:
     refused(lambda: stranger.get_json(world.record, "/v1/status"), 401, "may not use this cluster")
     impostor = world.client("alice", key="stranger")
     refused(lambda: impostor.get_json(world.record, "/v1/status"), 401, "not one of alice's key")
-    assert world.client("alice").get_json(world.record, "/v1/status") == {"node": "n1", "unfinished": 2}
+    assert world.client("alice").get_json(world.record, "/v1/status") == STATUS
     people = {name: one for name, one in world.people().items() if name != "alice"}
     (world.directory.people).write_text(signatures.encode_people(people))  # as adaptdl cluster revoke does
     refused(
@@ -254,7 +255,7 @@ def test_silent_connections_keep_nobody_out(world: World, monkeypatch: pytest.Mo
             stack.enter_context(socket.create_connection(("127.0.0.1", world.record.port)))
             for _ in range(100)
         ]
-        assert world.client("alice").get_json(world.record, "/v1/status") == {"node": "n1", "unfinished": 2}
+        assert world.client("alice").get_json(world.record, "/v1/status") == STATUS
         for one in silent[:-4]:
             with contextlib.suppress(ConnectionResetError):
                 assert one.recv(1) == b""
@@ -269,7 +270,7 @@ def test_people_and_nodes_have_places_of_their_own(world: World, monkeypatch: py
     refused(
         lambda: world.client("admin").get_json(world.record, "/v1/status"), 503, "serves too many connections"
     )
-    assert first.get_json(world.record, "/v1/status") == {"node": "n1", "unfinished": 2}
+    assert first.get_json(world.record, "/v1/status") == STATUS
     first.close()
 
 
@@ -480,7 +481,7 @@ def test_another_person_gets_what_is_needed_and_no_authority(
     assert environment["ADAPTDL_ETCD_USER"] == "person:alice"
     assert Path(environment["ADAPTDL_ETCD_PASSWORD_FILE"]).read_text() == "hers\n"
     shutil.copy(world.keys["alice"], hers.identity)
-    assert client_of(hers).get_json(world.record, "/v1/status") == {"node": "n1", "unfinished": 2}
+    assert client_of(hers).get_json(world.record, "/v1/status") == STATUS
     with pytest.raises(ProvisionError, match="brought up by another user, who alone changes its nodes"):
         Credentials(hers).prepare()
 
@@ -582,3 +583,17 @@ def test_jobs_of_others_are_neither_stopped_nor_sized_by_mistake(world: World) -
     for request in (lambda: alice.stop("hers"), lambda: admin.stop("hers"), lambda: alice.stop("unknown")):
         with pytest.raises(RequestError, match="has begun"):  # this far it is allowed
             request()
+
+
+def test_only_an_administrator_may_change_what_others_have(world: World) -> None:
+    store, keys = MemoryStore(), Keys("lab")
+
+    def check(person: str) -> None:
+        job_requests.check_administrator(store, keys, world.context, world.client(person))
+
+    store.put(keys.service("gone"), encode(ServiceRecord("gone", "127.0.0.1", 1, 1)))
+    check("alice")  # nobody says that she may not
+    store.put(keys.service("n1"), encode(world.record))
+    check("admin")
+    with pytest.raises(RequestError, match="ask an administrator of cluster lab"):
+        check("alice")

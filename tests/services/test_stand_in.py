@@ -160,10 +160,17 @@ def test_a_registration_that_could_not_be_deleted_is_in_nobodys_way(tmp_path: Pa
         assert record(store) is None
 
 
-def test_a_job_that_no_node_can_start_is_failed_for_each_of_its_runs(store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_another_version", [False, True])
+def test_a_job_that_no_node_can_start_is_failed_for_each_of_its_runs(
+    store: Store, tmp_path: Path, of_another_version: bool
+) -> None:
     stand_in = make(store, tmp_path)
     stand_in.withdraw()
     store.delete(KEYS.job("job", "spec"))
+    if of_another_version:  # which this one cannot read
+        store.put(KEYS.job("job", "spec"), '{"v":1,"job":"job"}')
+        with pytest.raises(StandInError, match="jobs/job/spec"):
+            make(store, tmp_path)
 
     def state() -> JobState:
         (request,) = SubmissionReader(store, KEYS, "id").read(None).requests

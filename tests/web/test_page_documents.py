@@ -13,11 +13,12 @@ from adaptdl_elastic.autoscaler.cluster_view import View, view_of
 from adaptdl_elastic.autoscaler.web.history import MOST_EVENTS, MOST_POINTS, Curve, History
 from adaptdl_elastic.autoscaler.web.job_document import job_document
 from adaptdl_elastic.autoscaler.web.overview import difference, overview
-from adaptdl_elastic.rendezvous.schema.records import JobState
+from adaptdl_elastic.rendezvous.schema.records import DrainRequest, JobState, encode
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services.admission import JobState as RunState
 from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.submitted import Submitted
+from adaptdl_elastic.rendezvous.text import clock
 
 
 def view_now(world: PageWorld) -> View:
@@ -65,6 +66,20 @@ def test_a_job_that_waits_says_which_nodes_cannot_run_it() -> None:
     shown = overview(view_now(PageWorld()), Submitted({"n0": service}, (Request(asked, None, run),), {}))
     reason = shown["jobs"]["big"]["reason"]
     assert reason == "the coordinator has not seen it yet; not on n0: the disk is full"
+
+
+def test_drained_nodes_are_shown_also_when_their_agents_have_left() -> None:
+    world, since = small_world(), time.time()
+    for node in ("node0", "away"):
+        drain = DrainRequest(node, "new disk", created=since, person="bob")
+        world.store.put(world.keys.drain(node), encode(drain))
+    said = f"drained by bob since {clock(since)} (new disk)"
+    services = {"away": ServiceRecord("away", "10.0.0.9", 1, slots=8)}
+    shown = overview(view_now(world), Submitted(services, (), {}))
+    assert [shown["nodes"][node]["state"] for node in ("node0", "away", "node1")] == [said, said, "ok"]
+    assert shown["nodes"]["away"]["slots"] == 8
+    reason = shown["jobs"]["llm-finetune"]["reason"]
+    assert reason.endswith(f"; away is {said}; node0 is {said}"), "it waits for slots"
 
 
 def test_a_page_is_sent_only_the_rows_that_have_changed() -> None:
