@@ -18,6 +18,7 @@ from adaptdl_elastic.agent.cluster.store_link import (
 )
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
+    JobRequest,
     JobSpec,
     JobState,
     JobStatus,
@@ -29,6 +30,10 @@ from adaptdl_elastic.rendezvous.schema.records import (
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, read_record
 
 _ATTEMPTS = 20
+
+
+class StoppingError(JoinError):
+    """The job is about to end, as somebody has asked for. A later try finds it stopped."""
 
 
 def join_job(
@@ -54,6 +59,7 @@ def join_job(
 
     Raises:
         JobEndedError: the job has ended and is not to be started again (`ended_run.refuse`).
+        StoppingError: a node service asks (`--once`), and the job is being stopped.
         JoinError: this agent cannot take part.
     """
     key = keys.job(fresh.job, "spec")
@@ -80,6 +86,10 @@ def join_job(
             if options.anew:
                 say(f"--anew has no effect: this node joins run {spec.run} of {spec.job!r}, now under way")
             return spec
+        elif options.once and _is_stopping(store, keys, spec):
+            raise StoppingError(
+                f"job {spec.job!r} is being stopped: {spec.run} is not followed by another run"
+            )
         if store.compare_and_swap(key, encode(fresh), found.mod_revision) is not None:
             what = "has no agent any more"
             if ended is not None:
@@ -90,6 +100,12 @@ def join_job(
             say(f"job {spec.job!r} (run {spec.run}) {what}: {then}")
             return fresh
     raise JoinError(f"job {fresh.job!r}: other agents keep changing its specification; try again")
+
+
+def _is_stopping(store: Store, keys: Keys, spec: JobSpec) -> bool:
+    """Return whether a run is to end; its agents may leave before its status says that it has."""
+    asked = read_record(JobRequest, store.get(keys.job(spec.job, "request")))
+    return asked is not None and asked.stop and asked.run == spec.run
 
 
 def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.cluster.ended_run import JoinError, of_status
+from adaptdl_elastic.agent.cluster.job_joining import StoppingError
 from adaptdl_elastic.agent.cluster.store_link import NameTakenError, Registration
 from adaptdl_elastic.agent.own_records import job_spec
 from adaptdl_elastic.agent.terminal.run_options import RunOptions, parse
@@ -30,6 +31,7 @@ _REFUSALS = (
     *(OptionError, JoinError, StoreError, StorageError, launch.LaunchError, RuntimeFileError),
     NameTakenError,
 )
+_PASSING = StoreError, NameTakenError, StoppingError
 _MODES = {"script": [], "module": ["--module"], "exec": ["--no-python"]}
 
 
@@ -117,7 +119,7 @@ class StandIn:
                 self.membership.lease,
             )
         except _REFUSALS as error:
-            raise StandInError(str(error), isinstance(error, StoreError | NameTakenError)) from None
+            raise StandInError(str(error), isinstance(error, _PASSING)) from None
         return replace(self, registration=found.registration)
 
     def _parse(self) -> RunOptions:

@@ -9,10 +9,12 @@ import pytest
 
 from adaptdl_elastic.agent.cluster import job_joining
 from adaptdl_elastic.agent.cluster.ended_run import NO_OPTIONS, JobEndedError, StartOptions
+from adaptdl_elastic.agent.cluster.job_joining import StoppingError
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
+    JobRequest,
     JobSpec,
     JobState,
     JobStatus,
@@ -125,6 +127,17 @@ def test_a_run_whose_agents_are_all_gone_is_taken_up(store: MemoryStore) -> None
     run, said = join(store, "run-2")
     assert run == "run-2"
     assert "no agent any more" in said[0]
+
+
+def test_a_node_service_begins_no_run_behind_one_that_is_being_stopped(store: MemoryStore) -> None:
+    """The last agent of a run may have left before the run's status says that it was stopped."""
+    once, request = StartOptions(once=True), KEYS.job("job", "request")
+    join(store, "run-1")
+    store.put(request, encode(JobRequest(stop=True, run="run-1")))
+    with pytest.raises(StoppingError, match="'job' is being stopped"):
+        join(store, "run-2", options=once)
+    assert join(store, "run-2")[0] == "run-2", "a person starts the job again"
+    assert join(store, "run-3", options=once)[0] == "run-3", "the request was for an earlier run"
 
 
 def test_a_status_of_an_older_run_does_not_end_the_present_one(store: MemoryStore) -> None:
