@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 
+from adaptdl_elastic.autoscaler.commands.cluster import coordinator
 from adaptdl_elastic.autoscaler.coordinator.job_models import END_GRACE, model
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
@@ -23,6 +25,20 @@ from adaptdl_elastic.rendezvous.schema.records import (
 from adaptdl_elastic.sched_hints import ProfileEntry
 
 # -- bounds and garbage
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "complaint"),
+    [
+        ("--fairness", "-1000", "-1000.0 is not in the range -20<=x<=1"),
+        ("--interval", "nan", "nan is not a finite number"),
+        ("--fairness", "inf", "inf is not a finite number"),
+        ("--default-pause", "nan", "nan is not a finite number"),
+    ],
+)
+def test_an_option_that_is_no_number_or_out_of_its_range(option: str, value: str, complaint: str) -> None:
+    result = CliRunner().invoke(coordinator, ["--etcd", "127.0.0.1:1", option, value])
+    assert (result.exit_code, complaint in result.output) == (2, True)
 
 
 @pytest.mark.parametrize(
