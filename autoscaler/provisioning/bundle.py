@@ -77,7 +77,7 @@ def pack(
     _check_size(directory, names, most_bytes)
     try:
         with _archive(target, {OWNER_HEADER: owner}) as tar:
-            for name in (".", *names):  # nodes would not read an archive of nothing
+            for name in names or ["."]:  # nodes would not read an archive of nothing
                 _add(tar, directory / name, name)
             if command:
                 _add_text(tar, STACK_COMMAND, shlex.join(command).encode())
