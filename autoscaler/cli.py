@@ -281,12 +281,11 @@ class Where:
         from adaptdl_elastic.rendezvous.store.local_socket import is_local
         from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
-        name = "ADAPTDL_ETCD_TIMEOUT"
-        timeout = {name: os.environ.get(name, "")}
         if place.context is not None:
-            return StoreOptions.from_environment({**place.context.store_environment(), **timeout})
+            return place.context.store_options()
         if is_local(place.endpoint):
-            return StoreOptions.from_environment(timeout)
+            name = "ADAPTDL_ETCD_TIMEOUT"
+            return StoreOptions.from_environment({name: os.environ.get(name, "")})
         return StoreOptions.from_environment(ca=self.ca, cert=self.cert, key=self.key, user=self.user)
 
     def connect(self, job: str | None = None) -> tuple[Store, str]:

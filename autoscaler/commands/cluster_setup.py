@@ -6,6 +6,7 @@ import functools
 import getpass
 import json
 import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -35,7 +36,7 @@ from adaptdl_elastic.rendezvous.services.signatures import Person, SignatureErro
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
 from adaptdl_elastic.rendezvous.store.base import StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
-from adaptdl_elastic.rendezvous.store.store_options import StoreOptions, parse_endpoints
+from adaptdl_elastic.rendezvous.store.store_options import parse_endpoints
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -70,9 +71,7 @@ def open_cluster(context: ClusterContext) -> tuple[SubmissionReader, Any, Keys]:
     """Return a reader of the cluster's store, the store, and its keys; the caller closes the store."""
     if not context.endpoint:
         raise ContextError(f"cluster {context.name} is not up yet: adaptdl cluster up NODE...")
-    store = connect(
-        context.endpoint, api="v3", options=StoreOptions.from_environment(context.store_environment())
-    )
+    store = connect(context.endpoint, api="v3", options=context.store_options())
     keys = Keys(context.name)
     return SubmissionReader(store, keys, context.cluster_id), store, keys
 
@@ -191,45 +190,54 @@ def add(name: str | None, nodes: tuple[str, ...]) -> None:
 
 @cluster.command()
 @click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
-@click.option("--purge", is_flag=True, help="Delete what is there: output, files and checkpoints of jobs.")
+@click.option("--purge", is_flag=True, help="Also delete output, files and checkpoints of jobs there.")
 @click.option("--lost", is_flag=True, help="Also remove a NODE that cannot be reached, for good.")
 @cluster_option
 def remove(name: str | None, nodes: tuple[str, ...], purge: bool, lost: bool) -> None:
-    """Remove NODEs from a cluster. Their replicas are saved and moved first."""
+    """Remove NODEs from a cluster. Their replicas are saved and moved first.
+
+    Its service, keys and packages are deleted there. What jobs wrote stays without --purge.
+    """
     context = _own(name)
     with contexts.locked(context.name):
         context = contexts.choose(context.name)
-        unknown = [node for node in nodes if node not in context.nodes]
+        unknown = [node for node in nodes if node not in (*context.nodes, *context.left)]
         if unknown:
             raise CommandError(
                 f"cluster {context.name} has no node {unknown[0]}; its nodes are: {', '.join(context.nodes)}"
             )
-        if context.nodes[0] in nodes:
+        if context.nodes and context.nodes[0] in nodes:
             raise CommandError(f"{context.nodes[0]} runs etcd: adaptdl cluster down ends the cluster")
-        bring_up.take_down(context, nodes, purge, lost)
-        contexts.save(replace(context, nodes=tuple(node for node in context.nodes if node not in nodes)))
-    for node in nodes:
-        echo(f"{node} is not in cluster {context.name} any more")
+        stays = bring_up.take_down(context, nodes, "everything" if purge else "service", lost)
+        others = tuple(node for node in context.nodes if node not in nodes)
+        left = dict.fromkeys(node for node in (*context.left, *nodes) if stays.get(node, "something") != "")
+        contexts.save(replace(context, nodes=others, left=tuple(left)))
+    for node, kept in stays.items():
+        deletes = f"adaptdl cluster remove --purge {node} deletes"
+        what = f"; what jobs wrote stays in {kept}, and {deletes} it" if kept else ""
+        if kept is None:
+            what = f"; it cannot be reached, and keeps what it has: {deletes} that once it is back"
+        echo(f"{node} is not in cluster {context.name} any more{what}")
 
 
 @cluster.command()
 @click.option("--purge", is_flag=True, help="Also delete output, checkpoints and keys.")
+@click.option("--lost", is_flag=True, help="Leave nodes out that cannot be reached.")
 @cluster_option
-def down(name: str | None, purge: bool) -> None:
+def down(name: str | None, purge: bool, lost: bool) -> None:
     """Stop a cluster. `adaptdl cluster up` starts it and continues its jobs from their checkpoints."""
     context = _own(name)
     with contexts.locked(context.name):
-        bring_up.take_down(context, context.nodes, purge)
+        context = contexts.choose(context.name)
+        every = (*context.nodes, *context.left) if purge else context.nodes
+        stays = bring_up.take_down(context, every, "everything" if purge else "nothing", lost)
         if purge:
+            if context.directory.exists():
+                shutil.rmtree(context.directory)
             contexts.forget(context.name)
-            _delete_files(context)
-    echo(f"cluster {context.name} is down" + (", and nothing of it is left" if purge else ""))
-
-
-def _delete_files(context: ClusterContext) -> None:
-    for path in context.directory.glob("*"):
-        path.unlink()
-    context.directory.rmdir()
+    missed = ", ".join(node for node, kept in stays.items() if kept is None)
+    but = f" but on {missed}, which cannot be reached" if missed else ""
+    echo(f"cluster {context.name} is down" + (f", and nothing of it is left{but}" if purge else but))
 
 
 @cluster.command()

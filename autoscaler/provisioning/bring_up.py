@@ -6,13 +6,13 @@ import json
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import adaptdl_elastic
 from adaptdl_elastic.autoscaler.provisioning import nodes, store_users, wheel
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
-from adaptdl_elastic.autoscaler.provisioning.nodes import NodeFacts, Wanted
+from adaptdl_elastic.autoscaler.provisioning.nodes import Delete, NodeFacts, NodeReport, Wanted
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, UnreachableError, on_every
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.services import context as contexts
@@ -23,25 +23,15 @@ Jobs = dict[str, dict[str, str | None]]
 """The jobs that a node remembers, by name: the fields of `known_jobs.KnownJob`."""
 
 
-@dataclass(frozen=True)
-class NodeReport:
-    """How one node came up."""
-
-    node: str
-    host: str
-    slots: int
-    kept_by: str
-    changed: bool
-    etcd: bool
-
-
 def bring_up(
     context: ClusterContext, say: Callable[[str], None], dispensable: Collection[str] = ()
 ) -> list[NodeReport]:
     """Have a service run on every node of a cluster, and etcd on the first; write the context.
 
+    Nodes that were claimed stay in `ClusterContext.left` if this fails, so that `cluster down` finds them.
+
     Args:
-        context: The cluster as it is to be.
+        context: The cluster as it is to be; a context of it is there.
         say: Prints a line for the user.
         dispensable: Nodes that are left as they are if they cannot be reached.
 
@@ -53,17 +43,25 @@ def bring_up(
             check_name("node", node)
         except ValueError as error:
             raise ProvisionError(f"{error}; give the node an alias in ~/.ssh/config") from None
-    ssh, wanted = Ssh(context.ssh_config), wanted_of(context)
+    ssh, wanted, before = Ssh(context.ssh_config), wanted_of(context), contexts.choose(context.name)
+    # saved before the look at nodes claims them
+    left = dict.fromkeys([*before.left, *(node for node in context.nodes if node not in before.nodes)])
+    contexts.save(replace(before, left=tuple(left)))
 
     def look(node: str) -> NodeFacts | UnreachableError:
         try:
             return nodes.probe(ssh, node, wanted)
         except UnreachableError as error:
-            if node not in dispensable:
-                raise
-            return error
+            if node in dispensable:
+                return error
+            if node not in before.left:
+                left.pop(node, None)
+            raise UnreachableError(f"{error}{_if_lost(before, node)}") from None
 
-    found = on_every(context.nodes, look)
+    try:
+        found = on_every(context.nodes, look)
+    finally:
+        contexts.save(replace(before, left=tuple(left)))
     facts = {node: one for node, one in found.items() if isinstance(one, NodeFacts)}
     for one in found.values():
         if isinstance(one, UnreachableError):
@@ -73,7 +71,8 @@ def bring_up(
     credentials.prepare()
     pythons = _environments(context, ssh, facts, say)
     etcd = _etcd_of(context, ssh, first, wanted, say)
-    context = replace(context, endpoint=f"https://{_bracketed(first.host)}:{etcd.port}")
+    left_now = tuple(node for node in left if node not in context.nodes)
+    context = replace(context, endpoint=f"https://{_bracketed(first.host)}:{etcd.port}", left=left_now)
     contexts.save(context)  # saved before anything runs, so that `cluster down` finds it
 
     def install(node: str) -> None:
@@ -81,15 +80,7 @@ def bring_up(
         nodes.install_files(ssh, facts[node], service_files(context, credentials, facts[node], own))
 
     def start(node: str) -> NodeReport:
-        said = nodes.start_service(ssh, facts[node], pythons[node])
-        return NodeReport(
-            node,
-            facts[node].host,
-            int(said["slots"]),
-            str(said["kept_by"]),
-            bool(said["changed"]),
-            node == first.node,
-        )
+        return nodes.start_service(ssh, facts[node], pythons[node], node == first.node)
 
     _share_jobs(ssh, facts, say)
     on_every(facts, install)  # before the password changes, so that every node has the next one
@@ -115,9 +106,8 @@ def _share_jobs(ssh: Ssh, facts: dict[str, NodeFacts], say: Callable[[str], None
 
 
 def _decoded(text: str) -> Jobs | None:
-    with suppress(ValueError):
-        jobs = json.loads(text)
-        return jobs if isinstance(jobs, dict) else None
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        return merged_jobs([json.loads(text)])
     return None
 
 
@@ -205,31 +195,44 @@ def _etcd_of(
     return EtcdConfig(first.etcd, context.etcd_port)
 
 
-def take_down(context: ClusterContext, names: Sequence[str], purge: bool, lost: bool = False) -> None:
+def take_down(
+    context: ClusterContext, names: Sequence[str], delete: Delete, lost: bool = False
+) -> dict[str, str | None]:
     """Stop the services of these nodes, the first node of the cluster last: the others need its etcd.
 
     Args:
         context: The cluster.
         names: The nodes.
-        purge: Whether everything is deleted there.
-        lost: Whether a node may be one that cannot be reached.
+        delete: What is deleted there.
+        lost: Whether nodes of the cluster may be ones that cannot be reached.
+
+    Returns:
+        What stays on each node, as `nodes.stop_service` says it; None for one that cannot be reached.
 
     Raises:
         ProvisionError: a service cannot be stopped.
     """
     ssh, wanted = Ssh(context.ssh_config), wanted_of(context)
 
-    def stop(node: str) -> None:
+    def stop(node: str) -> str | None:
         try:
-            nodes.stop_service(ssh, node, wanted, purge)
+            return nodes.stop_service(ssh, node, wanted, delete)
         except UnreachableError as error:
-            if lost:
-                return
-            again = f"; a node that does not come back is taken out by adaptdl cluster remove --lost {node}"
-            raise UnreachableError(str(error) + (again if node != context.nodes[0] else "")) from None
+            if lost or node not in context.nodes:
+                return None
+            raise UnreachableError(f"{error}{_if_lost(context, node)}") from None
 
-    on_every([node for node in names if node not in context.nodes[:1]], stop)
-    on_every([node for node in names if node in context.nodes[:1]], stop)
+    stays = on_every([node for node in names if node not in context.nodes[:1]], stop)
+    return stays | on_every([node for node in names if node in context.nodes[:1]], stop)
+
+
+def _if_lost(context: ClusterContext, node: str) -> str:
+    """Return what a person does about a node that cannot be reached, as the end of a message."""
+    if node not in context.nodes:
+        return ""
+    if node == context.nodes[0]:
+        return "; it runs etcd: if it does not come back, adaptdl cluster down --lost ends the cluster"
+    return f"; a node that does not come back is taken out by adaptdl cluster remove --lost {node}"
 
 
 def send_people(context: ClusterContext) -> None:

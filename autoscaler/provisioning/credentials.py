@@ -112,7 +112,7 @@ class Credentials:
             password: That user's password.
         """
         name = self._context.name
-        own = replace(self._context, person=person, nodes=(), ssh_config="", store_user=store_user)
+        own = replace(self._context, person=person, nodes=(), left=(), ssh_config="", store_user=store_user)
         files = {f"{name}.toml": contexts.encode(own).encode(), f"{name}/password": f"{password}\n".encode()}
         for file in ("ca.pem", f"{_CLIENT}.pem", f"{_CLIENT}-key.pem"):
             files[f"{name}/{file}"] = (self._directory / file).read_bytes()

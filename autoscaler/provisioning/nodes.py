@@ -12,10 +12,10 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from adaptdl_elastic import _own_python
-from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, unreadable
 
 OLDEST_PYTHON = (3, 10)
 NEEDED_BYTES = 200 << 20
@@ -89,6 +89,18 @@ class NodeFacts:
 
 
 @dataclass(frozen=True)
+class NodeReport:
+    """How one node came up."""
+
+    node: str
+    host: str
+    slots: int
+    kept_by: str
+    changed: bool
+    etcd: bool
+
+
+@dataclass(frozen=True)
 class Wanted:
     """What `cluster up` asks of every node."""
 
@@ -106,7 +118,11 @@ def probe(ssh: Ssh, node: str, wanted: Wanted) -> NodeFacts:
         ProvisionError: it cannot be used.
     """
     command = ["sh", "-s", "--", wanted.cluster, wanted.cluster_id, wanted.python, wanted.etcd]
-    return parse_probe(node, ssh.run(node, command, _PROBE.encode()), wanted)
+    text = ssh.run(node, command, _PROBE.encode())
+    try:
+        return parse_probe(node, text, wanted)
+    except (KeyError, ValueError):
+        raise unreadable(node, text) from None
 
 
 def parse_probe(node: str, text: str, wanted: Wanted) -> NodeFacts:
@@ -114,12 +130,13 @@ def parse_probe(node: str, text: str, wanted: Wanted) -> NodeFacts:
 
     Raises:
         ProvisionError: the node cannot be used; the message says why, and what to do.
+        KeyError, ValueError: this is no output of the probe.
     """
     found = dict(line.partition("=")[::2] for line in text.splitlines() if "=" in line)
-    if found.get("claimed") != wanted.cluster_id:
+    if found["claimed"] != wanted.cluster_id:
         raise ProvisionError(
             f"{node}: runs cluster {wanted.cluster!r} of another `adaptdl cluster up`: choose another name "
-            f"with --cluster, or remove {found.get('directory', 'its directory')} there"
+            f"with --cluster, or remove {found['directory']} there"
         )
     try:
         ipaddress.ip_address(found.get("host", ""))  # it gets into a certificate
@@ -247,37 +264,51 @@ def install_files(ssh: Ssh, facts: NodeFacts, files: Mapping[str, bytes]) -> Non
         send_files(ssh, facts, {**files, "installed": digest.hexdigest().encode()})
 
 
-def start_service(ssh: Ssh, facts: NodeFacts, python: str) -> dict[str, Any]:
-    """Start the service of a node unless it runs as it should; return what it says of itself."""
+def start_service(ssh: Ssh, facts: NodeFacts, python: str, etcd: bool) -> NodeReport:
+    """Start the service of a node, and etcd where it is to run, unless they run as they should."""
     command = _own_python.module("adaptdl_elastic.agent.service", "start", facts.directory, python=python)
     text = ssh.run(facts.node, command, seconds=_START_SECONDS)
     try:
-        return dict(json.loads(text))
-    except ValueError:
-        raise ProvisionError(f"{facts.node}: the service answers {text.strip()[:200]!r}") from None
+        said = json.loads(text)
+        slots, kept_by, changed = int(said["slots"]), str(said["kept_by"]), bool(said["changed"])
+    except (LookupError, TypeError, ValueError):
+        raise unreadable(facts.node, text) from None
+    return NodeReport(facts.node, facts.host, slots, kept_by, changed, etcd)
 
+
+Delete = Literal["nothing", "service", "everything"]
+"""What is deleted on a node whose service is stopped; without the service what jobs wrote stays."""
 
 _STOP = r"""
-dir="${XDG_DATA_HOME:-$HOME/.local/share}/adaptdl/$1"; id=$2; python=$3; purge=$4
+dir="${XDG_DATA_HOME:-$HOME/.local/share}/adaptdl/$1"; id=$2; python=$3; delete=$4
 [ "$(cat "$dir/cluster-id" 2>/dev/null)" = "$id" ] || exit 0
 [ -n "$python" ] || python="$dir/venv/bin/python"
 if [ -f "$dir/service.json" ]; then
-    "$python" -m adaptdl_elastic.agent.service stop "$dir" || exit 1
+    "$python" -m adaptdl_elastic.agent.service stop "$dir" >&2 || exit 1
 fi
-[ "$purge" = yes ] && rm -rf "$dir" && rmdir "${dir%/*}" 2>/dev/null  # unless another cluster is there
+[ "$delete" = nothing ] && exit 0
+rm -f "$dir/service.json" || exit 1  # from now on there is nothing to stop, and soon no Python
+kept=cluster-id  # the last to go: it tells the next attempt whose files these are
+[ "$delete" = service ] && kept="$kept checkpoints logs work"
+find "$dir" -mindepth 1 -maxdepth 1 $(printf '! -name %s ' $kept) -exec rm -rf {} + || exit 1
+[ "$(ls -A "$dir")" = cluster-id ] || { echo "$dir ($(du -sh "$dir" | cut -f 1))"; exit 0; }
+rm -rf "$dir" || exit 1
+rmdir "${dir%/*}" 2>/dev/null  # unless another cluster is there
 exit 0
 """
 
 
-def stop_service(ssh: Ssh, node: str, wanted: Wanted, purge: bool) -> None:
+def stop_service(ssh: Ssh, node: str, wanted: Wanted, delete: Delete) -> str:
     """Stop the service of a node, its agents and etcd; do nothing where there is none of this cluster.
 
     Args:
         ssh: How nodes are reached.
         node: The node.
         wanted: What is asked of the nodes; names the cluster.
-        purge: Whether its directory is deleted, with the checkpoints and output in it.
+        delete: What is deleted there.
+
+    Returns:
+        The directory and size of what jobs wrote, where only that stays; else "".
     """
-    flag = "yes" if purge else "no"
-    command = ["sh", "-s", "--", wanted.cluster, wanted.cluster_id, wanted.python, flag]
-    ssh.run(node, command, _STOP.encode(), seconds=_STOP_SECONDS)
+    command = ["sh", "-s", "--", wanted.cluster, wanted.cluster_id, wanted.python, delete]
+    return ssh.run(node, command, _STOP.encode(), seconds=_STOP_SECONDS).strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,9 @@ T = TypeVar("T")
 _CONNECT_SECONDS = 15
 _AT_A_TIME = 16  # most nodes on which an action runs at the same time
 _SSH_FAILED = 255  # exit code by which ssh reports its own errors
+
+# $0: the marker line, which stands before and after what the command writes: ~/.bashrc may write, too
+_FRAMED = 'mark() { echo "$0"; echo "$0" >&2; }; mark; "$@"; code=$?; mark; exit $code'
 
 
 class ProvisionError(Exception):
@@ -47,17 +51,21 @@ class Ssh:
             UnreachableError: the node cannot be reached.
             ProvisionError: the command fails.
         """
-        line = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
+        marker = f"adaptdl-{secrets.token_hex(8)}"
+        # -T: a terminal would change what is sent and answered
+        line = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
         if self.config:
             line += ["-F", self.config]
-        line += ["--", node, shlex.join(command)]
+        line += ["--", node, shlex.join(["sh", "-c", _FRAMED, marker, *command])]
         try:
             done = subprocess.run(line, input=data, capture_output=True, timeout=seconds, check=False)
         except FileNotFoundError:
             raise ProvisionError("ssh is not installed here: install OpenSSH's client") from None
         except subprocess.TimeoutExpired:
             raise ProvisionError(f"{node}: `{command[0]}` has not ended after {seconds:g} s") from None
-        said = _last_line(done.stderr)
+        answer, errors = (_framed(text, marker) for text in (done.stdout, done.stderr))
+        unframed = done.stderr.decode(errors="replace").replace(marker, "")
+        said = _last_line(unframed if errors is None else errors)
         if done.returncode == _SSH_FAILED:
             raise UnreachableError(
                 f"{node}: ssh cannot log in: {said or 'it says nothing'}; `ssh {node} true` has to work "
@@ -65,11 +73,27 @@ class Ssh:
             )
         if done.returncode:
             raise ProvisionError(f"{node}: {said or f'`{command[0]}` exits with {done.returncode}'}")
-        return done.stdout.decode(errors="replace")
+        if answer is None:
+            raise unreadable(node, done.stdout.decode(errors="replace"))
+        return answer
 
 
-def _last_line(data: bytes) -> str:
-    lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
+def unreadable(node: str, answer: str) -> ProvisionError:
+    """Return the error of a node that answers something else than what it was asked."""
+    return ProvisionError(
+        f"{node}: its answer cannot be read: {answer.strip()[:200]!r}; look at its ~/.bashrc, which must not "
+        f"end the shell, and at its Python, which must print nothing of its own"
+    )
+
+
+def _framed(data: bytes, marker: str) -> str | None:
+    """Return what stands between two marker lines; None if there are no two."""
+    parts = data.decode(errors="replace").replace("\r\n", "\n").split(f"{marker}\n")
+    return parts[1] if len(parts) == 3 else None
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].removeprefix("adaptdl service: ") if lines else ""
 
 

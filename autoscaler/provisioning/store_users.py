@@ -13,7 +13,7 @@ from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError, EtcdGateway
 from adaptdl_elastic.rendezvous.services.service_config import ETCD_USER
 from adaptdl_elastic.rendezvous.store.base import StoreError
-from adaptdl_elastic.rendezvous.store.store_options import StoreOptions, read_password
+from adaptdl_elastic.rendezvous.store.store_options import read_password
 
 
 def user_of(person: str) -> str:
@@ -69,10 +69,10 @@ def change_nodes_password(context: ClusterContext, people: Iterable[str]) -> lis
 @contextmanager
 def _as_root(context: ClusterContext) -> Iterator[EtcdGateway]:
     try:
-        options = StoreOptions.from_environment(context.store_environment())
+        options = context.store_options()
         with urllib3.PoolManager(ssl_context=options.ssl_context(), retries=False) as pool:
             gateway = EtcdGateway(pool, context.endpoint)
             gateway.log_in("root", read_password(context.directory / "root-password"))
             yield gateway
     except (EtcdError, StoreError) as error:
-        raise ProvisionError(str(error)) from None
+        raise ProvisionError(f"{next(iter(context.nodes), context.name)}: {error}") from None

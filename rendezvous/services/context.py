@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic.rendezvous.schema.keys import check_name
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 
 class ContextError(Exception):
@@ -40,6 +41,7 @@ class ClusterContext:
         slots: How many replicas fit on a node; 0: one for each GPU, or one.
         ssh_config: Configuration file for `ssh -F`; "": the user's own.
         store_user: Name by which etcd knows the user.
+        left: Nodes outside of the cluster that may have files of it: removed ones, or of an `up` that failed.
     """
 
     name: str
@@ -54,6 +56,7 @@ class ClusterContext:
     slots: int = 0
     ssh_config: str = ""
     store_user: str = "adaptdl"
+    left: tuple[str, ...] = ()
 
     @property
     def directory(self) -> Path:
@@ -81,6 +84,16 @@ class ClusterContext:
             "ADAPTDL_ETCD_USER": self.store_user,
             "ADAPTDL_ETCD_PASSWORD_FILE": str(self.directory / "password"),
         }
+
+    def store_options(self) -> StoreOptions:
+        """Return how the user's commands reach the cluster's store."""
+        node = f"{self.nodes[0]}, the" if self.nodes else "the"
+        hint = (
+            f"it runs on {node} first node of cluster {self.name}. Until adaptdl cluster up starts it again, "
+            f"jobs with a replica there stand still, others train on, and nothing starts or moves"
+        )
+        timeout = {"ADAPTDL_ETCD_TIMEOUT": os.environ.get("ADAPTDL_ETCD_TIMEOUT", "")}
+        return StoreOptions.from_environment({**self.store_environment(), **timeout}, hint=hint)
 
 
 def config_directory(environ: Mapping[str, str] = os.environ) -> Path:

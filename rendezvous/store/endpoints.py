@@ -64,10 +64,15 @@ class TryAgainError(Exception):
 
 
 class Endpoints:
-    """The endpoints of one store and the one in use. Safe to use from several threads."""
+    """The endpoints of one store and the one in use. Safe to use from several threads.
 
-    def __init__(self, urls: tuple[str, ...]) -> None:
-        self.urls = urls
+    Args:
+        urls: the endpoints.
+        hint: what the error says if none can be reached.
+    """
+
+    def __init__(self, urls: tuple[str, ...], hint: str) -> None:
+        self.urls, self._hint = urls, hint
         self._current = 0
         self._lock = threading.Lock()
         self._on_switch: list[Callable[[str], None]] = []
@@ -138,9 +143,7 @@ class Endpoints:
                     f"ADAPTDL_ETCD_CERT and ADAPTDL_ETCD_KEY"
                 )
             if time.monotonic() + pause >= deadline:
-                raise StoreUnavailableError(
-                    f"etcd cannot be reached ({self._list(problems)}): is it running, and is --etcd right?"
-                )
+                raise StoreUnavailableError(f"etcd cannot be reached ({self._list(problems)}): {self._hint}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -110,7 +110,7 @@ class EtcdV2Store(Store):
 
     def __init__(self, endpoints: tuple[str, ...], options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
-        self._endpoints = Endpoints(endpoints)
+        self._endpoints = Endpoints(endpoints, self.options.hint)
         self._clients = Clients(endpoints, self.options)
         self._keepalive = KeepAlive("etcd-v2-leases")
         self._watches: set[EtcdV2Watch] = set()

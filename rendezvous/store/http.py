@@ -39,7 +39,7 @@ class Http:
     def __init__(
         self, urls: tuple[str, ...], options: StoreOptions, is_retryable: Callable[[HttpStatusError], bool]
     ) -> None:
-        self.endpoints = Endpoints(urls)
+        self.endpoints = Endpoints(urls, options.hint)
         self.options = options
         self._is_retryable = is_retryable
         self.tls = renewable_tls(options, any(url.startswith("https") for url in urls))

@@ -33,6 +33,7 @@ class StoreOptions:
         user: name of an etcd user.
         password: its password; in no repr and in no log.
         password_file: file whose first line is the password; it is read again when etcd refuses the password.
+        hint: what an error says where etcd cannot be reached.
     """
 
     timeout: float = 5.0
@@ -42,6 +43,7 @@ class StoreOptions:
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     password_file: Path | None = None
+    hint: str = "is it running, and is --etcd right?"
 
     def __post_init__(self) -> None:
         if self.password_file is not None and self.password is None:

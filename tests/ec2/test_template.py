@@ -246,6 +246,20 @@ def test_no_bucket_is_left_behind_by_a_stack_that_fails(template: dict[str, Any]
     assert "AWS::S3::Bucket" not in types
 
 
+def test_machines_and_disks_are_parameters_that_the_page_names(template: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "ec2.md").read_text()
+    for name, default in {"HeadType": "t3.small", "HeadDiskSize": 16, "NodeDiskSize": 100}.items():
+        assert template["Parameters"][name]["Default"] == default
+        assert f"`{name}` ({default}" in page
+    for name, kind, size in (
+        ("HeadTemplate", "HeadType", "HeadDiskSize"),
+        ("NodeTemplate", "InstanceType", "NodeDiskSize"),
+    ):
+        machine = template["Resources"][name]["Properties"]["LaunchTemplateData"]
+        assert machine["InstanceType"] == {"Ref": kind}
+        assert [disk["Ebs"]["VolumeSize"] for disk in machine["BlockDeviceMappings"]] == [{"Ref": size}]
+
+
 def policies_on_the_page() -> list[set[str]]:
     page = (ROOT / "docs" / "ec2.md").read_text()
     found = []

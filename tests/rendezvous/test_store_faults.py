@@ -276,7 +276,7 @@ def test_an_attempt_that_the_deadline_cuts_short_hides_no_reason(clock, answers,
         raise TryAgainError.from_error(TimeoutError())
 
     with pytest.raises(StoreUnavailableError, match=rf"http://a:1: {reason}\)"):
-        endpoints.Endpoints(("http://a:1",)).run(attempt, 1.01)
+        endpoints.Endpoints(("http://a:1",), StoreOptions().hint).run(attempt, 1.01)
     assert clock == [1.01]
 
 

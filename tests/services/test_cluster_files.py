@@ -1,8 +1,9 @@
-"""What `adaptdl cluster up` and `submit` read and write on the user's machine, without any other process."""
+"""What `adaptdl cluster up` and `submit` read and write on the user's machine, without any node."""
 
 from __future__ import annotations
 
 import configparser
+import os
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ from adaptdl_elastic.autoscaler.commands.submit import (
     variables_of,
 )
 from adaptdl_elastic.autoscaler.commands.tables import ask_all
-from adaptdl_elastic.autoscaler.provisioning import wheel
+from adaptdl_elastic.autoscaler.provisioning import nodes, wheel
 from adaptdl_elastic.autoscaler.provisioning.credentials import write_private
 from adaptdl_elastic.autoscaler.provisioning.nodes import Wanted, etcd_warning, parse_probe
-from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextError
@@ -112,9 +113,15 @@ def test_up_keeps_what_the_cluster_has_and_adds_nodes() -> None:
         with_options(known, False, (), {"port_range": "5"})
 
 
-def probe(wanted: Wanted | None = None, **found: str) -> object:
-    text = "\n".join(f"{name}={value}" for name, value in {**PROBE, **found}.items())
-    return parse_probe("n1", text, wanted or Wanted("lab", "abc", package="1.0"))
+WANTED = Wanted("lab", "abc", package="1.0")
+
+
+def probe_text(**found: str) -> str:
+    return "\n".join(f"{name}={value}" for name, value in {**PROBE, **found}.items())
+
+
+def probe(wanted: Wanted = WANTED, **found: str) -> nodes.NodeFacts:
+    return parse_probe("n1", probe_text(**found), wanted)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +154,42 @@ def test_an_interpreter_that_was_named_has_to_have_the_same_version() -> None:
     for package, has in (("0.9", "adaptdl-elastic 0.9"), ("", "no adaptdl-elastic")):
         with pytest.raises(ProvisionError, match=f"/opt/python has {has}, this machine 1.0"):
             probe(wanted, package=package)
+
+
+def fake_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch, login: str) -> None:
+    """Put an `ssh` first on the PATH that runs `login`, and then what it is given, on this machine."""
+    program = folder / "ssh"
+    run = 'for line; do :; done\nsh -c "$line"\ncode=$?'
+    program.write_text(f"#!/bin/sh\n{login}\n{run}\n{login}\nexit $code\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.processes
+def test_what_a_login_says_is_no_part_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ssh(tmp_path, monkeypatch, "printf 'hello\\r\\n'; printf 'no line'; printf 'no line' >&2")
+    assert Ssh().run("n1", ["printf", r"a\r\nb"]) == "a\nb"
+    assert Ssh().run("n1", ["cat"], b"\n x \n") == "\n x \n"
+    for script, said in {"echo why >&2; exit 3": "why", "exit 3": "`sh` exits with 3"}.items():
+        with pytest.raises(ProvisionError, match=f"^n1: {said}$"):
+            Ssh().run("n1", ["sh", "-c", script])
+    # a login that ends the shell
+    fake_ssh(tmp_path, monkeypatch, "echo hello; exit 0")
+    with pytest.raises(
+        ProvisionError, match=r"^n1: its answer cannot be read: 'hello'; look at its ~/.bashrc"
+    ):
+        Ssh().run("n1", ["true"])
+
+
+@pytest.mark.parametrize("answer", ["", "null", "[1]", "{}", '{"slots": null}', probe_text(free="x")])
+def test_an_answer_that_is_none_is_one_line(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ssh, "run", lambda *_, **__: answer)
+    for ask in (
+        lambda: nodes.probe(Ssh(), "n1", WANTED),
+        lambda: nodes.start_service(Ssh(), probe(), "python", False),
+    ):
+        with pytest.raises(ProvisionError, match=r"^n1: its answer cannot be read: .*$"):
+            ask()
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,9 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     assert "node9: ssh cannot log in" in refused
     assert "cluster lab is not up yet" in lab.run("cluster", "status", code=1)
     lab.wait_for(lambda: lab.processes() == [])  # nothing was started; what ssh has asked there ends
+    assert lab.directory("node1").path.exists()
+    assert lab.run("cluster", "down", "--purge") == "cluster lab is down, and nothing of it is left\n"
+    assert not lab.directory("node1").path.exists()
     assert "node2: started" in lab.up("node1", "node2")
     again = lab.up()
     assert "node1: unchanged at 127.0.0.1, etcd, 1 slot" in again
@@ -326,17 +329,38 @@ def test_a_node_that_cannot_be_reached_hinders_no_change_of_the_others(lab: Lab)
     assert lab.states()[2][:2] == ("node3", "up")
     # the service of node2 goes on; leases may have ended while etcd was stopped
     lab.wait_for(lambda: [state for _, state, _ in lab.states()] == ["up", "up", "up"])
-    refused = lab.run("cluster", "remove", "node2", code=1)
-    assert refused.count("\n") == 1
-    assert "adaptdl cluster remove --lost node2" in refused
-    assert "node2 is not in cluster lab any more" in lab.run("cluster", "remove", "--lost", "node2")
+    for refused in (lab.run("cluster", "remove", "node2", code=1), lab.up(code=1)):
+        assert refused.count("\n") == 1
+        assert "adaptdl cluster remove --lost node2" in refused
+    said = lab.run("cluster", "remove", "--lost", "node2")
+    assert "node2 is not in cluster lab any more; it cannot be reached, and keeps what it has" in said
     assert "adaptdl cluster status" in lab.run("nodes")  # no job has begun
     assert "node3 is being drained" in lab.run("drain", "node3")
     assert "node3 may be used again" in lab.run("drain", "node3", "--cancel")
     assert "node3: unchanged" in lab.up()
     lab.nodes.start("node2")
     assert "node2: unchanged" in lab.up("node2")
-    assert "nothing of it is left" in lab.run("cluster", "down", "--purge")
+    # a node that is removed keeps nothing but what jobs wrote, until the cluster is purged
+    lab.directory("node2").checkpoints("job").mkdir(parents=True)
+    removed = lab.run("cluster", "remove", "node2", "node3")
+    kept = lab.directory("node2").path
+    assert f"node2 is not in cluster lab any more; what jobs wrote stays in {kept} (" in removed
+    assert "adaptdl cluster remove --purge node2 deletes it" in removed
+    assert {path.name for path in kept.iterdir()} == {"checkpoints", "cluster-id"}
+    assert "node3 is not in cluster lab any more\n" in removed
+    assert not lab.directory("node3").path.exists()
+    # without the first node
+    etcd.suspend()
+    try:
+        assert "it runs on node1, the first node of cluster lab" in lab.run("ls", code=1)
+    finally:
+        etcd.resume()
+    lab.nodes.stop("node1")
+    assert "adaptdl cluster down --lost" in lab.run("cluster", "down", "--purge", code=1)
+    assert not kept.exists()
+    assert "down but on node1, which cannot be reached" in lab.run("cluster", "down", "--lost")
+    lab.nodes.start("node1")
+    assert lab.run("cluster", "down", "--purge") == "cluster lab is down, and nothing of it is left\n"
     assert lab.processes() == []
 
 

@@ -16,6 +16,13 @@ from ports import free_port
 
 _SECONDS = 200.0
 
+# what a login says besides the answers: lines that might be some, and lines without an end
+_BASHRC = r"""
+echo "claimed=by ~/.bashrc"
+printf '\r\n{"slots": 7}'
+trap 'printf "bye\r\n{}"; echo bye >&2' EXIT
+"""
+
 
 class NoSshError(Exception):
     """This machine has no sshd, and why."""
@@ -79,6 +86,8 @@ class SshNodes:
     def start(self, name: str, sshd: str = "") -> None:
         """Start the sshd of a node, again on the same port."""
         self.home(name).mkdir(parents=True, exist_ok=True)
+        (self.home(name) / ".bashrc").write_text(_BASHRC)
+        (self.folder / "banner").write_text("Authorized users only\n")
         port = self._ports.setdefault(name, free_port())
         config = self.folder / name / "sshd_config"
         path = os.environ.get("PATH", "/usr/bin:/bin")
@@ -86,6 +95,7 @@ class SshNodes:
             f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {self.folder / 'host_key'}\n"
             f"AuthorizedKeysFile {self.folder / 'authorized_keys'}\nStrictModes no\nUsePAM no\n"
             f"PasswordAuthentication no\nPidFile none\nPermitRootLogin prohibit-password\n"
+            f"Banner {self.folder / 'banner'}\n"
             f'SetEnv "HOME={self.home(name)}" "XDG_DATA_HOME=" "XDG_RUNTIME_DIR=" "PATH={path}" '
             f'"CUDA_VISIBLE_DEVICES="\n'
         )
