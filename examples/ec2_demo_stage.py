@@ -21,6 +21,7 @@ from fake_imds import FakeImds
 from moto_process import Moto
 
 LEAST_SECONDS = 60.0  # that AWS charges for every instance
+PATIENCE = 100.0  # seconds until a process has ended, which only one that hangs reaches
 
 
 class Spot:
@@ -59,7 +60,6 @@ class Machines:
         self._moto, self._command, self._story, self._spot = moto, command, story, spot
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.metadata: dict[str, FakeImds] = {}
-        self.ends: dict[str, float] = {}  # when EC2 takes it, seconds since the epoch
         self.codes: dict[str, int | None] = {}  # of agents; None: it had to be killed
 
     def group(self) -> dict[str, Any]:
@@ -69,7 +69,6 @@ class Machines:
 
     def follow(self) -> int:
         """Start what is missing, pull the plug of what is gone; how many instances there are."""
-        self._take_back()
         members = self.group()["Instances"]
         running = {m["InstanceId"] for m in members if m["LifecycleState"] == "InService"}
         self._account(running)
@@ -83,16 +82,8 @@ class Machines:
         return len(running)
 
     def announce(self, instance: str) -> None:
-        """The two-minute notice; at its end the machine is gone, whatever runs on it."""
-        self.ends[instance] = self.metadata[instance].spot(NOTICE)
-
-    def _take_back(self) -> None:
-        for instance, end in self.ends.items():
-            if instance in self.agents and time.time() >= end:
-                self._kill(instance)
-                self._autoscaling.terminate_instance_in_auto_scaling_group(
-                    InstanceId=instance, ShouldDecrementDesiredCapacity=False
-                )
+        """The two-minute notice. The machine is gone when its agent has left, however busy this one is."""
+        self.metadata[instance].spot(NOTICE)
 
     def charge(self) -> None:
         """Charge every instance that EC2 has had, from its launch to its end: the demo's own account."""
@@ -128,9 +119,9 @@ class Machines:
             )
 
     def _unplug(self, instance: str) -> None:
-        """The instance is terminated; an agent on its way out gets the seconds that a shutdown takes."""
+        """The instance is terminated; an agent on its way out is waited for, as a shutdown does."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.agents[instance].wait(10.0)
+            self.agents[instance].wait(PATIENCE)
         self._kill(instance)
 
     def _kill(self, instance: str) -> None:
@@ -171,13 +162,13 @@ def coordinator(endpoint: str) -> Iterator[None]:
     finally:
         process.terminate()
         try:
-            process.wait(5.0)
+            process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def left_behind(seconds: float = 5.0) -> Sequence[str]:
+def left_behind(seconds: float = PATIENCE) -> Sequence[str]:
     """End what still runs under this process, which orphans are given to, too; what had to be killed."""
     me = psutil.Process()
     _, alive = psutil.wait_procs(me.children(recursive=True), seconds)
