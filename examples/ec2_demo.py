@@ -63,8 +63,8 @@ ACCURACY = 0.85  # that some epoch must have reached: on a busy machine there ar
 STAGED = f"""staged: EC2 and Auto Scaling are moto; the metadata service is a fake; instances are processes of
 this machine with one slot each; the prices (${CHEAP} and ${DEAR}), the moments of the notice and of the
 price's jump are this program's; from the second node to the jump it forbids fewer than two nodes; waits
-are shorter than the defaults (growing 2 s, shrinking 6 s); a node that EC2 has announced the end of is
-taken when its agent has left; the job trains until the story is told.
+are shorter than the defaults (growing 2 s, shrinking 6 s); EC2 takes no node back
+before its agent has left; the job trains until the story is told.
 real: boto3 over HTTP, the autoscaler and its decisions, etcd, the coordinator, the agents, the training."""
 
 

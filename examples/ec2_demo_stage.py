@@ -60,6 +60,7 @@ class Machines:
         self._moto, self._command, self._story, self._spot = moto, command, story, spot
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.metadata: dict[str, FakeImds] = {}
+        self.ends: dict[str, float] = {}  # of announced ones, seconds since the epoch
         self.codes: dict[str, int | None] = {}  # of agents; None: it had to be killed
 
     def group(self) -> dict[str, Any]:
@@ -69,6 +70,7 @@ class Machines:
 
     def follow(self) -> int:
         """Start what is missing, pull the plug of what is gone; how many instances there are."""
+        self._take_back()
         members = self.group()["Instances"]
         running = {m["InstanceId"] for m in members if m["LifecycleState"] == "InService"}
         self._account(running)
@@ -82,8 +84,18 @@ class Machines:
         return len(running)
 
     def announce(self, instance: str) -> None:
-        """The two-minute notice. The machine is gone when its agent has left, however busy this one is."""
-        self.metadata[instance].spot(NOTICE)
+        """The two-minute notice; at its end the machine is gone, if its agent has left."""
+        self.ends[instance] = self.metadata[instance].spot(NOTICE)
+
+    def _take_back(self) -> None:
+        """Take what the autoscaler has not given back. It may have looked too seldom to see it leave."""
+        for instance, end in self.ends.items():
+            agent = self.agents.get(instance)
+            if agent is not None and agent.poll() is not None and time.time() >= end:
+                self._kill(instance)
+                self._autoscaling.terminate_instance_in_auto_scaling_group(
+                    InstanceId=instance, ShouldDecrementDesiredCapacity=False
+                )
 
     def charge(self) -> None:
         """Charge every instance that EC2 has had, from its launch to its end: the demo's own account."""
