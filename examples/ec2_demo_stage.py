@@ -93,6 +93,7 @@ class Machines:
             agent = self.agents.get(instance)
             if agent is not None and agent.poll() is not None and time.time() >= end:
                 self._kill(instance)
+                self._story.bill[instance].why = "EC2 took it back"
                 self._autoscaling.terminate_instance_in_auto_scaling_group(
                     InstanceId=instance, ShouldDecrementDesiredCapacity=False
                 )
