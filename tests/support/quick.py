@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+Report = pytest.TestReport | pytest.CollectReport
 MARKERS = ("processes", "etcd", "slow", "gpu")
 
 
@@ -47,25 +48,19 @@ class _ListedSkips:
         lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
         self._path, self._listed = path, re.compile("|".join(f"(?:{line})" for line in lines))
 
-    def _judge(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self) -> Generator[None, Report, Report]:
+        report = yield
         if report.skipped and not hasattr(report, "wasxfail"):
             reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
             reason = reason.removeprefix("Skipped: ")
             if not self._listed.fullmatch(reason):
                 report.outcome = "failed"
                 report.longrepr = f"skipped, for a reason that {self._path} does not list: {reason}"
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
-        self._judge(report)
         return report
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_make_collect_report(self) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        report = yield
-        self._judge(report)
-        return report
+    # of a whole module
+    pytest_make_collect_report = pytest_runtest_makereport
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
