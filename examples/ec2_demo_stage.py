@@ -21,6 +21,7 @@ from fake_imds import FakeImds
 from moto_process import Moto
 
 LEAST_SECONDS = 60.0  # that AWS charges for every instance
+PATIENCE = 100.0  # seconds until a process has ended, which only one that hangs reaches
 
 
 class Spot:
@@ -59,7 +60,7 @@ class Machines:
         self._moto, self._command, self._story, self._spot = moto, command, story, spot
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.metadata: dict[str, FakeImds] = {}
-        self.ends: dict[str, float] = {}  # when EC2 takes it, seconds since the epoch
+        self.ends: dict[str, float] = {}  # of announced ones, seconds since the epoch
         self.codes: dict[str, int | None] = {}  # of agents; None: it had to be killed
 
     def group(self) -> dict[str, Any]:
@@ -83,13 +84,16 @@ class Machines:
         return len(running)
 
     def announce(self, instance: str) -> None:
-        """The two-minute notice; at its end the machine is gone, whatever runs on it."""
+        """The two-minute notice; at its end the machine is gone, if its agent has left."""
         self.ends[instance] = self.metadata[instance].spot(NOTICE)
 
     def _take_back(self) -> None:
+        """Take what the autoscaler has not given back. It may have looked too seldom to see it leave."""
         for instance, end in self.ends.items():
-            if instance in self.agents and time.time() >= end:
+            agent = self.agents.get(instance)
+            if agent is not None and agent.poll() is not None and time.time() >= end:
                 self._kill(instance)
+                self._story.bill[instance].why = "EC2 took it back"
                 self._autoscaling.terminate_instance_in_auto_scaling_group(
                     InstanceId=instance, ShouldDecrementDesiredCapacity=False
                 )
@@ -128,9 +132,9 @@ class Machines:
             )
 
     def _unplug(self, instance: str) -> None:
-        """The instance is terminated; an agent on its way out gets the seconds that a shutdown takes."""
+        """The instance is terminated; an agent on its way out is waited for, as a shutdown does."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.agents[instance].wait(10.0)
+            self.agents[instance].wait(PATIENCE)
         self._kill(instance)
 
     def _kill(self, instance: str) -> None:
@@ -171,13 +175,13 @@ def coordinator(endpoint: str) -> Iterator[None]:
     finally:
         process.terminate()
         try:
-            process.wait(5.0)
+            process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def left_behind(seconds: float = 5.0) -> Sequence[str]:
+def left_behind(seconds: float = PATIENCE) -> Sequence[str]:
     """End what still runs under this process, which orphans are given to, too; what had to be killed."""
     me = psutil.Process()
     _, alive = psutil.wait_procs(me.children(recursive=True), seconds)

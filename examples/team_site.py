@@ -86,11 +86,12 @@ class Machines:
 
     def __enter__(self) -> Machines:
         try:
+            sshd = find_sshd()
             self._room.__enter__()
-        except NoRoomError as error:
+        except (NoRoomError, NoSshError) as error:
             raise NoSiteError(str(error)) from None
         try:
-            self._furnish()
+            self._furnish(sshd)
         except NoRoomError as error:
             self._room.close()
             raise NoSiteError(str(error)) from None
@@ -99,7 +100,7 @@ class Machines:
             raise
         return self
 
-    def _furnish(self) -> None:
+    def _furnish(self, sshd: str) -> None:
         room = self._room
         room.install_ourselves("/opt/adaptdl")
         room.provide(find_etcd(), "/usr/bin/etcd", *NODES)
@@ -107,10 +108,7 @@ class Machines:
             room.everywhere(f"useradd -m -s /bin/bash {person}; usermod -p '*' {person}")
             room.bash("mkdir work", "desk", person, f"/home/{person}")
         # alice reaches the nodes, bob does not
-        try:
-            open_ssh(room, "desk", "alice", NODES, self._out)
-        except NoSshError as error:
-            raise NoSiteError(str(error)) from None
+        open_ssh(room, sshd, "desk", "alice", NODES, self._out)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

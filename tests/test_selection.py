@@ -1,4 +1,4 @@
-"""`--once` and `--rest` run every test between them, and no test twice."""
+"""`--once` and `--rest` run every test between them, and none twice. No test is skipped unseen in .ci/run."""
 
 from __future__ import annotations
 
@@ -35,6 +35,25 @@ def test_fault(): pass
 def test_long(): pass
 """
 
+SKIPPED = """
+import pytest
+
+@pytest.fixture
+def machine(): pytest.skip("ssh to node1 fails")
+
+def test_asks_for_it(machine): pass
+
+@pytest.mark.skipif(True, reason="RMSprop has no amsgrad")
+def test_has_a_listed_reason(): pass
+
+@pytest.mark.skip
+def test_has_no_reason(): pass
+
+@pytest.mark.xfail
+def test_cannot_do_it_yet(): assert False
+"""
+WHOLE_MODULE = "import pytest\npytest.importorskip('no_such_package')"
+
 
 def collected(folder: Path, *options: str) -> list[str]:
     """The names of the tests that pytest would run."""
@@ -52,3 +71,22 @@ def test_every_feature_once_and_the_rest(tmp_path: Path) -> None:
     assert collected(tmp_path, "--rest") == ["test_long_replay", "test_real[2]", "test_fault"]
     assert collected(tmp_path, "--quick") == ["test_pure[1]", "test_pure[2]"]
     assert collected(tmp_path, "--once", "--rest") == []
+
+
+def test_a_skip_whose_reason_is_not_listed_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_skipped.py").write_text(SKIPPED)
+    (tmp_path / "test_whole_module.py").write_text(WHOLE_MODULE)
+    (tmp_path / "pytest.ini").touch()
+    command = [sys.executable, "-m", "pytest", "-p", "quick", "-n", "1", "-q", "-rfEs", "-c", "pytest.ini"]
+    listed = str(SUPPORT.parent / "skips.txt")
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "ADAPTDL_TESTS_MAY_SKIP": listed}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 1, ran.stdout
+    lines = [line for line in ran.stdout.splitlines() if line.startswith(("ERROR", "FAILED", "SKIPPED"))]
+    assert [line.partition(" - ")[0] for line in sorted(lines)] == [
+        "ERROR test_skipped.py::test_asks_for_it",
+        "ERROR test_skipped.py::test_has_no_reason",
+        "ERROR test_whole_module.py",
+        "SKIPPED [1] test_skipped.py:9: RMSprop has no amsgrad",
+    ]
+    assert f"skipped, for a reason that {listed} does not list: ssh to node1 fails" in ran.stdout

@@ -129,7 +129,7 @@ def test_machines_without_a_common_folder_join_by_the_line_that_the_first_one_pr
     room = opened()
     start_etcd(room)
     for node in NODES:
-        room.outside(node, "/home/trainer/train.py").write_text(TRAIN.read_text())
+        room.write("/home/trainer/train.py", TRAIN.read_text(), node)
     line = "adaptdl-run --nnodes=1:2 --nproc-per-node=1 --rdzv-endpoint=etcd0:2379 train.py 60 0.1"
     logs = [tmp_path / "node0.log", tmp_path / "node1.log"]
     # on a terminal

@@ -20,7 +20,7 @@ import pytest
 from machines import PATIENCE, ROOT, NoRoomError, Room
 from package_index import link_code, required_names, stubs_of_installed
 from ssh_machines import open_ssh
-from ssh_nodes import NoSshError
+from ssh_nodes import NoSshError, find_sshd
 from units import blocks
 
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -113,16 +113,17 @@ def room(stack: ExitStack, tmp_path: Path) -> Iterator[Room]:
     uv = shutil.which("uv", path=f"{BIN}:/usr/local/bin:/usr/bin")
     if uv is None:
         pytest.skip("there is no uv here")
+    try:
+        sshd = find_sshd()
+    except NoSshError as error:
+        pytest.skip(str(error))
     made = open_room(stack, tmp_path / "packages.log", "desk", "laptop", *NODES)
     for node in NODES:
         made.bash(ONE_PYTHON, node)
     made.provide(Path(uv), "/usr/local/bin/uv", "node1")
     for person in PEOPLE:  # "*": no password, but not locked, as sshd demands
         made.everywhere(f"useradd -m -s /bin/bash {person}; usermod -p '*' {person}")
-    try:
-        open_ssh(made, "desk", "you", NODES, tmp_path)
-    except NoSshError as error:
-        pytest.skip(str(error))
+    open_ssh(made, sshd, "desk", "you", NODES, tmp_path)
     yield made
     for log in sorted(tmp_path.glob("*.log")):  # pytest shows it when the test has failed
         print(f"--- {log.name}\n{log.read_text()[-4000:]}")

@@ -14,7 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +30,8 @@ TOOLS = ("unshare", "nsenter", "setpriv", "ip", "useradd", "mount", "chroot", "b
 NETWORK = "10.0.0"
 # seconds that a slow and busy machine may need for anything
 PATIENCE = 200.0
+# of what runs and what is written in a room
+UMASK = 0o022
 # folders that begin empty on every machine
 EMPTY = ("/tmp", "/run", "/var/tmp", "/home", "/mnt", "/root")
 # Every room mounts a file system of its own here. For all others this stays an empty folder.
@@ -86,9 +90,21 @@ echo "$name" > etc/hostname
 exec chroot . bash -c 'echo ready; sleep infinity & wait'  # ready means: this process's root is the machine's
 """
 
+# What a room needs of this machine, in namespaces of its own. Where it has that, a failing room is a defect.
+_ABLE = """
+set -e
+mount -t tmpfs tmpfs /mnt
+mkdir /mnt/upper /mnt/work /mnt/root
+mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root
+mount -t proc proc /mnt/root/proc
+mount -t sysfs sysfs /mnt/root/sys
+ip link add hub type bridge
+ip link add one type veth peer name other
+"""
+
 
 class NoRoomError(Exception):
-    """This machine cannot have a room, and why."""
+    """This machine has not what a room needs, and what that is."""
 
 
 def _needed() -> list[str]:
@@ -103,13 +119,31 @@ def _hidden(path: str) -> bool:
     return below or Path(path).stat().st_dev != Path("/").stat().st_dev
 
 
+@cache
+def _lacking(probe: str) -> str:
+    """Return what this machine says where it has not what a room needs, else nothing."""
+    spaces = ["--mount", "--propagation=private", "--net", "--pid", "--ipc", "--uts", "--fork"]
+    done = subprocess.run(
+        ["unshare", *spaces, "bash", "-c", probe], capture_output=True, text=True, check=False
+    )
+    # mount's hint to look at dmesg is indented
+    said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith(" ")]
+    return "".join(said[-1:] or [f"exit code {done.returncode}"]) if done.returncode else ""
+
+
+@contextmanager
+def _usual_modes() -> Iterator[None]:
+    """Have files and folders that are made readable for all, whatever the umask of the test."""
+    before = os.umask(UMASK)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def _ready(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
-    if process.stdout.readline() != "ready\n":
-        said = process.communicate()[1].splitlines()
-        # mount's hint to look at dmesg is indented
-        said = [line for line in said if line.strip() and not line.startswith(" ")]
-        raise NoRoomError(f"no namespaces or overlay file system here: {''.join(said[-1:])}")
+    assert process.stdout.readline() == "ready\n", process.communicate()[1]
 
 
 def main_process(process: subprocess.Popen[str]) -> psutil.Process:
@@ -137,6 +171,8 @@ class Room:
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
         if os.geteuid() != 0 or missing:
             raise NoRoomError(f"needs root{''.join(f', {tool}' for tool in missing)}")
+        if lacking := _lacking(_ABLE):
+            raise NoRoomError(f"no namespaces or overlay file system here: {lacking}")
         BASE.mkdir(mode=0o755, exist_ok=True)
         spaces = ["--mount", "--propagation=private", "--net", "--pid", "--fork", "--kill-child"]
         unshare = str(shutil.which("unshare"))
@@ -201,8 +237,7 @@ class Room:
         """Run commands of ip in the network of a process."""
         line = ["nsenter", "-t", str(pid), "-n", "ip", "-batch", "-"]
         done = subprocess.run(line, input=commands + "\n", capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise NoRoomError(f"no network of its own for a machine here: {done.stderr.strip()}")
+        assert done.returncode == 0, f"{commands}\n{done.stderr}"
 
     def close(self) -> None:
         """End every process of every machine; the files that they wrote are gone with them."""
@@ -226,7 +261,7 @@ class Room:
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command on a machine as a user, with nothing but this environment."""
+        """Start a command on a machine as a user, with nothing but this environment, and a usual umask."""
         line = ["nsenter", "-t", str(self._first[machine]), "-m", "-n", "-p", "-i", "-u", "-r", "-w"]
         if user != "root":
             ids = f'exec setpriv --reuid={user} --regid="$(id -g {user})" --init-groups --inh-caps=-all "$@"'
@@ -241,6 +276,7 @@ class Room:
             stderr=subprocess.STDOUT,
             text=True,
             cwd="/",
+            umask=UMASK,
         )
         if log:
             output.close()  # type: ignore[union-attr]
@@ -295,11 +331,12 @@ class Room:
         return Path(f"/proc/{self._first[machine]}/root{path}")
 
     def write(self, path: str, text: str, *machines: str) -> None:
-        """Write a file as root, on these machines (none: on all)."""
+        """Write a file as root that all can read, on these machines (none: on all)."""
         for machine in machines or self.addresses:
             file = self.outside(machine, path)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+            with _usual_modes():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
 
     def read(self, path: str, machine: str) -> str:
         """Read a file as root."""
@@ -318,23 +355,23 @@ class Room:
     def install_ourselves(self, folder: str) -> None:
         """Have this test's environment at a folder of every machine, as if it had been installed there.
 
-        NoRoomError where other users cannot use it.
+        NoRoomError where other users cannot use it, and root can.
         """
         self.everywhere(f"mkdir -p {folder}\nmount --bind {shlex.quote(sys.prefix)} {folder}")
-        asked = self.popen(
-            [f"{folder}/bin/python", "-c", "import adaptdl_elastic.agent.launch"],
-            next(iter(self.addresses)),
-            "nobody",
-        )
+        use = [f"{folder}/bin/python", "-c", "import adaptdl_elastic.agent.launch"]
+        machine = next(iter(self.addresses))
+        asked = self.popen(use, machine, "nobody")
         said, _ = asked.communicate(timeout=PATIENCE)
         if asked.returncode:
+            self.bash(shlex.join(use), machine)
             raise NoRoomError(f"other users cannot use this environment: {said.strip()[-300:]}")
 
     def provide(self, source: Path, path: str, *machines: str) -> None:
         """Put a program of this machine where these machines (none: all) have none, or another one."""
         for machine in machines or self.addresses:
             target = self.outside(machine, path)
-            target.parent.mkdir(parents=True, exist_ok=True)
+            with _usual_modes():
+                target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
             target.chmod(0o755)
 

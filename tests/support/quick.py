@@ -3,6 +3,8 @@
 A test that starts processes has the marker `processes`, `etcd` or `slow`, or its module has. Of such tests
 `--once` takes the first case of each parametrised function. Neither `--quick` nor `--once` takes a test that
 is `exhaustive` unless it is `essential`. `--quick` checks that its tests start no process.
+
+Where ADAPTDL_TESTS_MAY_SKIP names a list of reasons, a test that is skipped for another reason fails.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ from __future__ import annotations
 import importlib
 import multiprocessing.process
 import os
+import re
 import subprocess
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+Report = pytest.TestReport | pytest.CollectReport
 MARKERS = ("processes", "etcd", "slow", "gpu")
 
 
@@ -27,6 +33,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if sum(map(config.getoption, ("--quick", "--once", "--rest"))) > 1:
         raise pytest.UsageError("--quick, --once and --rest exclude each other")
+    if listed := os.environ.get("ADAPTDL_TESTS_MAY_SKIP"):
+        config.pluginmanager.register(_ListedSkips(Path(listed)))
+
+
+class _ListedSkips:
+    """Lets a test fail that is skipped for a reason that a list does not have.
+
+    Args:
+        path: The list, a regular expression of a whole reason on each line. Lines with # are comments.
+    """
+
+    def __init__(self, path: Path) -> None:
+        lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+        self._path, self._listed = path, re.compile("|".join(f"(?:{line})" for line in lines))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self) -> Generator[None, Report, Report]:
+        report = yield
+        if report.skipped and not hasattr(report, "wasxfail"):
+            reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+            reason = reason.removeprefix("Skipped: ")
+            if not self._listed.fullmatch(reason):
+                report.outcome = "failed"
+                report.longrepr = f"skipped, for a reason that {self._path} does not list: {reason}"
+        return report
+
+    # of a whole module
+    pytest_make_collect_report = pytest_runtest_makereport
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

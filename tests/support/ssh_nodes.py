@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import getpass
 import os
 import shutil
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +17,7 @@ from etcd_server import tied
 from ports import free_port
 
 _SECONDS = 200.0
+_LOCK = Path("/run/adaptdl-tests-sshd.lock")
 
 # what a login says besides the answers: lines that might be some, and lines without an end
 _BASHRC = r"""
@@ -25,21 +28,38 @@ trap 'printf "bye\r\n{}"; echo bye >&2' EXIT
 
 
 class NoSshError(Exception):
-    """This machine has no sshd, and why."""
+    """This machine has no sshd."""
 
 
 def find_sshd() -> str:
-    """Return the path of sshd; as root install Debian's package where there is none."""
-    for attempt in range(2):
-        for path in (shutil.which("sshd"), "/usr/sbin/sshd"):
-            if path is not None and os.access(path, os.X_OK) and shutil.which("ssh"):
-                return path
-        if attempt == 0 and os.geteuid() == 0 and shutil.which("apt-get"):
-            environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "openssh-server"]
-            if subprocess.run(install, env=environment, capture_output=True, check=False).returncode:
-                subprocess.run(["apt-get", "update", "-qq"], capture_output=True, check=False)
-                subprocess.run(install, env=environment, capture_output=True, check=False)
+    """Return the path of sshd; as root install Debian's package where there is none.
+
+    A machine that is a view of this one does not see what is installed after it began.
+    """
+    if os.geteuid() != 0:
+        return _sshd()
+    # another worker may be installing it: its files are there before its user
+    with _LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(NoSshError):
+            return _sshd()
+        install = ("install", "-y", "-qq", "--no-install-recommends", "openssh-server")
+        if shutil.which("apt-get") and not _apt_get(*install):
+            _apt_get("update", "-qq")
+            _apt_get(*install)
+        return _sshd()
+
+
+def _apt_get(*words: str) -> bool:
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(["apt-get", *words], env=environment, capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def _sshd() -> str:
+    for path in (shutil.which("sshd"), "/usr/sbin/sshd"):
+        if path is not None and os.access(path, os.X_OK) and shutil.which("ssh"):
+            return path
     raise NoSshError("there is no sshd here: apt-get install openssh-server")
 
 
@@ -111,8 +131,7 @@ class SshNodes:
                 return
             except OSError:
                 said = (self.folder / name / "sshd.log").read_text()
-                if self._servers[name].poll() is not None:
-                    raise NoSshError(f"sshd does not start: {said.strip()[-300:]}") from None
+                assert self._servers[name].poll() is None, f"sshd does not start: {said.strip()[-300:]}"
                 assert time.monotonic() < deadline, said
                 time.sleep(0.01)
 
