@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -144,23 +143,6 @@ def test_the_environment_is_there_for_every_user(room: Room) -> None:
     room.install_ourselves("/opt/ourselves")
     said = room.everywhere("/opt/ourselves/bin/python -c 'import adaptdl_elastic; print(1)'", "nobody")
     assert set(said.values()) == {"1\n"}
-
-
-def test_a_room_is_made_and_entered_quickly(room: Room) -> None:
-    began = time.monotonic()
-    for _ in range(20):
-        subprocess.run(["true"], check=True)
-    # of a process, which takes longer where others run, too
-    usual = (time.monotonic() - began) / 20
-    began = time.monotonic()
-    with Room(*(f"m{number}" for number in range(4))) as other:
-        made = time.monotonic() - began
-        began = time.monotonic()
-        other.everywhere("true")
-        entered = time.monotonic() - began
-    # 0.04 and 0.003 seconds a machine when nothing else runs, and a process takes 0.002
-    assert made < 4 * max(0.5, 200 * usual)
-    assert entered < 4 * max(0.5, 200 * usual)
 
 
 def members(spaces: list[str]) -> list[psutil.Process]:
