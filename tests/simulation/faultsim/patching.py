@@ -126,6 +126,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.rendezvous.store.login": "a driver",
     "adaptdl_elastic.rendezvous.store.memory": "a store; etcd.Etcd takes its place",
     "adaptdl_elastic.rendezvous.store.store_options": "the command line",
+    "adaptdl_elastic.rendezvous.text": "`clock` shows a time to people",
     "adaptdl_elastic.rendezvous.torchrun.gathering": "plain torchrun",
     "adaptdl_elastic.rendezvous.torchrun.handler": "plain torchrun, which has no agent of ours",
     "adaptdl_elastic.rendezvous.torchrun.roster": "plain torchrun",
