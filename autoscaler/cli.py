@@ -381,6 +381,18 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(command)
 
 
+def gone(option: str, instead: str) -> Callable[[F], F]:
+    """Add an option of version 0.1, hidden, that is refused with what to use instead."""
+
+    def refuse_it(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> None:
+        if given:
+            raise OptionError(f"{option} is gone: {instead}")
+
+    return click.option(
+        option, multiple=True, hidden=True, help="Gone.", expose_value=False, callback=refuse_it
+    )
+
+
 def main() -> None:
     """Run the command line; print errors as one line, without a traceback."""
     try:

@@ -8,6 +8,7 @@ from textwrap import dedent
 
 import pytest
 from click.testing import CliRunner
+from other_package import write_distribution
 
 from adaptdl_elastic.autoscaler.cli import adaptdl
 from adaptdl_elastic.autoscaler.providers.base import Capacity, ProviderError, ProviderOptionError
@@ -56,10 +57,7 @@ ls = toy_extension:hello
 def toy_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a distribution of somebody else's: a module and its entry points."""
     (tmp_path / "toy_extension.py").write_text(dedent(MODULE))
-    info = tmp_path / "toy_extension-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-extension\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(ENTRIES)
+    write_distribution(tmp_path, "toy-extension", ENTRIES)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "toy_extension", raising=False)
 
@@ -73,7 +71,7 @@ def test_a_provider_of_another_package_gets_its_options() -> None:
     ("name", "options", "error", "line"),
     [
         ("toy", {"zonne": "x"}, ProviderOptionError, "no option 'zonne' (-o); there are: zone"),
-        ("tpu", {}, ProviderOptionError, "no provider 'tpu'; there are: ec2, local, broken, toy, useless"),
+        ("tpu", {}, ProviderOptionError, "no provider 'tpu'; there are: ec2, broken, toy, useless"),
         ("useless", {}, ProviderError, "'useless' gives 'a word', which is no Provider"),
         ("broken", {}, ProviderOptionError, "'broken' of toy-extension cannot be imported"),
         ("ec2", {"zone": "x"}, ProviderOptionError, "there are: groups, region, profile, queue_url"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic import _own_python
-from adaptdl_elastic.autoscaler.providers.local import end_with_parent
 
 _AGENT = "adaptdl_elastic.agent"
 
@@ -65,7 +65,7 @@ class JobProcess:
             self._process = subprocess.Popen(
                 _own_python.module(_AGENT, *arguments, *command),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=end_with_parent, env=environment,
+                preexec_fn=_end_with_parent, env=environment,
             )  # fmt: skip
 
     def events(self) -> list[dict[str, Any]]:
@@ -93,6 +93,11 @@ class JobProcess:
     def wait(self) -> int:
         """Wait for the job's end; return the agent's exit code."""
         return self._process.wait()
+
+
+def _end_with_parent() -> None:
+    """Request SIGTERM for when the parent's thread ends; called between fork and exec (Linux, prctl(2))."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def parse_events(text: bytes) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The command `adaptdl autoscale`: let EC2, this machine or another provider start and stop nodes."""
+"""The command `adaptdl autoscale`: let EC2 or another provider start and stop nodes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from adaptdl_elastic.autoscaler.cli import (
     OptionError,
     Where,
     echo,
+    gone,
     refuse,
     store_options,
 )
@@ -27,6 +28,9 @@ from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.text import log_to_stderr
 
 logger = logging.getLogger(__name__)
+
+_OF_ASG = ("region", "profile", "queue_url")
+_NODES_HERE = "start adaptdl-run yourself, or give a provider of another package by --provider NAME"
 
 
 @click.command()
@@ -44,16 +48,6 @@ logger = logging.getLogger(__name__)
     "--price", "prices", multiple=True, metavar="TYPE=PRICE", help="On-demand price per hour; repeatable."
 )
 @click.option("--slots", type=click.IntRange(min=1), help="Replicas per node. [default: its GPUs]")
-@click.option(
-    "--local", "local", metavar="COMMAND", help="Instead of EC2: start COMMAND here, once per node."
-)
-@click.option(
-    "--local-price",
-    type=Finite(min=0),
-    default=1.0,
-    show_default=True,
-    help="Price of a local node per hour.",
-)
 @click.option("--min-nodes", type=click.IntRange(min=0), default=0, show_default=True, help="Fewest nodes.")
 @click.option("--max-nodes", type=click.IntRange(min=0), help="Most nodes. [default: the groups' Max]")
 @click.option(
@@ -125,14 +119,13 @@ logger = logging.getLogger(__name__)
 @click.option(
     "--take-over", "seize", is_flag=True, help="Change the groups even if they belong to another cluster."
 )
-@click.option(
+@gone(
     "--set",
-    multiple=True,
-    hidden=True,
-    help="Gone.",
-    callback=lambda context, option, value: _refuse_set(value),
-    expose_value=False,
+    instead="stop the autoscaler and start it with other options, nodes are kept; adaptdl cloud up --set "
+    "changes a stack's limits while it runs (docs/ec2.md)",
 )
+@gone("--local", instead=_NODES_HERE)
+@gone("--local-price", instead=_NODES_HERE)
 @click.option("--dry-run", is_flag=True, help="Only print what would be done now.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one per line.")
 @store_options
@@ -146,8 +139,6 @@ def autoscale(
     queue_url: str | None,
     prices: tuple[str, ...],
     slots: int | None,
-    local: str | None,
-    local_price: float,
     seize: bool,
     min_nodes: int,
     max_nodes: int | None,
@@ -179,23 +170,19 @@ def autoscale(
 
     if any(not name.strip() for name in groups):
         raise OptionError("--asg '': give the name of an auto-scaling group")
-    if sum(map(bool, (groups, local, provider))) > 1:
-        raise OptionError("give one of --asg, --local and --provider")
+    if groups and provider:
+        raise OptionError("give one of --asg and --provider")
     if provider_options and not provider:
         raise OptionError("-o is for --provider NAME")
-    if local:
-        refuse(_OF_EC2, "is for --asg: --local takes --local-price and --slots")
-        name, own = "local", {"command": local, "price": repr(local_price)}
-    elif groups:
-        refuse(("local_price",), "is for --local: --asg takes --price")
+    if groups:
         named = {"region": region, "profile": profile, "queue_url": queue_url}
         own = {key: value for key, value in named.items() if value is not None}
         name, own = "ec2", {"groups": ",".join(groups), **own}
     elif provider:
-        refuse((*_OF_ASG, "local_price"), "is for --asg or --local: --provider takes -o KEY=VALUE")
+        refuse(_OF_ASG, "is for --asg: --provider takes -o KEY=VALUE")
         name, own = provider, _options(provider_options)
     else:
-        raise OptionError("give --asg NAME (an auto-scaling group), --local COMMAND or --provider NAME")
+        raise OptionError("give --asg NAME (an auto-scaling group) or --provider NAME")
     try:
         low, high = parse_band(utilisation)
         for job in expected:
@@ -230,7 +217,7 @@ def autoscale(
         store, place = open_permitted(where)
         keys = Keys(place.cluster)
         with store:
-            owner = "" if local else identity(store, keys, create=not dry_run)
+            owner = identity(store, keys, create=not dry_run)
             request = ProviderRequest(own, table, slots, max_nodes, owner, seize)
             ruler = Autoscaler(
                 store, keys, make_provider(name, request), settings, options, _printer(as_json)
@@ -245,19 +232,6 @@ def autoscale(
     if dry_run and not as_json:
         echo("dry run: nothing was done")
     sys.exit(code)
-
-
-def _refuse_set(given: tuple[str, ...]) -> None:
-    """Refuse an option of version 0.1."""
-    if given:
-        raise OptionError(
-            "--set is gone: stop the autoscaler and start it with other options, nodes are kept; "
-            "adaptdl cloud up --set changes a stack's limits while it runs (docs/ec2.md)"
-        )
-
-
-_OF_ASG = ("region", "profile", "queue_url")
-_OF_EC2 = (*_OF_ASG, "prices", "seize")
 
 
 def _options(pairs: tuple[str, ...]) -> dict[str, str]:

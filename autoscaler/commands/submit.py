@@ -14,7 +14,15 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Where, echo, json_option, store_options
+from adaptdl_elastic.autoscaler.cli import (
+    CommandError,
+    OptionError,
+    Where,
+    echo,
+    gone,
+    json_option,
+    store_options,
+)
 from adaptdl_elastic.autoscaler.commands import job_array, job_requests
 from adaptdl_elastic.autoscaler.commands.cluster_setup import (
     client_of,
@@ -76,13 +84,10 @@ LEAVE_SECONDS = 30.0
     help="Submit one job for each value, which replaces {NAME} or is appended as --NAME=VALUE; "
     "if repeated, one for each combination.",
 )
-@click.option(
+@gone(
     "--notify",
-    multiple=True,
-    hidden=True,
-    help="Gone.",
-    callback=lambda context, option, value: _refuse_notify(value),
-    expose_value=False,
+    instead="`adaptdl wait JOB; CMD` in your shell runs CMD at the job's end, and alert rules do without "
+    "your shell (docs/cluster.md)",
 )
 @click.option(
     "--env",
@@ -245,15 +250,6 @@ def name_of(given: str | None, command: str) -> str:
         return check_name("--name", given)
     except ValueError as error:
         raise OptionError(str(error)) from None
-
-
-def _refuse_notify(given: tuple[str, ...]) -> None:
-    """Refuse an option of version 0.1."""
-    if given:
-        raise OptionError(
-            "--notify is gone: `adaptdl wait JOB; CMD` in your shell runs CMD at the job's end, and alert "
-            "rules do without your shell (docs/cluster.md)"
-        )
 
 
 def variables_of(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

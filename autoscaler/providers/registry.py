@@ -15,9 +15,7 @@ from adaptdl_elastic.extensions import ExtensionError, ExtensionPoint
 _HERE = "adaptdl_elastic.autoscaler.providers"
 
 PROVIDERS = ExtensionPoint(
-    "provider",
-    "adaptdl_elastic.providers",
-    {"ec2": f"{_HERE}.ec2.provider:from_request", "local": f"{_HERE}.local:from_request"},
+    "provider", "adaptdl_elastic.providers", {"ec2": f"{_HERE}.ec2.provider:from_request"}
 )
 
 

@@ -56,8 +56,11 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "give --asg NAME (an auto-scaling group), --local COMMAND or --provider NAME"),
-        (("--asg", "workers", "--local", "true"), "give one of --asg, --local and --provider"),
+        ((), "give --asg NAME (an auto-scaling group) or --provider NAME"),
+        (("--asg", "workers", "--provider", "toy"), "give one of --asg and --provider"),
+        (("--local", "adaptdl-run a.py"), "--local is gone: start adaptdl-run yourself, or give a provider"),
+        (("--asg", "workers", "--local-price", "0"), "--local-price is gone: start adaptdl-run yourself"),
+        (("--asg", "workers", "--set", "max-nodes=2"), "--set is gone: stop the autoscaler and start it"),
         (("--asg", "workers", "--price", "g5.xlarge"), "write TYPE=PRICE"),
         (("--asg", "workers", "--price", "g5.xlarge=cheap"), "not a price per hour"),
         (("--asg", "", "--price", "g5.xlarge=1"), "--asg '': give the name"),
@@ -78,7 +81,6 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
         (("--asg", "workers", "--deadline", "1.2.3h"), "2h30m"),
         (("--asg", "workers", "--deadline", "=5h"), "2h30m"),
         (("--asg", "workers", "--job", "a b"), "a b"),
-        (("--local", '"x'), "No closing quotation"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -93,14 +95,11 @@ def test_bad_input_is_one_clear_line(
     assert len(done.output.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("--interval", "nan"), ("--interval", "inf"), ("--local-price", "nan"), ("--local-price", "-3")],
-)
-def test_a_number_that_is_none_names_its_option(option: str, value: str) -> None:
-    done = run("--local", "true", option, value)
+@pytest.mark.parametrize("value", ["nan", "inf", "-3"])
+def test_a_number_that_is_none_names_its_option(value: str) -> None:
+    done = run("--asg", "workers", "--interval", value)
     assert done.exit_code == 2
-    assert f"Invalid value for '{option}': {float(value)}" in done.output
+    assert f"Invalid value for '--interval': {float(value)}" in done.output
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""`adaptdl autoscale --local` with a real etcd, real agents and a real job, from nothing to nothing."""
+"""`adaptdl autoscale` with a provider of another package, a real etcd, real agents and a real job."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
-from elastic_run import MARK, environment, marked
+from elastic_run import MARK, ROOT, environment, marked
 from etcd_server import EtcdServer
+from other_package import write_distribution
 
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -28,18 +29,25 @@ SCRIPT = Path(__file__).resolve().parents[1] / "support" / "loop_script.py"
 
 
 class Autoscaled:
-    """One `adaptdl autoscale --local`, what it says, and everything that it starts."""
+    """One `adaptdl autoscale --provider local`, what it says, and everything that it starts."""
 
     def __init__(self, endpoint: str, directory: Path, agent: str, *options: str) -> None:
         self.directory, self.endpoint, self.mark = directory, endpoint, uuid.uuid4().hex
+        entry = "[adaptdl_elastic.providers]\nlocal = local_provider:from_request\n"
+        write_distribution(directory, "local-provider", entry)
         settings = {"size": 61, "batch": 8, "epochs": 400, "pace": 0.1}
         self.environ = environment(
             **{MARK: self.mark, "OUT": str(directory), "LOOP": json.dumps(settings)},
             XDG_RUNTIME_DIR=str(directory),
+            PYTHONPATH=f"{ROOT}:{SCRIPT.parent}:{directory}",
         )
         self.errors = (directory / "errors").open("w+")
         self.process = subprocess.Popen(
-            [*self._adaptdl("autoscale"), "--local", agent, *options, "--json", "--interval=0.5"],
+            [
+                *self._adaptdl("autoscale"),
+                *("--provider=local", "-o", f"command={agent}", "-o", "price=1"),
+                *(*options, "--json", "--interval=0.5"),
+            ],
             cwd=directory,
             env=self.environ,
             stdout=subprocess.PIPE,
@@ -68,7 +76,7 @@ class Autoscaled:
         return self.process.returncode, [json.loads(line) for line in output.splitlines()]
 
     def text(self) -> str:
-        logs = sorted(self.directory.glob(".adaptdl/local/*.log"))
+        logs = sorted(self.directory.glob("local-*.log"))
         return "\n".join(f"== {log}\n{log.read_text()}" for log in [*logs, Path(self.errors.name)])
 
 
@@ -166,7 +174,7 @@ def test_agents_of_this_machine_come_and_go_with_their_job(
     given_back = [instance for event, _, instance in said if event == "release"]
     assert set(given_back) <= set(drained), "who has left by itself need not be given back"
     assert sorted(both) == ["local-1", "local-2"]
-    assert not list(tmp_path.glob(".adaptdl/local/local-3.log")), "what has ended is not started anew"
+    assert len(list(tmp_path.glob("local-*.log"))) == 2, "an agent that has ended is not started again"
     item = there.get(KEYS.job(JOB, "status"))
     assert item is not None
     assert records.decode(records.JobStatus, item.value, item.key).state is records.JobState.DONE
@@ -187,7 +195,7 @@ def test_agents_that_can_not_run_are_not_started_for_ever(
         return status is not None and any("in a row" in warning for warning in status.warnings)
 
     until(there, closed)
-    assert len(list(tmp_path.glob(".adaptdl/local/*.log"))) == 4  # one, and three in its place
+    assert len(list(tmp_path.glob("local-*.log"))) == 4  # one, and three in its place
     scaled.process.terminate()
     code, _ = scaled.end()
     assert code == 0

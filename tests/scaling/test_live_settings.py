@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
 from scaling_cluster import Cluster
 
-from adaptdl_elastic.autoscaler.commands.autoscale import autoscale
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.autoscaler.scaling.live_settings import changed, usable
 from adaptdl_elastic.autoscaler.scaling.setting_texts import parse_change
@@ -92,11 +90,6 @@ def test_values_hold_instead_of_those_given_and_others_stay() -> None:
 def test_values_out_of_range_and_unknown_names_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"needs|there is no setting"):
         changed(ScalingSettings(), values)
-
-
-def test_the_option_is_refused_with_what_takes_its_place() -> None:
-    done = CliRunner().invoke(autoscale, ["--asg", "workers", "--set", "max-nodes=2"])
-    assert (done.exit_code, "--set is gone: stop the autoscaler and start it" in done.output) == (2, True)
 
 
 def test_tags_hold_before_the_command_line(store: MemoryStore) -> None:

@@ -35,7 +35,7 @@ OF_ONE_S_OWN = {  # job, by `check_owner`; or account of AWS
     *("page scale", "page stop", "page cancel", "page resume"),
 }
 OF_ADMINISTRATORS = (  # with arguments; `cluster` is for the one who brought it up
-    *("drain node1", "drain node1 --cancel", "coordinator", "autoscale --local true --dry-run"),
+    *("drain node1", "drain node1 --cancel", "coordinator", "autoscale --asg workers --dry-run"),
     *("cluster up", "cluster up node3", "cluster add node3", "cluster remove node1", "cluster down"),
     *("cluster down --purge", "cluster grant alice KEY", "cluster revoke eve"),
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from adaptdl_elastic.tune import trial_job
-from adaptdl_elastic.tune.job_process import parse_events
+from adaptdl_elastic.tune.job_process import JobProcess, parse_events
 from adaptdl_elastic.tune.trial_job import TrialFailedError, TrialJob
 
 
@@ -156,3 +158,19 @@ def test_a_line_of_the_event_log_that_is_no_event_is_left_out(line: bytes) -> No
     assert parse_events(line + b'\n{"event": "metrics", "loss": "nan"}\n') == [
         {"event": "metrics", "loss": "nan"}
     ]
+
+
+@pytest.mark.processes
+def test_a_job_ends_with_the_thread_that_started_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    started: list[JobProcess] = []
+
+    def start() -> None:
+        started.append(JobProcess("a", [str(script)], tmp_path, ["--standalone"]))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    # the signal comes before the agent handles it, or after; without one the code is 0
+    assert started[0].wait() in (-signal.SIGTERM, 128 + signal.SIGTERM)
