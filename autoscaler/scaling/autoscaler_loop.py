@@ -127,7 +127,7 @@ class Autoscaler:
     def change(self, settings: ScalingSettings) -> None:
         """Use other settings from the next round on; may be called from any thread.
 
-        What `adaptdl autoscale --set` has written holds instead of them, too.
+        What tags of the groups say holds instead of them, too.
         """
         self._given = settings
 
