@@ -66,7 +66,7 @@ def test_another_command_or_version_does_not_join(cluster: Cluster, tmp_path: Pa
     later = cluster.start("third", TRAIN, *LONG, env={"PYTHONPATH": str(patched.parent)})
     assert later.wait() == 1
     (line,) = later.text().splitlines()
-    assert f"node first runs adaptdl-elastic {adaptdl_elastic.__version__}, this one 99.0" in line
+    assert f"runs adaptdl-elastic {adaptdl_elastic.__version__} on node first, this node 99.0" in line
     cluster.finish(first)
     assert [event["replicas"] for event in first.of("generation")] == [1]
     cluster.check(epochs=60, replicas=1)
