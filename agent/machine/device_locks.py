@@ -111,9 +111,11 @@ def _is_current(descriptor: int, name: str) -> bool:
 
 def _holder(descriptor: int) -> int | str:
     """Return the process that has taken the lock of a file; "?" if that is not known."""
-    number, locks = os.fstat(descriptor).st_ino, Path("/proc/locks").read_text()
-    found = re.search(rf" FLOCK +\S+ +\S+ +(\d+) \S+:{number} ", locks)
-    return int(found[1]) if found else "?"
+    with suppress(OSError):  # some sandboxes have no such file
+        number, locks = os.fstat(descriptor).st_ino, Path("/proc/locks").read_text()
+        if found := re.search(rf" FLOCK +\S+ +\S+ +(\d+) \S+:{number} ", locks):
+            return int(found[1])
+    return "?"
 
 
 def _user(pid: int | str) -> int | str:

@@ -235,6 +235,20 @@ def test_another_replica_of_the_same_user_is_waited_for_without_limit(locks: Pat
     assert device_locks.is_locked("GPU-a")
 
 
+def test_a_lock_whose_holder_cannot_be_known_is_waited_for(
+    locks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squatter = hold(locks / "GPU-a", os.geteuid())
+    monkeypatch.setattr(device_locks, "Path", lambda name: locks / "no-proc" / str(name)[1:])
+    clock, said = Clock(), list[str]()
+    try:
+        device_locks.lock("GPU-a", said.append, nobody, clock=clock)
+    finally:
+        end(squatter)
+    assert clock.now == pytest.approx(device_locks.FOREIGN_WAIT, abs=1)
+    assert "process ? of user ? has it" in said[0]
+
+
 def test_a_device_that_is_used_without_its_lock_is_waited_for_and_said(locks: Path) -> None:
     said: list[str] = []
     clock = Clock()

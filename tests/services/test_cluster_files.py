@@ -63,6 +63,7 @@ def test_a_context_is_read_as_it_was_written_and_by_its_user_only(config: Path) 
     path = contexts.save(made)
     assert path == config / "lab.toml"
     assert path.stat().st_mode & 0o077 == 0
+    assert "left" not in path.read_text(), "an older version would refuse it"
     assert contexts.load("lab") == made
     assert contexts.choose(None) == made
     contexts.save(ClusterContext("other", "def"))
