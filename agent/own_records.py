@@ -73,7 +73,7 @@ def job_spec(options: RunOptions) -> JobSpec:
     )
     return JobSpec(
         job=options.job,
-        run=f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}",
+        run=new_run(),
         command=options.command,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
@@ -94,6 +94,11 @@ def job_spec(options: RunOptions) -> JobSpec:
         code=os.environ.get(CODE, ""),
         created=time.time(),
     )
+
+
+def new_run() -> str:
+    """Return the name of a run that begins now; it sorts after those of earlier runs."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
 
 
 def _digest(options: RunOptions) -> str:

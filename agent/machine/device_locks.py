@@ -111,9 +111,13 @@ def _is_current(descriptor: int, name: str) -> bool:
 
 def _holder(descriptor: int) -> int | str:
     """Return the process that has taken the lock of a file; "?" if that is not known."""
-    number, locks = os.fstat(descriptor).st_ino, Path("/proc/locks").read_text()
-    found = re.search(rf" FLOCK +\S+ +\S+ +(\d+) \S+:{number} ", locks)
-    return int(found[1]) if found else "?"
+    with suppress(OSError):  # some sandboxes have no such file
+        locks, file = Path("/proc/locks").read_text(), os.fstat(descriptor)
+        system = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+        for each in (system, r"\S+"):  # of btrfs and overlays the kernel names another number there
+            if found := re.search(rf" FLOCK +\S+ +\S+ +(\d+) {each}:{file.st_ino} ", locks):
+                return int(found[1])
+    return "?"
 
 
 def _user(pid: int | str) -> int | str:

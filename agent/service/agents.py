@@ -26,13 +26,15 @@ from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import AgentState, Step
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service.private_archive import read_private
-from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError
+from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
 from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET
+from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Plan
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
+from adaptdl_elastic.rendezvous.store.base import Store
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +213,9 @@ class Agents:
         job, path = submission.job, self._checkpoint_path(submission)
         try:
             given, environment = self.fetch(submission, peers)
-            stand_in = self._new_stand_in(request, given, environment, membership)
+            options = agent_options(self._config, submission, self._slots, path, _followed(request))
+            work = self._directory.work(submission.folder)
+            stand_in = StandIn(submission, work, given, options, environment, membership)
             # this process has neither the job's variables nor what was imported under them
             if not can_fork(given) or ("://" in path and submission.environment is not None):
                 return self._start(stand_in)
@@ -294,22 +298,10 @@ class Agents:
         with self._lock:
             return tuple(sorted(job for job, state in self._states.items() if state.given_up))
 
-    def record_failure(self, request: Request, reason: str, membership: Membership) -> None:
+    def record_failure(self, request: Request, reason: str, store: Store) -> None:
         """Write into the store that a job has failed because no node can start it."""
-        self._new_stand_in(request, {}, {}, membership).record_failure(reason, _followed(request))
-
-    def _new_stand_in(
-        self,
-        request: Request,
-        given: Mapping[str, str],
-        environment: Mapping[str, str],
-        membership: Membership,
-    ) -> StandIn:
-        submission = request.submission
-        path = self._checkpoint_path(submission)
-        options = agent_options(self._config, submission, self._slots, path, _followed(request))
-        work = self._directory.work(submission.folder)
-        return StandIn(submission, work, given, options, environment, membership)
+        keys = Keys(self._config.cluster)
+        record_failure(store, keys, request.submission, reason, _followed(request))
 
     @property
     def running(self) -> list[str]:

@@ -123,15 +123,18 @@ def hopeless(
 ) -> dict[str, str]:
     """Return the jobs that no node can start, and what the nodes say of each.
 
+    A job waits for a node on which it has run, and which is away or drained.
+
     Args:
         requests: The submissions of the cluster whose signatures are valid.
         services: The registrations, by node.
         unused: Nodes on which no job begins.
     """
     nodes = {node: service for node, service in services.items() if node not in unused}
-    waiting = [one.submission.job for one in requests if not one.over and not one.run.agents]
+    waiting = [one for one in requests if not one.over and not one.run.agents]
+    jobs = [one.submission.job for one in waiting if nodes.keys() >= set(one.run.ran_on)]
     return {
         job: "; ".join(f"{node}: {service.problems.get(job, '')}" for node, service in sorted(nodes.items()))
-        for job in waiting
+        for job in jobs
         if nodes and all(job in service.given_up for service in nodes.values())
     }

@@ -14,8 +14,8 @@ from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.cluster.ended_run import JoinError, of_status
 from adaptdl_elastic.agent.cluster.job_joining import StoppingError
 from adaptdl_elastic.agent.cluster.store_link import NameTakenError, Registration
-from adaptdl_elastic.agent.own_records import job_spec
-from adaptdl_elastic.agent.terminal.run_options import RunOptions, parse
+from adaptdl_elastic.agent.own_records import new_run
+from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 from adaptdl_elastic.protocol.environment import STAND_IN
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError
@@ -105,13 +105,16 @@ class StandIn:
             JobEndedError: nothing is to be started.
             StandInError: this node cannot take part.
         """
+        program, *rest = self.submission.command
         try:
-            parsed = self._parse()
+            # the script is looked for by the agent, whose directory it may be relative to
+            parsed = parse([*self.options, "--no-python", sys.executable], self.variables)
             launch.check_checkpoint_path(parsed.checkpoint_path)
+            parsed = replace(parsed, script=program, script_args=tuple(rest), mode=self.submission.mode)
             store, keys = self.membership.store, Keys(parsed.cluster)
             _delete_ghost(store, keys.node(parsed.node_name or "", self.job))
             found = launch.take_part(
-                parsed,
+                replace(parsed, directory=self.work),
                 parsed.local_addr or "127.0.0.1",
                 launch.StoreAccess(parsed.endpoint or "", store, True, self.variables),
                 keys,
@@ -121,35 +124,6 @@ class StandIn:
         except _REFUSALS as error:
             raise StandInError(str(error), isinstance(error, _PASSING)) from None
         return replace(self, registration=found.registration)
-
-    def _parse(self) -> RunOptions:
-        program, *rest = self.submission.command
-        # the script is looked for by the agent, whose directory it may be relative to
-        parsed = parse([*self.options, "--no-python", sys.executable], self.variables)
-        mode = self.submission.mode
-        return replace(parsed, script=program, script_args=tuple(rest), mode=mode, directory=self.work)
-
-    def record_failure(self, reason: str, ended: str) -> None:
-        """Write that the job has failed before any agent could run it.
-
-        Args:
-            reason: Why.
-            ended: The run that was to be followed by another one; "": none.
-
-        Raises:
-            StoreError: the store fails.
-        """
-        parsed, store = self._parse(), self.membership.store
-        key, status_key = (Keys(parsed.cluster).job(self.job, name) for name in ("spec", "status"))
-        found, status = store.get(key), store.get(status_key)
-        spec = read_record(JobSpec, found)
-        if spec is None or spec.run == ended:
-            spec = job_spec(parsed)
-            if store.compare_and_swap(key, encode(spec), found.mod_revision if found else 0) is None:
-                return  # another node does the same
-        if of_status(spec, read_record(JobStatus, status)) is None:
-            failed = JobStatus(self.job, spec.run, JobState.FAILED, reason=reason, ended=time.time())
-            store.compare_and_swap(status_key, encode(failed), status.mod_revision if status else 0)
 
     def is_named(self, plan: Plan) -> bool:
         """Return whether a plan has replicas on this node, by this registration."""
@@ -175,3 +149,32 @@ def _delete_ghost(store: Store, key: str) -> None:
     record = read_record(NodeRecord, item)
     if item is not None and record is not None and record.pid == os.getpid():
         store.compare_and_swap(key, None, item.mod_revision)
+
+
+def record_failure(store: Store, keys: Keys, submission: Submission, reason: str, ended: str) -> None:
+    """Write that a job has failed before any agent could run it.
+
+    Its command line is not parsed: that may be what no node can do.
+
+    Args:
+        store: The store.
+        keys: Keys of the cluster.
+        submission: Of the job.
+        reason: Why.
+        ended: The run that was to be followed by another one; "": none.
+
+    Raises:
+        StoreError: the store fails.
+    """
+    job = submission.job
+    key, status_key = (keys.job(job, name) for name in ("spec", "status"))
+    found, status = store.get(key), store.get(status_key)
+    spec = read_record(JobSpec, found)
+    if spec is None or spec.run == ended:
+        least, most = submission.min_replicas, submission.max_replicas
+        spec = JobSpec(job, new_run(), submission.command, 1, most, least, most, created=time.time())
+        if store.compare_and_swap(key, encode(spec), found.mod_revision if found else 0) is None:
+            return  # another node does the same
+    if of_status(spec, read_record(JobStatus, status)) is None:
+        failed = JobStatus(job, spec.run, JobState.FAILED, reason=reason, ended=time.time())
+        store.compare_and_swap(status_key, encode(failed), status.mod_revision if status else 0)

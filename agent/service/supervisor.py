@@ -244,7 +244,7 @@ class Supervisor:
         by_job = {one.submission.job: one for one in found.requests}
         vanished = self._known.vanished(agents, found, people)
         for job, reason in hopeless(found.requests, found.services, found.unused).items():
-            self._agents.record_failure(by_job[job], reason, membership)
+            self._agents.record_failure(by_job[job], reason, membership.store)
         unused = self._config.node in found.unused
         steps = decide(found.requests, found.slots, agents, time.monotonic(), vanished, unused)
         for job, step in steps.items():

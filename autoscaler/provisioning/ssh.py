@@ -65,7 +65,8 @@ class Ssh:
             raise ProvisionError(f"{node}: `{command[0]}` has not ended after {seconds:g} s") from None
         answer, errors = (_framed(text, marker) for text in (done.stdout, done.stderr))
         unframed = done.stderr.decode(errors="replace").replace(marker, "")
-        said = _last_line(unframed if errors is None else errors)
+        # ssh itself writes outside of the frame
+        said = _last_line(unframed if errors is None or done.returncode == _SSH_FAILED else errors)
         if done.returncode == _SSH_FAILED:
             raise UnreachableError(
                 f"{node}: ssh cannot log in: {said or 'it says nothing'}; `ssh {node} true` has to work "

@@ -42,6 +42,7 @@ class JobState:
         forgotten: Whether the run's records are deleted, except for how it ended.
         exit_code: Exit code of a process that mirrors the run's end.
         resumption: The newest run that a person wants to be followed by another; "": none.
+        ran_on: The nodes where the run has had replicas.
     """
 
     agents: int = 0
@@ -52,6 +53,7 @@ class JobState:
     forgotten: bool = False
     exit_code: int = 0
     resumption: str = ""
+    ran_on: tuple[str, ...] = ()
 
     @property
     def ended(self) -> bool:

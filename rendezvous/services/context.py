@@ -158,8 +158,11 @@ def parse(text: str, where: str) -> ClusterContext:
 
 
 def encode(context: ClusterContext) -> str:
-    """Return the content of a context's file."""
-    lines = [f"{name} = {json.dumps(value)}" for name, value in asdict(context).items()]
+    """Return the content of a context's file.
+
+    Values that are empty are left out: an older version refuses a name that it does not know.
+    """
+    lines = [f"{name} = {json.dumps(value)}" for name, value in asdict(context).items() if value]
     return "# written by adaptdl cluster up\n" + "\n".join(lines) + "\n"
 
 

@@ -248,7 +248,9 @@ def _told(status: JobStatus, agents: int, resumption: str, forgotten: bool) -> J
     if status.state.ended and resumption == status.run:
         return JobState(agents, run=status.run, resumed=True)
     code = status.process_exit_code
-    return JobState(agents, status.state, status.reason, status.run, forgotten=forgotten, exit_code=code)
+    return JobState(
+        agents, status.state, status.reason, status.run, False, forgotten, code, ran_on=status.ran_on
+    )
 
 
 def _may_decide(person: str | None, submission: Submission, people: People) -> bool:

@@ -235,6 +235,35 @@ def test_another_replica_of_the_same_user_is_waited_for_without_limit(locks: Pat
     assert device_locks.is_locked("GPU-a")
 
 
+def test_a_locked_file_of_the_same_number_elsewhere_is_not_taken_for_the_lock(
+    locks: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    replica = hold(locks / "GPU-a", os.geteuid())
+    clock = Clock(20, lambda: end(replica))
+    number, known = (locks / "GPU-a").stat().st_ino, Path("/proc/locks").read_text()
+    (tmp_path / "known").write_text(f"1: FLOCK  ADVISORY  WRITE {ELSEWHERE} 00:ff:{number} 0 EOF\n{known}")
+    monkeypatch.setattr(
+        device_locks, "Path", lambda name: tmp_path / "known" if name == "/proc/locks" else Path(name)
+    )
+    said: list[str] = []
+    device_locks.lock("GPU-a", said.append, nobody, clock=clock)
+    assert f"process {replica} of user {os.geteuid()} has it" in said[0]
+
+
+def test_a_lock_whose_holder_cannot_be_known_is_waited_for(
+    locks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squatter = hold(locks / "GPU-a", os.geteuid())
+    monkeypatch.setattr(device_locks, "Path", lambda name: locks / "no-proc" / str(name)[1:])
+    clock, said = Clock(), list[str]()
+    try:
+        device_locks.lock("GPU-a", said.append, nobody, clock=clock)
+    finally:
+        end(squatter)
+    assert clock.now == pytest.approx(device_locks.FOREIGN_WAIT, abs=1)
+    assert "process ? of user ? has it" in said[0]
+
+
 def test_a_device_that_is_used_without_its_lock_is_waited_for_and_said(locks: Path) -> None:
     said: list[str] = []
     clock = Clock()

@@ -23,7 +23,7 @@ from adaptdl_elastic.autoscaler.commands.tables import ask_all
 from adaptdl_elastic.autoscaler.provisioning import nodes, wheel
 from adaptdl_elastic.autoscaler.provisioning.credentials import write_private
 from adaptdl_elastic.autoscaler.provisioning.nodes import Wanted, etcd_warning, parse_probe
-from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, UnreachableError
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextError
@@ -63,6 +63,7 @@ def test_a_context_is_read_as_it_was_written_and_by_its_user_only(config: Path) 
     path = contexts.save(made)
     assert path == config / "lab.toml"
     assert path.stat().st_mode & 0o077 == 0
+    assert "left" not in path.read_text(), "an older version would refuse it"
     assert contexts.load("lab") == made
     assert contexts.choose(None) == made
     contexts.save(ClusterContext("other", "def"))
@@ -173,6 +174,12 @@ def test_what_a_login_says_is_no_part_of_an_answer(tmp_path: Path, monkeypatch: 
     for script, said in {"echo why >&2; exit 3": "why", "exit 3": "`sh` exits with 3"}.items():
         with pytest.raises(ProvisionError, match=f"^n1: {said}$"):
             Ssh().run("n1", ["sh", "-c", script])
+    # a connection that breaks after the command: ssh itself says so, after all that the node has said
+    (tmp_path / "ssh").write_text(
+        '#!/bin/sh\nfor line; do :; done\nsh -c "$line"\necho broken >&2\nexit 255\n'
+    )
+    with pytest.raises(UnreachableError, match=r"^n1: ssh cannot log in: broken;"):
+        Ssh().run("n1", ["true"])
     # a login that ends the shell
     fake_ssh(tmp_path, monkeypatch, "echo hello; exit 0")
     with pytest.raises(

@@ -257,3 +257,9 @@ def test_a_job_that_no_node_can_start_is_hopeless() -> None:
     assert hopeless(requests, services, ()) == {}, "it is still tried there"
     assert set(hopeless(requests, services, {"n3"})) == {"a"}
     assert hopeless(requests, {}, ()) == {}
+    requests = [request("a", run=JobState(ran_on=("n2", "n3")))]
+    assert hopeless(requests, services, {"n3"}) == {}, "it may go on where it has run"
+    services["n3"] = service("n3", "a")
+    assert set(hopeless(requests, services, ())) == {"a"}
+    del services["n2"]
+    assert hopeless(requests, services, ()) == {}

@@ -10,7 +10,7 @@ import pytest
 
 from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.service.agents import agent_options
-from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError
+from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -161,8 +161,13 @@ def test_a_registration_that_could_not_be_deleted_is_in_nobodys_way(tmp_path: Pa
 
 
 @pytest.mark.parametrize("of_another_version", [False, True])
+@pytest.mark.parametrize(
+    "submission",
+    [SUBMISSION, replace(SUBMISSION, max_restarts=-1), replace(SUBMISSION, command=("x" * 300, ""))],
+    ids=["", "refused option", "long name"],
+)
 def test_a_job_that_no_node_can_start_is_failed_for_each_of_its_runs(
-    store: Store, tmp_path: Path, of_another_version: bool
+    store: Store, tmp_path: Path, of_another_version: bool, submission: Submission
 ) -> None:
     stand_in = make(store, tmp_path)
     stand_in.withdraw()
@@ -177,18 +182,21 @@ def test_a_job_that_no_node_can_start_is_failed_for_each_of_its_runs(
         return request.run
 
     def sign(follows: str) -> None:
-        submission = replace(SUBMISSION, follows=follows)
-        store.put(KEYS.submission("job"), encode(Signed(encode(submission), "alice", "")))
+        signed = Signed(encode(replace(submission, follows=follows)), "alice", "")
+        store.put(KEYS.submission("job"), encode(signed))
+
+    def fail(reason: str, ended: str) -> None:
+        record_failure(store, KEYS, submission, reason, ended)
 
     sign("")
-    stand_in.record_failure("n1: disk full", "")
+    fail("n1: disk full", "")
     first = state()
     assert (first.state, first.reason, first.forgotten) == (State.FAILED, "n1: disk full", False)
-    stand_in.record_failure("n1: late", "")
+    fail("n1: late", "")
     assert state() == first, "it has failed already"
     sign(first.run)
     assert state().resumed
-    stand_in.record_failure("n1: still full", first.run)
+    fail("n1: still full", first.run)
     again = state()
     assert (again.state, again.reason) == (State.FAILED, "n1: still full")
     assert again.run != first.run
