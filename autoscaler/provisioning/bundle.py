@@ -28,6 +28,7 @@ from adaptdl_elastic.rendezvous.text import pluralize
 MOST_BYTES = 512 << 20
 """Default of the largest working directory, in bytes."""
 
+_OF_A_HOOK = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
 _NEVER = {".git", "__pycache__", ".adaptdl"}
 
 
@@ -191,7 +192,7 @@ def _by_git(directory: Path) -> list[str] | None:
 
 def _git(*arguments: str) -> bytes | None:
     # a hook of git's names another repository in these
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_HOOK}
     done = subprocess.run(["git", *arguments], capture_output=True, check=False, env=environment)
     return done.stdout if done.returncode == 0 else None
 
