@@ -288,7 +288,9 @@ def _squares(gradients: torch.Tensor, like: torch.Tensor, group: Any) -> torch.T
     """
     squares = gradients.float().square_() if gradients.dtype == torch.float16 else gradients.square_()
     found = torch.empty_like(like, dtype=squares.dtype)
-    torch.distributed.reduce_scatter_single(found, squares, group=group)
+    # `reduce_scatter_single` is its name from torch 2.13 on
+    old = torch.distributed.reduce_scatter_tensor
+    getattr(torch.distributed, "reduce_scatter_single", old)(found, squares, group=group)
     return found.sqrt_()
 
 
