@@ -53,9 +53,8 @@ def why_not(version: str | None) -> str | None:
     if found >= oldest:
         return None
     what = f"this is torch {version}" if version else "this Python has no torch"
-    return (
-        f"adaptdl-elastic {__version__} needs torch >= {OLDEST}, and {what}: pip install 'torch >= {OLDEST}'"
-    )
+    needed = f"torch >= {OLDEST}"
+    return f"adaptdl-elastic {__version__} needs {needed}, and {what}: pip install '{needed}'"
 
 
 def muon() -> Any:

@@ -72,7 +72,7 @@ def test_only_one_module_asks_for_what_the_oldest_torch_lacks() -> None:
 
 
 def test_names_of_torch_are_found_however_they_are_imported() -> None:
-    text = "import torch.distributed as d, torch.nn\nfrom torch import optim as o\nx = d.a\nx.b()\no.Muon"
+    text = "import torch.distributed as d, torch.nn\nfrom torch import optim as o\nx = d.a\nx.b\no.Muon"
     assert set(torch_names.names(ast.parse(text))) == {
         *("torch.distributed", "torch.distributed.a", "torch.distributed.a.b", "torch.nn"),
         *("torch.optim", "torch.optim.Muon"),
