@@ -68,5 +68,5 @@ def complete(torchrun: ArgumentParser) -> None:
     """Give torchrun's parser the options and the defaults that it has in later releases."""
     for name in sorted(_LATER_OPTIONS.keys() - {action.dest for action in torchrun._actions}):
         torchrun.add_argument(f"--{name.replace('_', '-')}", f"--{name}", **_LATER_OPTIONS[name])
-    if torchrun.get_default("master_port") == 29500:  # this can go with 2.11
+    if torchrun.get_default("master_port") == 29500:  # this can go with 2.12
         torchrun.set_defaults(master_port=None)

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-TESTED = ("2.11", "2.13")
+TESTED = ("2.13",)
 """Releases of torch whose private interface was tested."""
 
 Parameter = Any
@@ -108,7 +108,7 @@ def mesh_info(device: torch.device) -> Any:
     """Return torch's description of a mesh of all replicas of the current default process group."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     return FSDPMeshInfo(mesh, shard_mesh_dim=0)
 
 
@@ -264,7 +264,7 @@ def _note_gradients(group: Any, communication: Any, observer: GradientObserver) 
             if hasattr(handle, "_unsharded_param")
             and (handle.unsharded_accumulated_grad is not None or handle.unsharded_param.grad is not None)
         ]
-        if group.reduce_grads and dist.get_world_size() == 1:
+        if group.reduce_grads and torch.distributed.get_world_size() == 1:
             for handle in communication.handles:
                 if handle.unsharded_param.grad is not None:
                     observer.weigh(handle.unsharded_param.grad)
@@ -288,8 +288,7 @@ def _squares(gradients: torch.Tensor, like: torch.Tensor, group: Any) -> torch.T
     """
     squares = gradients.float().square_() if gradients.dtype == torch.float16 else gradients.square_()
     found = torch.empty_like(like, dtype=squares.dtype)
-    # `reduce_scatter_single` is its name from torch 2.13 on
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(found, squares, group=group)
+    torch.distributed.reduce_scatter_single(found, squares, group=group)
     return found.sqrt_()
 
 
