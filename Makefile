@@ -88,7 +88,7 @@ test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of othe
 
 # PYTHON-TORCH. What has passed is written into tests/versions.csv, and setup.cfg claims no more. An environment is 7 GB
 # where torch is a CUDA build, so it is removed when its tests have passed; KEEP=1 keeps it.
-MATRIX := 3.10-2.13.0 3.11-2.13.0 3.11-2.15.0 3.12-2.13.0 3.13-2.13.0
+MATRIX := 3.11-2.8.0 3.11-2.9.1 3.11-2.11.0 3.11-2.13.0 3.11-2.14.1 3.10-2.13.0 3.12-2.13.0 3.13-2.13.0
 
 matrix: $(addprefix matrix-,$(MATRIX)) ## quick tests and rescales on several Pythons and torches (pythonX.Y on the PATH)
 
@@ -96,6 +96,8 @@ matrix-%: .venv-matrix/%/.installed
 	@echo "Python and torch $*:"
 	@.venv-matrix/$*/bin/python -m pytest -q --quick -n 2 --dist worksteal
 	@.venv-matrix/$*/bin/python -m pytest -q tests/end_to_end/test_rescale.py
+	@.venv-matrix/$*/bin/python -m pytest -q -n 2 tests/rendezvous/test_torchrun*.py
+	@$(if $(filter $(firstword $(MATRIX)),$*),.venv-matrix/$*/bin/python tests/support/torch_names.py)
 	@.venv-matrix/$*/bin/python tests/support/record_version.py
 	@$(if $(KEEP),,rm -rf .venv-matrix/$*)
 

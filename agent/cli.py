@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from adaptdl_elastic import _torch_versions
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 from adaptdl_elastic.protocol.channel import STOPPED
@@ -18,6 +19,9 @@ from adaptdl_elastic.rendezvous.text import log_to_stderr
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the job's exit code (2: the command line is invalid)."""
     protect()
+    if unusable := _torch_versions.why_not(_torch_versions.installed()):
+        print(f"adaptdl-run: error: {unusable}", file=sys.stderr)
+        return 1
     try:
         log_to_stderr(_log_level(), "adaptdl-run: %(name)s: %(message)s")
         options = parse(arguments)

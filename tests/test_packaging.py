@@ -17,6 +17,7 @@ import pytest
 from record_version import runs
 from setuptools import find_packages
 
+from adaptdl_elastic import _torch_versions
 from adaptdl_elastic.autoscaler.provisioning import lock, nodes
 
 pytestmark = pytest.mark.processes
@@ -55,6 +56,7 @@ def test_no_version_is_claimed_whose_tests_have_not_passed() -> None:
     assert declared()["options"]["python_requires"] == f">={min(pythons, key=_number)}"
     assert ".".join(map(str, nodes.OLDEST_PYTHON)) == min(pythons, key=_number)
     least = min(torches, key=_number).removesuffix(".0")
+    assert least == _torch_versions.OLDEST
     assert f"torch >= {least}" in declared()["options"]["install_requires"].splitlines()
 
 

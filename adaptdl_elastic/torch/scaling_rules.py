@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from adaptdl_elastic._interfaces import ScaledModel
+from adaptdl_elastic._torch_versions import muon
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.estimator import Array
 
@@ -367,7 +368,7 @@ def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRuleBase:
     kind = _SCHEDULE_FREE.get(type(optimizer).__name__)
     if kind == "Adam" or isinstance(optimizer, _DERIVED_FOR_ADAM):
         return AdamScale()
-    if isinstance(optimizer, torch.optim.Muon):
+    if isinstance(optimizer, muon()):
         return AdaScale(power=0.5)
     if kind is None and not isinstance(optimizer, _DERIVED_FOR_SGD):
         rule.doubt = (

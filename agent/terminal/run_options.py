@@ -202,11 +202,11 @@ def check(
         redirects=args.redirects,
         tee=args.tee,
         local_ranks_filter=_ranks(args.local_ranks_filter),
-        line_prefix=getattr(args, "log_line_prefix_template", "") or None,  # an option of torch >= 2.14
+        line_prefix=args.log_line_prefix_template or None,
         role=args.role,
         cores=0 if "OMP_NUM_THREADS" in environ else len(os.sched_getaffinity(0)),
-        virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
-        signals=parse_signals(getattr(args, "signals_to_handle", _SIGNALS)),
+        virtual_local_rank=args.virtual_local_rank,
+        signals=parse_signals(args.signals_to_handle),
         notes=(*notes, *_notes(args, given, master_port, slots)),
     )
 
@@ -364,9 +364,6 @@ def parse_ports(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's default
-
-
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
     """Return the signals of a list of names, as in SIGTERM,SIGUSR1."""
     found = []
@@ -375,7 +372,7 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
         if number is None or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
             raise OptionError(
                 f"--signals-to-handle={text}: {name.strip()!r} is not a signal that can be handled; give "
-                f"names separated by commas, as in {_SIGNALS}"
+                "names separated by commas, as in SIGTERM,SIGINT,SIGHUP,SIGQUIT"
             )
         found.append(number)
     return tuple(dict.fromkeys(found))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic import __version__
+from adaptdl_elastic._torch_versions import complete
 from adaptdl_elastic.agent.terminal.torchrun_options import torchrun_parser
 
 PROGRAM = "adaptdl-run"
@@ -62,6 +63,7 @@ class OptionError(ValueError):
 def parser() -> argparse.ArgumentParser:
     """Return torchrun's parser with the additional options."""
     made = torchrun_parser()
+    complete(made)
     made.prog = PROGRAM
     made.usage = f"{PROGRAM} [options] SCRIPT [arguments of the script]"
     made.error = partial(_refuse, made)  # type: ignore[method-assign,assignment]

@@ -17,6 +17,8 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+from adaptdl_elastic._torch_versions import NUMA_BINDING, TORCHRUN_ACTIONS, TORCHRUN_ALIASES
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,18 +41,16 @@ def from_source(torch: Path) -> argparse.ArgumentParser:
     names: dict[str, Any] = {
         "ArgumentParser": argparse.ArgumentParser,
         "REMAINDER": argparse.REMAINDER,
-        "Action": argparse.Action,
-        "_Action": argparse.Action,  # its name in torch >= 2.14
+        **dict.fromkeys(TORCHRUN_ALIASES, argparse.Action),
         "Enum": enum.Enum,
     }
     exec("import os", names)
     _define(torch / "distributed" / "argparse_util.py", {"env", "check_env"}, names)
-    binding = torch / "numa" / "binding.py"
-    if binding.exists():  # torch >= 2.8
+    if (binding := Path(torch, *NUMA_BINDING)).exists():
         _define(binding, {"AffinityMode"}, names)
         names["_AffinityMode"] = names["AffinityMode"]
     run = torch / "distributed" / "run.py"
-    _define(run, {"get_args_parser"}, names, where_defined={"_PrintCompletionAction"})  # torch >= 2.14
+    _define(run, {"get_args_parser"}, names, where_defined=TORCHRUN_ACTIONS)
     made: argparse.ArgumentParser = names["get_args_parser"]()
     return made
 

@@ -12,6 +12,8 @@ from forbidden import forbidden
 from hypothesis import given
 from hypothesis import strategies as st
 
+import adaptdl_elastic
+from adaptdl_elastic import _torch_versions
 from adaptdl_elastic.agent import cli
 from adaptdl_elastic.agent.launch import store_environment
 from adaptdl_elastic.agent.own_records import job_spec
@@ -42,6 +44,27 @@ def test_the_parser_read_from_source_is_torchruns() -> None:
 
     mine = torchrun_options.from_source(Path(torch.__file__).parent)
     assert table(mine) == table(get_args_parser())
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        ("2.7.1+cu126", "this is torch 2.7.1+cu126: pip install 'torch >= 2.8'"),
+        (None, "this Python has no torch: pip install 'torch >= 2.8'"),
+    ],
+)
+def test_a_torch_that_is_missing_or_too_old_ends_the_command_in_one_line(
+    version: str | None, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_torch_versions, "installed", lambda: version)
+    assert cli.main(["--help"]) == 1
+    needed = f"adaptdl-elastic {adaptdl_elastic.__version__} needs torch >= 2.8"
+    assert capsys.readouterr().err == f"adaptdl-run: error: {needed}, and {told}\n"
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.10.0a0+git1234", "2.14.1+cu130", "3.0"])
+def test_later_torches_are_taken(version: str) -> None:
+    assert _torch_versions.why_not(version) is None
 
 
 def test_where_the_source_is_another_torch_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -110,7 +133,9 @@ HONOURED = {
 
 
 def test_every_option_of_torchrun_is_honoured_or_told_to_have_no_effect() -> None:
-    theirs = {action.dest for action in torchrun_options.torchrun_parser()._actions}
+    torchruns = torchrun_options.torchrun_parser()
+    _torch_versions.complete(torchruns)
+    theirs = {action.dest for action in torchruns._actions}
     assert theirs - HONOURED == theirs & (set(run_parser.WITHOUT_MEANING) | run_parser.WITHDRAWN)
     assert not HONOURED & set(run_parser.WITHOUT_MEANING)
 
@@ -136,10 +161,8 @@ def test_an_option_without_effect_is_told(option: str) -> None:
     assert " has no effect: " in note
 
 
-def test_a_template_of_lines_is_taken_where_torchrun_takes_one() -> None:
+def test_a_template_of_lines_is_taken_under_every_torch() -> None:
     assert parse().line_prefix is None
-    if "--log-line-prefix-template" not in run_parser.parser().format_help():
-        pytest.skip("this torch has no --log-line-prefix-template")
     assert parse("--log-line-prefix-template=${rank}: ").line_prefix == "${rank}: "
 
 

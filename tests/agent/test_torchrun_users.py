@@ -16,6 +16,7 @@ import torch
 from cluster import Cluster
 from elastic_run import PATIENCE, ElasticRun, environment, run_agent
 from ports import free_port
+from torch.distributed.run import determine_local_world_size
 
 from adaptdl_elastic.agent.terminal import run_options, run_parser
 
@@ -205,7 +206,7 @@ def test_a_module_and_a_path(tmp_path: Path) -> None:
 def test_as_many_replicas_as_torchrun_counts(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     found = run_options.parse([f"--nproc-per-node={word}", USER], {})
-    assert found.slots == torch._utils.cpu_count()
+    assert found.slots == int(determine_local_world_size(word))
 
 
 def test_as_many_replicas_as_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -762,6 +762,7 @@ class Versioned(torch.nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # torch's own, before 2.9
 @pytest.mark.parametrize("kind", ["MultiStepLR", "SequentialLR"])
 def test_schedulers_and_modules_go_on_where_they_were(script: Script, kind: str) -> None:
     class Training(Kinds):

@@ -325,6 +325,7 @@ def test_a_learning_rate_that_begins_again_after_a_restart_is_reported(
     assert [f"the {which}'s first step" in caplog.text for which in reports] == [True] * len(caplog.records)
 
 
+@sharded_cases.needs_tested_torch
 @pytest.mark.usefixtures("script", "group")
 def test_a_sharded_model_is_no_object_of_the_script(caplog: pytest.LogCaptureFixture) -> None:
     net, optimizer = sharded_cases.sharded()

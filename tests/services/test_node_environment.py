@@ -64,7 +64,7 @@ def test_a_node_without_a_gpu_gets_torch_without_cuda_if_it_can(
         pytest.skip("there is no uv here")
     main, cpu = indexes
     monkeypatch.setattr(nodes, "CPU_INDEX", cpu if reached else f"http://127.0.0.1:{free_port()}/simple")
-    own = stub_wheel(tmp_path, "adaptdl-elastic", "0.1.0", ["torch>=2.13", "numpy"])
+    own = stub_wheel(tmp_path, "adaptdl-elastic", "0.1.0", ["torch>=2.8", "numpy"])
     here: Any = Here(main)
     (tmp_path / "node").mkdir()
     facts: Any = SimpleNamespace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import insides
+import pytest
 import torch
 from fake_loader import FakeLoader
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,6 +18,10 @@ from adaptdl_elastic.torch._process_group.backends import Gloo
 from adaptdl_elastic.torch._sharded import fully_shard as private
 from adaptdl_elastic.torch._sharded import reshard
 from adaptdl_elastic.torch.scaling_rules import SqrtScale
+
+needs_tested_torch = pytest.mark.skipif(
+    not torch.__version__.startswith(private.TESTED), reason="torch's interface was not tested"
+)
 
 
 def network(seed: int = 0) -> torch.nn.Sequential:

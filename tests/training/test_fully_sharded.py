@@ -19,9 +19,7 @@ from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._sharded import fully_shard as private
 
-pytestmark = pytest.mark.skipif(
-    not torch.__version__.startswith(private.TESTED), reason="torch's interface was not tested"
-)
+pytestmark = sharded_cases.needs_tested_torch
 
 
 def assert_close(mine: dict[str, Any], theirs: dict[str, Any]) -> None:

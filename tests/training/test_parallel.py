@@ -272,6 +272,7 @@ def test_the_flag_that_a_script_reads_is_what_it_has_set() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:Converting a tensor:UserWarning")  # LBFGS of torch 2.8
 def test_a_closure_can_not_accumulate() -> None:
     model = cases.linear()
     optimizer = torch.optim.LBFGS(model.parameters())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_loader import FakeLoader
 
+from adaptdl_elastic._torch_versions import muon
 from adaptdl_elastic.torch import scaling_rules
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.estimator import Measurement
@@ -256,6 +257,7 @@ def test_adamsqrtscale_refuses_schedule_free_optimizers() -> None:
         model_with(AdamSqrtScale(), AdamWScheduleFree)
 
 
+@pytest.mark.skipif(not muon(), reason="torch.optim.Muon came with torch 2.9")
 def test_muon_gets_the_root_of_the_plain_gradients_gain() -> None:
     model = torch.nn.Linear(3, 2, bias=False)
     adp = AdaptiveDataParallel(model, torch.optim.Muon(model.parameters(), lr=0.1))

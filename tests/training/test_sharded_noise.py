@@ -9,11 +9,7 @@ import replicas
 import sharded_cases
 import torch
 
-from adaptdl_elastic.torch._sharded import fully_shard as private
-
-pytestmark = pytest.mark.skipif(
-    not torch.__version__.startswith(private.TESTED), reason="torch's interface was not tested"
-)
+pytestmark = sharded_cases.needs_tested_torch
 
 
 @pytest.mark.slow

@@ -1,0 +1,72 @@
+"""Hold what differs between the releases of torch that this product runs with.
+
+Each part names the release with which it can go, once that is the oldest. No other module asks for torch's
+version or uses a name that the oldest release lacks (`tests/test_structure.py` checks the names). The one
+exception is `torch._sharded.fully_shard`: it uses a private interface, and lists the releases that it was
+tested with. Importing this module does not import torch, because that takes seconds, and `adaptdl-run`
+answers typing errors at once.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+from adaptdl_elastic import __version__
+
+OLDEST = "2.8"
+"""Oldest release of torch that is supported."""
+
+NUMA_BINDING = ("numa", "binding.py")
+"""File in torch's directory with an enum that torchrun's parser needs. Every release has it from 2.9 on."""
+
+TORCHRUN_ALIASES = ("Action", "_Action")
+"""Names of `argparse.Action` in `torch.distributed.run`. The first one can go with 2.14."""
+
+TORCHRUN_ACTIONS = frozenset({"_PrintCompletionAction"})
+"""Classes that torchrun's parser needs. Every release has them from 2.14 on, and none before."""
+
+_LATER_OPTIONS: dict[str, dict[str, Any]] = {
+    # these can go with 2.10
+    "virtual_local_rank": {"action": "store_true", "help": "set LOCAL_RANK=0 for every replica"},
+    "signals_to_handle": {"default": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"},
+    # this can go with 2.14
+    "log_line_prefix_template": {"help": "template of the prefix of each line that a replica prints"},
+}
+"""Options of torchrun that are later than OLDEST, as `add_argument` takes them."""
+
+
+def installed() -> str | None:
+    """Return the version of torch that is installed, without importing it; None if none is."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        # a build in its own folder has no metadata: it is taken to be new enough
+        return OLDEST if find_spec("torch") else None
+
+
+def why_not(version: str | None) -> str | None:
+    """Return why this version of torch (None: no torch) cannot be used; None if it can."""
+    found, oldest = ([int(part) for part in text.split(".")[:2]] for text in (version or "0", OLDEST))
+    if found >= oldest:
+        return None
+    what = f"this is torch {version}" if version else "this Python has no torch"
+    needed = f"torch >= {OLDEST}"
+    return f"adaptdl-elastic {__version__} needs {needed}, and {what}: pip install '{needed}'"
+
+
+def muon() -> Any:
+    """Return the class of the optimizer Muon, or an empty tuple where there is none. This can go with 2.9."""
+    import torch
+
+    return getattr(torch.optim, "Muon", ())
+
+
+def complete(torchrun: ArgumentParser) -> None:
+    """Give torchrun's parser the options and the defaults that it has in later releases."""
+    for name in sorted(_LATER_OPTIONS.keys() - {action.dest for action in torchrun._actions}):
+        torchrun.add_argument(f"--{name.replace('_', '-')}", f"--{name}", **_LATER_OPTIONS[name])
+    if torchrun.get_default("master_port") == 29500:  # this can go with 2.12
+        torchrun.set_defaults(master_port=None)
