@@ -461,7 +461,7 @@ def test_a_failed_job_goes_on_with_mended_code_under_its_name(lab: Lab) -> None:
 def test_a_job_from_before_an_upgrade_grows_once_it_was_stopped_and_resumed(lab: Lab) -> None:
     # an interpreter on the nodes whose adaptdl-elastic says what the file `version` says
     python, version = lab.work / "python", lab.work / "version"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={lab.work} exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{lab.work}" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     code = f"import adaptdl_elastic as a; a.__version__ = open({str(version)!r}).read()"
     (lab.work / "sitecustomize.py").write_text(code)
