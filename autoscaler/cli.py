@@ -288,11 +288,6 @@ class Where:
             return StoreOptions.from_environment({name: os.environ.get(name, "")})
         return StoreOptions.from_environment(ca=self.ca, cert=self.cert, key=self.key, user=self.user)
 
-    def connect(self, job: str | None = None) -> tuple[Store, str]:
-        """Return the store and the name of the cluster; CommandError if the store cannot be used."""
-        place = self.locate(job)
-        return self.open(place), place.cluster
-
     def open(self, place: Place) -> Store:
         """Connect to one of `places`; CommandError if that fails."""
         from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError

@@ -32,7 +32,7 @@ from typing import Any
 
 from adaptdl_elastic.agent.cluster import checkpoint_archive
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, encode
 from adaptdl_elastic.rendezvous.store.base import Store, read_record
 
 
@@ -115,6 +115,28 @@ def of_status(spec: JobSpec, status: JobStatus | None) -> EndedRun | None:
         spec.command,
         spec.profile_key,
     )
+
+
+def fail(store: Store, keys: Keys, job: str, run: str, reason: str, now: float) -> None:
+    """Write that a run has failed before any replica of it trained, unless its status says that it has ended.
+
+    Args:
+        store: the cluster's store.
+        keys: the keys of the cluster.
+        job: the job's name.
+        run: the run.
+        reason: why.
+        now: the time, in seconds since the epoch.
+
+    Raises:
+        StoreError: the store fails.
+    """
+    key = keys.job(job, "status")
+    found = store.get(key)
+    status = read_record(JobStatus, found)
+    if status is None or status.run != run or not status.state.ended:
+        failed = JobStatus(job, run, JobState.FAILED, reason=reason, exit_code=1, ended=now)
+        store.compare_and_swap(key, encode(failed), 0 if found is None else found.mod_revision)
 
 
 def find(store: Store, keys: Keys, job: str, path: str, busy: Callable[[], bool]) -> EndedRun | None:

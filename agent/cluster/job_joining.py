@@ -33,7 +33,7 @@ _ATTEMPTS = 20
 
 
 class StoppingError(JoinError):
-    """The job is about to end, as somebody has asked for. A later try finds it stopped."""
+    """The job is being stopped. A later try finds that it has ended."""
 
 
 def join_job(

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from adaptdl_elastic.agent.cluster import ended_run
 from adaptdl_elastic.agent.cluster.store_link import Writer
 from adaptdl_elastic.agent.cluster.store_view import runs_later
 from adaptdl_elastic.agent.core.states import AgentIdentity
@@ -20,8 +21,6 @@ from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
     EndedRecord,
     JobSpec,
-    JobState,
-    JobStatus,
     MasterRecord,
     PeerLossRecord,
     Plan,
@@ -29,12 +28,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     RunningRecord,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import (
-    KeyValue,
-    Store,
-    read_record,
-    read_text,
-)
+from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, read_record, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +73,10 @@ class NodeReporter:
         self._writer.submit_latest("status", lambda: self._fail(why))
 
     def _fail(self, why: str) -> None:
-        key, plan = (self._keys.job(self._job, name) for name in ("status", "plan"))
-        found, made = self._store.get(key), read_record(Plan, self._store.get(plan))
+        made = read_record(Plan, self._store.get(self._keys.job(self._job, "plan")))
         led = self._store.get(self._keys.coordinator_leader) is not None
         if not (led or self._is_of_another_run() or (made is not None and made.run == self._run)):
-            failed = JobStatus(self._job, self._run, JobState.FAILED, 0, why, 1, ended=time.time())
-            self._store.compare_and_swap(key, encode(failed), 0 if found is None else found.mod_revision)
+            ended_run.fail(self._store, self._keys, self._job, self._run, why, time.time())
 
     def checkpoint(self, record: CheckpointRecord) -> None:
         """Record the newest checkpoint, unless a later generation has recorded one or the run is over.

@@ -12,8 +12,8 @@ transition RECOVER that names the survivors::
 Such a plan cannot be withdrawn: another one follows it, or an abort.
 
 Replicas that have finished all epochs reach no point any more at which they could form another generation.
-They go on to the end of the script, and the node reports a failure then: nobody does what the dead had still
-to do there.
+They go on to the end of the script, and the node reports a failure then: what the dead one had to do there
+is not done.
 
 If a planned change is under way and no replica has switched, it is withdrawn first. If one has switched, the
 death belongs to the new generation, and so do all its living members.

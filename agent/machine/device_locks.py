@@ -51,7 +51,7 @@ def lock(
     Waits without limit for another process of this user, which may be a replica that has not used the device
     yet: an error would use up a restart of the job, and the restarted replica would wait as well. Waits for
     a process of another user for `FOREIGN_WAIT` seconds, and then as long as the driver lists a process of
-    another user for the device. If nobody has the lock and the driver lists such a process all the same, that
+    another user for the device. If the lock is free and the driver lists such a process nevertheless, that
     may be a replica in a container with a /tmp of its own, or a monitor: `FOREIGN_WAIT` is then the limit.
 
     Args:

@@ -141,9 +141,12 @@ def _hold_devices(command: Command) -> None:
     def say(line: str) -> None:
         print(f"adaptdl-run: {line}", file=sys.stderr, flush=True)
 
+    if not command.devices:
+        return
+    gpus = Gpus()
     for name in command.devices:
         try:
-            device_locks.lock(name, say, Gpus().users, across_exec=command.mode == "exec")
+            device_locks.lock(name, say, gpus.users, across_exec=command.mode == "exec")
         except OSError as error:
             say(f"no lock for {name}: {error}")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from adaptdl_elastic.agent import launch
-from adaptdl_elastic.agent.cluster.ended_run import JoinError, of_status
+from adaptdl_elastic.agent.cluster import ended_run
 from adaptdl_elastic.agent.cluster.job_joining import StoppingError
 from adaptdl_elastic.agent.cluster.store_link import NameTakenError, Registration
 from adaptdl_elastic.agent.own_records import new_run
@@ -20,7 +20,7 @@ from adaptdl_elastic.agent.terminal.run_parser import OptionError
 from adaptdl_elastic.protocol.environment import STAND_IN
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Plan, encode
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord, Plan, encode
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreError, read_record
 from adaptdl_elastic.storage import StorageError
@@ -28,7 +28,7 @@ from adaptdl_elastic.storage import StorageError
 logger = logging.getLogger(__name__)
 
 _REFUSALS = (
-    *(OptionError, JoinError, StoreError, StorageError, launch.LaunchError, RuntimeFileError),
+    *(OptionError, ended_run.JoinError, StoreError, StorageError, launch.LaunchError, RuntimeFileError),
     NameTakenError,
 )
 _PASSING = StoreError, NameTakenError, StoppingError
@@ -166,15 +166,12 @@ def record_failure(store: Store, keys: Keys, submission: Submission, reason: str
     Raises:
         StoreError: the store fails.
     """
-    job = submission.job
-    key, status_key = (keys.job(job, name) for name in ("spec", "status"))
-    found, status = store.get(key), store.get(status_key)
+    job, key = submission.job, keys.job(submission.job, "spec")
+    found = store.get(key)
     spec = read_record(JobSpec, found)
     if spec is None or spec.run == ended:
         least, most = submission.min_replicas, submission.max_replicas
         spec = JobSpec(job, new_run(), submission.command, 1, most, least, most, created=time.time())
         if store.compare_and_swap(key, encode(spec), found.mod_revision if found else 0) is None:
             return  # another node does the same
-    if of_status(spec, read_record(JobStatus, status)) is None:
-        failed = JobStatus(job, spec.run, JobState.FAILED, reason=reason, ended=time.time())
-        store.compare_and_swap(status_key, encode(failed), status.mod_revision if status else 0)
+    ended_run.fail(store, keys, job, spec.run, reason, time.time())

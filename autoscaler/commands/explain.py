@@ -21,10 +21,10 @@ def explain(job: str, where: Where, as_json: bool) -> None:
     from adaptdl_elastic.autoscaler.diagnostics import explanation as why
     from adaptdl_elastic.autoscaler.policy import allocate
 
-    store, cluster = where.connect(job)
-    with store:
-        view = read(store, Keys(cluster))
-    asked = find_job(view, job, cluster)
+    place = where.locate(job)
+    with where.open(place) as store:
+        view = read(store, Keys(place.cluster))
+    asked = find_job(view, job, place.cluster)
     if is_lost(view, asked):
         raise CommandError(f"{job} has nothing: {why_lost(asked)}")
     found = why.explain(view, asked, allocate, why.leaders_settings(view))

@@ -234,8 +234,8 @@ def check_owner(store: Store, keys: Keys, context: ClusterContext, client: Servi
 def check_administrator(store: Store, keys: Keys, context: ClusterContext, client: ServiceClient) -> None:
     """Check that a person is an administrator, who may change what others have.
 
-    As `check_owner`, it keeps people from mistakes. A node that does not answer, or whose version does not
-    say who is an administrator, keeps nobody from asking.
+    As `check_owner`, it only prevents mistakes. If no node answers, or the node's version does not say who is
+    an administrator, the person may ask.
 
     Args:
         store: The store.
