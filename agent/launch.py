@@ -386,8 +386,8 @@ def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
     if found.identity is not None:
         watcher = interruption.watch(found.identity, lambda notice: agent.post(notice))
     registration = found.registration
-    measure, devices = Usage(registration.record.node, found.gpus).read, DeviceWatch(found.gpus, agent.post)
-    devices.tell(registration.record.unusable)
+    measure = Usage(registration.record.node, found.gpus).read
+    devices = DeviceWatch(found.gpus, agent.post, registration.record.unusable)
 
     def look() -> NodeUsage:
         if registration.record.devices:

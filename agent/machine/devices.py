@@ -136,24 +136,31 @@ class Gpus:
 class DeviceWatch:
     """Tells the agent when devices become unusable, and when they can be used again.
 
+    The lock of a replica that ends is free before its memory is. So a device counts as unusable if two looks
+    in a row, which are seconds apart, find it so.
+
     Args:
         gpus: The devices that the agent may use.
         post: Hands an event to the agent.
+        registered: What the first look has found. The node's record has it; nobody has been told yet.
     """
 
-    def __init__(self, gpus: Gpus, post: Callable[[object], None]) -> None:
+    def __init__(self, gpus: Gpus, post: Callable[[object], None], registered: tuple[str, ...] = ()) -> None:
         self._gpus, self._post = gpus, post
-        self._told: tuple[str, ...] = ()
+        self._seen = registered
+        self._told: tuple[str, ...] | None = None if registered else ()
 
     def look(self) -> None:
-        """Ask NVML."""
-        self.tell(self._gpus.unusable())
-
-    def tell(self, unusable: tuple[str, ...]) -> None:
-        """Tell what has changed since the last call."""
+        """Ask NVML, and tell what has changed since the last call."""
+        before, self._seen = {_device(line) for line in self._seen}, self._gpus.unusable()
+        unusable = tuple(line for line in self._seen if _device(line) in before)
         if unusable != self._told:
-            self._post(DevicesSeen(unusable, tuple(line for line in unusable if line not in self._told)))
-            self._told = unusable
+            told, self._told = self._told or (), unusable
+            self._post(DevicesSeen(unusable, tuple(line for line in unusable if line not in told)))
+
+
+def _device(line: str) -> str:
+    return line.partition(":")[0]
 
 
 def _text(value: str | bytes) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from adaptdl_elastic.agent.machine import device_locks
-from adaptdl_elastic.agent.machine.devices import Gpus
+from adaptdl_elastic.agent.machine.devices import DevicesSeen, DeviceWatch, Gpus
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, replica_environment
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
@@ -106,6 +106,31 @@ def test_a_device_that_a_stranger_fills_or_that_has_gone_is_named_with_the_reaso
         f"{gone}: it does not answer (GPU is lost)",
     )
     assert gpus.usage() == (GpuUsage(0.3, 70 << 30, 80 << 30), GpuUsage(0.0, 20 << 30, 80 << 30))
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_device_leaves_the_pool_only_after_a_second_look(machine: Machine, registered: bool) -> None:
+    name, told = f"GPU-{uuid.uuid4()}", list[object]()
+    machine([{"uuid": name, "used": 24 << 30}])  # a replica ends: its lock is free, its memory is not
+    gpus = Gpus()
+    first = gpus.unusable()
+    watch = DeviceWatch(gpus, told.append, first if registered else ())
+    if not registered:
+        watch.look()
+    assert told == []
+    machine([{"uuid": name}])
+    watch.look()
+    assert told == ([DevicesSeen((), ())] if registered else [])  # the node's record names it no more
+    machine([{"uuid": name, "used": 24 << 30}])
+    watch.look()
+    told.clear()
+    machine([{"uuid": name, "used": 20 << 30}])
+    watch.look()
+    line = f"{name}: another program has 20 of its 80 GiB"
+    assert told == [DevicesSeen((line,), (line,))]
+    machine([{"uuid": name}])
+    watch.look()
+    assert told[1:] == [DevicesSeen((), ())]
 
 
 def nobody(name: str) -> tuple[int, ...]:
