@@ -5,6 +5,9 @@ They are kept when the generation and the run are over. Output that is shown and
 that is shown above a live line, and output that gets the rank before every line, because several replicas
 write to one terminal, goes through pipes, which one thread reads.
 
+After a death torch's C++ code writes its stacks to stderr. They are not shown (`torch_stacks`); without
+`--tee`, a replica's `stderr.log` has them.
+
 Tracebacks of errors that nobody caught are left to `traceback_display`: replicas write them to
 `traceback.log` beside their other logs.
 """
@@ -28,6 +31,7 @@ from string import Template
 from typing import BinaryIO
 
 from adaptdl_elastic._private import RuntimeFileError, check_private
+from adaptdl_elastic.agent.terminal.torch_stacks import StackFilter
 from adaptdl_elastic.protocol.uncaught_error import TRACEBACK
 from adaptdl_elastic.rendezvous.local.safe_stream import Unshown
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
@@ -216,18 +220,29 @@ class Output:
         if not tee and self._show is None and not marked:
             return None
         file = path.open("ab", buffering=0) if tee else None
-        shown = self._print(stream, local_rank, self._labels[local_rank]) if visible else None
+        hidden = path if stream == ERR and not tee else None
+        shown = self._print(stream, local_rank, self._labels[local_rank], hidden) if visible else None
         if self._pump is None:
             self._pump = Pump()
         kept = stream == ERR and tee and self.keeps_tracebacks(local_rank)
         appendix = directory / TRACEBACK if kept else None
         return self._pump.pipe(Flow(file, shown, appendix, live=self._show is not None))
 
-    def _print(self, stream: int, local_rank: int, label: _Label) -> Callable[[bytes], None]:
+    def _print(
+        self, stream: int, local_rank: int, label: _Label, hidden: Path | None = None
+    ) -> Callable[[bytes], None]:
+        """Return what shows a line; C++ stacks on stderr are written to the file `hidden` instead."""
         show, tee = self._show, self._tee.has(local_rank, stream)
+        stacks = StackFilter() if stream == ERR else None
 
         def one(line: bytes) -> None:
-            text = self._marked(line.decode(errors="replace").rstrip("\n"), local_rank, label.rank, tee)
+            text = line.decode(errors="replace").rstrip("\n")
+            if stacks is not None and stacks.hides(text):
+                if hidden is not None:
+                    with contextlib.suppress(OSError), hidden.open("ab") as file:
+                        file.write(line + b"\n")
+                return
+            text = self._marked(text, local_rank, label.rank, tee)
             if show is not None:
                 show(text)
             else:

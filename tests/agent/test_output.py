@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from adaptdl_elastic.agent.terminal import replica_output
-from adaptdl_elastic.agent.terminal.replica_output import LONGEST, MOMENT, Flow, Pump
+from adaptdl_elastic.agent.terminal.replica_output import LONGEST, MOMENT, Flow, Output, Pump, Streams
 from adaptdl_elastic.rendezvous.local.safe_stream import Unshown
 
 
@@ -149,3 +149,44 @@ def test_what_could_not_be_shown_is_kept_until_there_is_room_for_it(tmp_path: Pa
     path.unlink()
     unshown.add("second\n")
     assert path.read_text() == "first\nsecond\n"
+
+
+# What torch's TCPStore and ProcessGroupNCCL wrote begins with ">"; the other lines are a script's, or stay.
+AFTER_A_DEATH = """\
+>[rank1]:[W929 05:54:49.748646065 ProcessGroupNCCL.cpp:1659] [PG ID 0 PG GUID 0 Rank 1] Failed to check \
+the "should dump" flag on TCPStore, (maybe TCPStore server has shut down too early), with error: Broken pipe
+epoch 3
+>[W1127 13:02:42.957642441 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=16, \
+addr=[::ffff:127.0.0.1]:46334, remote=[::ffff:127.0.0.1]:34109): Broken pipe
+>Exception raised from sendBytes at /torch/csrc/distributed/c10d/Utils.hpp:758 (most recent call first):
+>frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7f7b in /a folder/lib/libc10.so)
+>frame #1: <unknown function> + 0x6747a52 (0x7f7b88347a52 in /torch/lib/libtorch_cpu.so)
+><omitting python frames>
+>frame #18: <unknown function> + 0x2724a (0x7f7b98c4524a in /lib/x86_64-linux-gnu/libc.so.6)
+>[rank1]: frame #19: _start + 0x21 (0x556735bff081 in /usr/bin/python)
+>
+
+[W1127 13:02:42.9 ProcessGroupNCCL.cpp:5068] Warning: using GPU 0 as device used by this process is unknown.
+[rank1]:[E1127 13:02:42.9 ProcessGroupNCCL.cpp:685] [Rank 1] Watchdog caught collective operation timeout
+frame #7 of the video is (0x0 in size)
+Exception raised from here: see the log
+Broken pipe
+"""
+
+
+@pytest.mark.parametrize("tee", [0, 3])
+def test_a_cpp_stack_goes_to_the_log_file_and_not_to_the_terminal(tmp_path: Path, tee: int) -> None:
+    lines = [line.removeprefix(">") for line in AFTER_A_DEATH.splitlines()]
+    torchs = [line[1:] for line in AFTER_A_DEATH.splitlines() if line.startswith(">")]
+    own = [line for line in AFTER_A_DEATH.splitlines() if not line.startswith(">")]
+    shown: list[str] = []
+    output = Output("job", tmp_path, Streams(), Streams(tee), None, show=shown.append, prefix="")
+    made = output.open(0, 0, 0)
+    assert made.stderr is not None
+    os.write(made.stderr, "".join(f"{line}\n" for line in lines).encode())
+    made.close()
+    output.show_error(0, 0, "\n".join(lines))  # the text of an error that nobody caught has the stack as well
+    output.close()
+    assert shown == [*own, *own]
+    kept = (made.directory / "stderr.log").read_text().splitlines()
+    assert kept == (lines if tee else torchs)
