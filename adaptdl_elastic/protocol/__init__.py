@@ -6,5 +6,6 @@
 | `messages` | Which messages do an agent and a replica send each other? |
 | `environment` | Which environment variables tell a replica its rank, generation and settings? |
 | `hints` | What does a job report about itself to the coordinator? |
+| `self_test` | How do the coordinator and `doctor` learn of NCCL's self-test? |
 | `uncaught_error` | How does an agent learn which error ended its replica's script? |
 """

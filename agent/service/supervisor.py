@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import adaptdl_elastic
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.cluster.coordinator_host import (
     SETTLED_AFTER,
     CoordinatorChild,
@@ -60,6 +62,13 @@ _LOOK_SECONDS = 0.5  # between two looks at the agents
 _READ_SECONDS = 5.0  # between two readings of the store if nothing is written there that concerns the service
 _SWEEP_SECONDS = 3600.0  # between two looks for archives that are not needed any more
 _RETRY_SECONDS = 1.0  # until a store that failed is tried again
+
+
+def prepare_nccl() -> None:
+    """Have NCCL's self-test run before the first job needs its result; a failure concerns jobs only."""
+    command = _own_python.module("adaptdl_elastic.torch._process_group.selftest", "nccl", "--keep")
+    with contextlib.suppress(OSError):
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
 class Supervisor:
@@ -118,6 +127,8 @@ class Supervisor:
         """Serve until `stop`; call `registered` whenever the node has come into the store."""
         self._port.start()
         self._agents.forker.prepare()
+        if self._gpus:
+            threading.Thread(target=prepare_nccl, name="self-test", daemon=True).start()
         try:
             while not self._stopping.is_set():
                 try:

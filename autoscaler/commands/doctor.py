@@ -57,7 +57,7 @@ def doctor(
         refuse(("region", "profile", "queue_url"), "is for --aws")
     endpoint = _endpoint(where, standalone_job)
     address = checks.check_address(local_addr, endpoint) if endpoint or local_addr else []
-    found = [*checks.check_versions(), *checks.check_limits(), *address]
+    found = [*checks.check_versions(), *checks.check_limits(), *checks.check_self_test(), *address]
     directory = None
     if checkpoint_path is not None and "://" not in checkpoint_path:
         directory = Path(checkpoint_path).absolute()

@@ -54,9 +54,13 @@ from adaptdl_elastic.autoscaler.coordinator.status import (
     waiting_since,
     why_pending,
 )
+from adaptdl_elastic.protocol.self_test import NOT_ENDED
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, JobState, JobStatus, Transition
 from adaptdl_elastic.rendezvous.text import pluralize
+
+SELF_TEST_WAIT = 15.0
+"""Seconds after the start of replicas for which a change waits for NCCL's self-test."""
 
 
 def decide(
@@ -294,12 +298,11 @@ class _Deciding:
         agents = self.view.agents(name)
         if any(n not in agents or self.view.draining(agents[n].record) for n in target.allocation):
             return False  # the cluster has changed: the next round takes it into account
-        if self._says_hello_soon(job, condition):
+        ready = self._in_place_by(job, condition)
+        if self.view.now < ready:
             # replicas that have just been started would be started a second time
-            ready = condition.health.started_at + job.spec.record.rescale_timeout
-            if self.view.now < ready:
-                self.draft.wake(ready)
-                return False
+            self.draft.wake(ready)
+            return False
         how, step = self.draft.route(job, target.allocation)
         if self.draft.insists(job, how):
             return False
@@ -329,12 +332,19 @@ class _Deciding:
             ),
         )
 
-    def _says_hello_soon(self, job: JobView, condition: Condition) -> bool:
-        """Return True if the job may change in place, but not all of its replicas have said hello yet."""
+    def _in_place_by(self, job: JobView, condition: Condition) -> float:
+        """Return until when a change waits, as it will probably be possible in place; 0.0: it does not wait.
+
+        Not all replicas have said hello yet, or NCCL's self-test has not ended.
+        """
         plan = condition.plan
-        if plan is None or not plan.placements or self.draft.why_restart(job):
-            return False
-        return not survivors.said_hello(job, plan)
+        if job.spec is None or plan is None or not plan.placements:
+            return 0.0
+        why = self.draft.why_restart(job)
+        wait = SELF_TEST_WAIT if why.endswith(NOT_ENDED) else 0.0
+        if not why and not survivors.said_hello(job, plan):
+            wait = job.spec.record.rescale_timeout
+        return condition.health.started_at + wait
 
     def _break_deadlock(self) -> None:
         """Let one of the jobs that wait for each other's slots leave its slots."""

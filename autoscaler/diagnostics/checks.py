@@ -26,7 +26,9 @@ from urllib.parse import urlsplit
 import urllib3
 
 import adaptdl_elastic
+from adaptdl_elastic._private import RuntimeFileError, private_directory
 from adaptdl_elastic.autoscaler.cluster_view import View
+from adaptdl_elastic.protocol import self_test
 from adaptdl_elastic.rendezvous.local.addresses import address_towards
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError, StoreError
@@ -113,6 +115,18 @@ def check_limits() -> list[Finding]:
             )
         )
     return found
+
+
+def check_self_test(driver: Path = Path("/proc/driver/nvidia/version")) -> list[Finding]:
+    """Report the newest verdict of NCCL's self-test; nothing if there is none and no driver of NVIDIA."""
+    name = "NCCL self-test"
+    with suppress(OSError, RuntimeFileError, ValueError, LookupError, TypeError):
+        newest = max(private_directory().glob(self_test.FILES), key=lambda path: path.stat().st_mtime)
+        if (why := json.loads(newest.read_text())["why"]) is None:
+            return [ok(name, "has passed")]
+        remedy = f"every change of a job is a restart; to test again within an hour remove {newest}"
+        return [warning(name, f"has failed: {why}", remedy)]
+    return [ok(name, "has never run; the first job with NCCL runs it")] if driver.exists() else []
 
 
 def check_address(local_addr: str | None, endpoint: str | None = None) -> list[Finding]:

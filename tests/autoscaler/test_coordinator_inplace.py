@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from coordinator_pump import Pump
 
+from adaptdl_elastic.autoscaler.coordinator.decide import SELF_TEST_WAIT
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
+from adaptdl_elastic.protocol.self_test import NOT_ENDED
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     EndedRecord,
@@ -204,6 +206,24 @@ def test_who_insists_leaves_a_draining_node_all_the_same(pump: Pump) -> None:
     pump.agents[0].register(draining=True)
     pump.decide()
     assert (pump.plan("a").transition, pump.placed("a")) == (Transition.RESTART, {"n1": 1})
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_the_first_growth_waits_for_the_self_test(pump: Pump, passes: bool) -> None:
+    in_place(pump)
+    agent, generation = pump.agents[0], pump.plan("a").generation
+    why = f"NCCL's {NOT_ENDED}"
+    pump.node("n2", "a")
+    agent.report(pump.plan("a"), inplace=False, inplace_reason=why, max_profiled_replicas=2)
+    pump.decide()
+    assert pump.plan("a").generation == generation
+    if passes:
+        agent.report(pump.plan("a"), inplace=True, max_profiled_replicas=2)
+        pump.decide()
+    else:
+        pump.later(SELF_TEST_WAIT)
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
+    assert pump.plan("a").transition is (Transition.INPLACE if passes else Transition.RESTART)
 
 
 @pytest.mark.parametrize("speaks", [True, False])

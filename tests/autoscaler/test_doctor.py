@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from coordinator_pump import Pump
 from etcd_server import EtcdServer
 from forbidden import forbidden, unwritable
 
+from adaptdl_elastic._private import private_directory
 from adaptdl_elastic.autoscaler.cli import adaptdl
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.diagnostics import checks
@@ -125,6 +127,24 @@ def test_a_gpu_that_cannot_be_used_is_named_once_though_two_jobs_say_so() -> Non
     assert (finding.level, finding.detail) == (Level.WARNING, f"n0: {line}")
     (row,) = node_rows(pump.view(), Ledger(pump.view()))
     assert (row["unusable"], row["slots"]) == ([line], 1)
+
+
+def test_the_verdict_of_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = private_directory()
+
+    def said(driver: Path = tmp_path) -> list[tuple[Level, str]]:
+        return [(one.level, one.detail) for one in checks.check_self_test(driver)]
+
+    assert said(tmp_path / "no driver") == []
+    assert said() == [(Level.OK, "has never run; the first job with NCCL runs it")]
+    (folder / "selftest-0.json").write_text('{"why": "it hangs", "time": 1.0}')
+    assert said() == [(Level.WARNING, "has failed: it hangs")]
+    (folder / "selftest-1.json").write_text('{"why": null, "time": 2.0}')
+    os.utime(folder / "selftest-0.json", (1.0, 1.0))
+    assert said() == [(Level.OK, "has passed")]
+    folder.chmod(0o777)
+    assert said(tmp_path / "no driver") == []
 
 
 def test_a_checkpoint_that_is_not_here() -> None:

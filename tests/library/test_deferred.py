@@ -21,7 +21,10 @@ import torch
 from fake_agent import FakeAgent
 from polling import until
 
+from adaptdl_elastic import _own_python
+from adaptdl_elastic._private import runtime_directory
 from adaptdl_elastic._session import Identity, Session
+from adaptdl_elastic.protocol import self_test
 from adaptdl_elastic.torch._process_group import backends, capability, selftest
 
 SIZE, BATCH = 2004, 12  # 1 to 3 replicas divide it
@@ -31,15 +34,16 @@ PATH = {"PYTHONPATH": f"{SCRIPT.parent}:{ROOT}"}
 
 
 @pytest.fixture
-def share(tmp_path: Path) -> Path:
-    """Where a self-test has left that it passed."""
-    path = tmp_path / "share"
-    assert selftest.verdict("deferred", path, run=lambda *_: None) is None
+def passed(tmp_path: Path) -> Path:
+    """XDG_RUNTIME_DIR of a user whose self-test has passed."""
+    path = tmp_path / "passed"
+    folder = runtime_directory({"XDG_RUNTIME_DIR": str(path)})
+    assert selftest.verdict("deferred", folder, run=lambda *_: None) is None
     return path
 
 
 @pytest.fixture
-def start(tmp_path: Path, share: Path) -> Iterator[Callable[..., FakeAgent]]:
+def start(tmp_path: Path, passed: Path) -> Iterator[Callable[..., FakeAgent]]:
     """A job of `loop_script` on the deferred backend, whose replicas would survive a death."""
     jobs: list[FakeAgent] = []
 
@@ -54,7 +58,7 @@ def start(tmp_path: Path, share: Path) -> Iterator[Callable[..., FakeAgent]]:
         variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(script), **PATH}
         if held is not None:
             variables["HELD"] = json.dumps(held)
-        job = FakeAgent(SCRIPT, tmp_path, ADAPTDL_SHARE_PATH=str(share), **variables)
+        job = FakeAgent(SCRIPT, tmp_path, XDG_RUNTIME_DIR=str(passed), **variables)
         jobs.append(job)
         job.start(replicas)
         if armed:
@@ -96,9 +100,10 @@ def test_from_one_that_is_alone(start: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def failed(tmp_path: Path) -> str:
-    """Where a self-test has left that it failed."""
+    """XDG_RUNTIME_DIR of a user whose self-test has failed."""
     path = tmp_path / "failed"
-    assert selftest.verdict("deferred", path, run=lambda *_: "no luck") == "no luck"
+    folder = runtime_directory({"XDG_RUNTIME_DIR": str(path)})
+    assert selftest.verdict("deferred", folder, run=lambda *_: "no luck") == "no luck"
     return str(path)
 
 
@@ -106,7 +111,7 @@ def failed(tmp_path: Path) -> str:
 @pytest.mark.parametrize("unlucky", [0, 1])
 @pytest.mark.exhaustive
 def test_one_node_whose_self_test_failed_is_enough(
-    tmp_path: Path, share: Path, failed: str, unlucky: int
+    tmp_path: Path, passed: Path, failed: str, unlucky: int
 ) -> None:
     """Rank 0 says so, which is what the coordinator goes by; nobody is armed, and training goes on."""
     loop = fake_agent.settings(size=SIZE, batch=BATCH, pace=0.01, late=0.5, autoscale=BATCH)
@@ -114,8 +119,8 @@ def test_one_node_whose_self_test_failed_is_enough(
     with FakeAgent(SCRIPT, tmp_path, **variables) as job:
         host, port = job.open_store()
         for rank in range(2):
-            given = failed if rank == unlucky else str(share)
-            job.running.append(job.launch(rank, 2, 0, host, port, ADAPTDL_SHARE_PATH=given))
+            given = failed if rank == unlucky else str(passed)
+            job.running.append(job.launch(rank, 2, 0, host, port, XDG_RUNTIME_DIR=given))
         hints: dict[str, Any] = {}
         while not hints:
             _, message, _ = job.messages.get(timeout=200)
@@ -132,7 +137,7 @@ def test_one_node_whose_self_test_failed_is_enough(
 @pytest.mark.processes
 def test_a_newcomer_whose_nodes_self_test_failed_never_joins(start: Any, tmp_path: Path, failed: str) -> None:
     job = start(2)
-    job.plan(3, ADAPTDL_SHARE_PATH=failed)
+    job.plan(3, XDG_RUNTIME_DIR=failed)
     assert job.pending[0].join() == 1
     assert "self-test failed: no luck" in job.pending[0].text()
     job.withdraw()
@@ -360,20 +365,68 @@ def test_why_a_backend_can_not_change_in_place(monkeypatch: pytest.MonkeyPatch) 
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1" in str(backends.Nccl.why_not(session))
 
 
-def test_a_result_is_asked_for_once_per_node(tmp_path: Path) -> None:
-    asked = []
+def test_a_failure_is_kept_for_an_hour_and_a_success_for_good(tmp_path: Path) -> None:
+    asked, now, folder = list[tuple[str, float]](), 1000.0, tmp_path / "kept"
 
     def run(backend: str, limit: float) -> str | None:
         asked.append((backend, limit))
         return "it hangs"
 
+    def verdict(run: selftest.Run) -> str | None:
+        return selftest.verdict("deferred", folder, run, clock=lambda: now)
+
     for _ in range(2):
-        assert selftest.verdict("deferred", tmp_path, run=run, limit=3.0) == "it hangs"
-    assert asked == [("deferred", 3.0)]
-    (path,) = tmp_path.glob("selftest-*.json")
-    old = json.loads(path.read_text())
-    path.write_text(json.dumps({**old, "time": old["time"] - selftest.AGAIN - 1}))
-    assert selftest.verdict("deferred", tmp_path, run=lambda *_: None) is None  # a failure gets old
-    assert selftest.verdict("deferred", tmp_path, run=run) is None
-    path.write_text("{")
-    assert selftest.verdict("deferred", tmp_path, run=run) == "it hangs"
+        assert verdict(run) == "it hangs"
+        now += selftest.AGAIN - 1
+    assert asked == [("deferred", selftest.LIMIT)]
+    now += 1
+    assert verdict(lambda *_: None) is None
+    now += 1000 * selftest.AGAIN
+    assert verdict(run) is None
+    (path,) = folder.glob(self_test.FILES)
+    assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o077) == (0o700, 0o044)
+    for torn in ("", "{", "[1]", '{"why": "no", "time": "soon"}'):
+        path.write_text(torn)
+        assert verdict(run) == "it hangs"
+        assert json.loads(path.read_text())["why"] == "it hangs"
+
+
+def test_a_test_with_two_devices_counts_for_one_but_not_the_other_way_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tested, other, known in (("2", "1", ""), ("1", "2", None)):
+        folder = tmp_path / tested
+        monkeypatch.setenv("DEFERRED_DEVICES", tested)
+        assert selftest.verdict("deferred", folder, run=lambda *_: None) is None
+        monkeypatch.setenv("DEFERRED_DEVICES", other)
+        assert selftest.remembered("deferred", folder) == known
+
+
+def test_where_no_verdict_can_be_kept_the_test_runs_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    link, file, open_to_all = (tmp_path / name for name in ("link", "file", "open"))
+    link.symlink_to(tmp_path)
+    file.write_text("")
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    for folder in (link, file, file / "below", open_to_all):
+        assert selftest.remembered("deferred", folder) is None
+        assert selftest.verdict("deferred", folder, run=lambda *_: "no") == "no"
+    monkeypatch.setattr(Path, "write_text", full)
+    assert selftest.verdict("deferred", tmp_path / "full", run=lambda *_: "no") == "no"
+
+
+@pytest.mark.processes
+def test_a_process_beside_the_job_can_have_the_verdict_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = _own_python.module(selftest.__name__, "deferred", "--import", "deferred_backend", "--keep")
+    environment = {**os.environ, **PATH, "XDG_RUNTIME_DIR": str(tmp_path), "DEFERRED_DEVICES": "1"}
+    assert subprocess.run(command, env=environment).returncode == 0
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("DEFERRED_DEVICES", "1")
+    assert selftest.remembered("deferred") == ""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 
+from adaptdl_elastic._private import runtime_directory
 from adaptdl_elastic.torch._process_group import selftest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,11 +41,10 @@ def test_what_one_gpu_allows(check: str) -> None:
 @pytest.mark.gpu
 @two
 def test_a_death_and_changes_of_size_with_two_gpus(tmp_path: Path) -> None:
-    share = tmp_path / "share"
-    assert selftest.verdict("nccl", share) is None
+    assert selftest.verdict("nccl", runtime_directory({"XDG_RUNTIME_DIR": str(tmp_path)})) is None
     loop = fake_agent.settings(size=2004, batch=12, pace=0.01, epochs=2)
     variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(loop_script_path.PATH), "BACKEND": "nccl"}
-    variables |= {"PYTHONPATH": f"{SCRIPT.parent}:{ROOT}", "ADAPTDL_SHARE_PATH": str(share)}
+    variables |= {"PYTHONPATH": f"{SCRIPT.parent}:{ROOT}", "XDG_RUNTIME_DIR": str(tmp_path)}
     with FakeAgent(SCRIPT, tmp_path, **variables) as job:
         job.start(2)
         job.wait_for("resilient", 2)

@@ -13,12 +13,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic import env
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.protocol import environment
+from adaptdl_elastic.protocol.self_test import NOT_ENDED
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.backends import Nccl
 from adaptdl_elastic.torch._process_group.selftest import remembered, verdict
@@ -35,12 +35,10 @@ class GroupCapability:
     def __init__(self, session: Session, backend: str, kind: type[Nccl]) -> None:
         self._session, self._backend, self._label = session, backend, kind.label
         self.agreed = False
-        self.why = f"{kind.label}'s self-test has not ended"  # not possible while nothing is agreed
+        self.why = f"{kind.label}'s {NOT_ENDED}"  # not possible while nothing is agreed
         self._own: str | None = None
         self._ended = threading.Event()
-        share = env.share_path()
-        self._share = None if share is None else Path(share)
-        known = None if self._share is None else remembered(backend, self._share)
+        known = remembered(backend)
         if known:
             self._fail(known)
 
@@ -63,7 +61,7 @@ class GroupCapability:
     def _find_out(self) -> None:
         if not self.failed:
             try:
-                why = verdict(self._backend, self._share)
+                why = verdict(self._backend)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
             if why is not None:

@@ -7,8 +7,9 @@ from the job, which are killed after a time limit.
 
     python -m adaptdl_elastic.torch._process_group.selftest nccl
 
-runs the test and prints the result. Replicas call `verdict`; it keeps the result for all replicas of a node,
-which call it one after the other, in `ADAPTDL_SHARE_PATH`.
+runs the test and prints the result; with `--keep`, which is for node services, it keeps the result instead.
+Replicas call `verdict`. It keeps the result in the runtime directory for all jobs of this user, whose
+processes call it one after the other.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ import torch
 import torch.distributed
 
 from adaptdl_elastic import _own_python
+from adaptdl_elastic._private import RuntimeFileError, private_directory
+from adaptdl_elastic.protocol import self_test
 from adaptdl_elastic.protocol.environment import describes_replica
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.backends import Nccl, base, gloo, nccl
@@ -52,56 +55,72 @@ AGAIN = 3600.0
 
 _NAME = "adaptdl_elastic.torch._process_group.selftest"  # also needed when this module is __main__
 _PATIENCE = timedelta(seconds=60)  # time limit of a group's members for each other
+_SEVERAL = 2  # devices of a test in which a process is killed
 _TIMES = 3  # how often a world of one is made and aborted
 _SIZE = 1 << 20  # elements of the tensors
 
 Run = Callable[[str, float], "str | None"]
 """(backend, seconds) → why it does not work, or None."""
 
+Clock = Callable[[], float]
 
-def verdict(backend: str, share: Path | None, run: Run | None = None, limit: float = LIMIT) -> str | None:
+
+def verdict(
+    backend: str, folder: Path | None = None, run: Run | None = None, clock: Clock = time.time
+) -> str | None:
     """Return why groups of `backend` cannot be formed again on this node; None if they can.
 
-    Waits while another process of this node runs the test.
+    Waits while another process of this user runs the test. Runs the test where no result can be kept.
 
     Args:
         backend: name of the backend.
-        share: directory for the result; None: it is not kept.
+        folder: directory for the result; None: the runtime directory.
         run: runs the test; None: `ask_processes`.
-        limit: seconds that the test may take.
+        clock: the wall clock.
     """
     ask = run or ask_processes
-    if share is None:
-        return ask(backend, limit)
-    path = _path(backend, share)
-    with path.with_suffix(".lock").open("w") as lock:
+    try:
+        path = _path(backend, folder, _visible(backend))
+        lock = path.with_suffix(".lock").open("w")
+    except (OSError, RuntimeFileError):
+        return ask(backend, LIMIT)
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if its holder dies
-        known = remembered(backend, share)
+        known = remembered(backend, folder, clock)
         if known is not None:
             return known or None
-        why = ask(backend, limit)
+        why = ask(backend, LIMIT)
         fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps({"why": why, "time": time.time()}))
-        fresh.replace(path)
+        with contextlib.suppress(OSError):
+            fresh.write_text(json.dumps({"why": why, "time": clock()}))
+            fresh.replace(path)
         return why
 
 
-def remembered(backend: str, share: Path) -> str | None:
-    """Return the known result on this node: "" if it works, why not, or None if it is unknown."""
-    try:
-        found = json.loads(_path(backend, share).read_text())
-        why, age = found["why"], time.time() - float(found["time"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if why is None:
-        return ""
-    return str(why) if 0 <= age < AGAIN else None
+def remembered(backend: str, folder: Path | None = None, clock: Clock = time.time) -> str | None:
+    """Return the known result on this node: "" if it works, why not, or None if it is unknown.
+
+    A test with two devices counts for one that is visible, but not the other way round.
+    """
+    for devices in (_SEVERAL, _visible(backend)):
+        try:
+            found = json.loads(_path(backend, folder, devices).read_text())
+            why, age = found["why"], clock() - float(found["time"])
+        except (OSError, RuntimeFileError, ValueError, KeyError, TypeError):
+            continue
+        if why is None or 0 <= age < AGAIN:
+            return str(why or "")
+    return None
 
 
-def _path(backend: str, share: Path) -> Path:
-    share.mkdir(mode=0o700, parents=True, exist_ok=True)
-    words = f"{backend}\n{_nccl(backend).fingerprint()}\n{_source()}"
-    return share / f"selftest-{hashlib.sha256(words.encode()).hexdigest()[:16]}.json"
+def _visible(backend: str) -> int:
+    return min(len(_nccl(backend).devices()), _SEVERAL)
+
+
+def _path(backend: str, folder: Path | None, devices: int) -> Path:
+    words = f"{backend}\n{devices}\n{_nccl(backend).fingerprint()}\n{_source()}"
+    name = self_test.FILES.replace("*", hashlib.sha256(words.encode()).hexdigest()[:16])
+    return private_directory(folder) / name
 
 
 def _source() -> str:
@@ -169,11 +188,15 @@ def main() -> None:
     parser.add_argument(
         "--import", dest="module", default=backends.__name__, help="where the backend is known"
     )
+    parser.add_argument("--keep", action="store_true", help="keep the result; run no test if it is known")
     parser.add_argument("--asked", action="store_true", help="end when the input ends")
     parser.add_argument("--role", choices=["survivor", "victim", "replacement"], help=argparse.SUPPRESS)
     parser.add_argument("--ports", help=argparse.SUPPRESS)
     given = parser.parse_args()
     importlib.import_module(given.module)
+    if given.keep:
+        verdict(given.backend)
+        return
     if given.asked:
         threading.Thread(target=_end_with_the_asker, daemon=True).start()
     kind = _nccl(given.backend)

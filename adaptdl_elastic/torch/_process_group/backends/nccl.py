@@ -105,8 +105,9 @@ class Nccl(Group):
         return "\n".join(
             [
                 f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl_version()}",
+                # without their number: jobs see different numbers of the same devices
+                ", ".join(sorted({torch.cuda.get_device_name(device) for device in cls.devices()})),
                 driver.read_text() if driver.exists() else "no driver",
-                *(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
             ]
         )
 

@@ -1,0 +1,11 @@
+"""Name what the library says of NCCL's self-test to the coordinator and to `adaptdl doctor`.
+
+A verdict is a JSON file in the runtime directory of the user: `why` is the reason of a failure, else null.
+"""
+
+from __future__ import annotations
+
+FILES = "selftest-*.json"
+
+NOT_ENDED = "self-test has not ended"
+"""End of the reason why a job cannot change in place yet."""
