@@ -82,10 +82,10 @@ def verdict(
     try:
         path = _path(backend, folder, _visible(backend))
         lock = path.with_suffix(".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if its holder dies
     except (OSError, RuntimeFileError):
         return ask(backend, LIMIT)
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if its holder dies
         known = remembered(backend, folder, clock)
         if known is not None:
             return known or None
