@@ -86,8 +86,9 @@ $(INTEGRATIONS)/.installed: setup.cfg $(REQUIRED) | $(BIN)/python
 test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others (torchdata, datasets, transformers, accelerate, lightning), and of the page in a browser
 	@$(INTEGRATIONS)/bin/python -m pytest tests/integrations -n 3 --dist worksteal --durations=10
 
-# PYTHON-TORCH. What has passed is written into tests/versions.csv, and setup.cfg claims no more. An environment is 7 GB
-# where torch is a CUDA build, so it is removed when its tests have passed; KEEP=1 keeps it.
+# PYTHON-TORCH. What has passed is written into tests/versions.csv, and setup.cfg claims no more. The first one has the
+# lowest version of everything else, too, that setup.cfg allows. An environment is 7 GB where torch is a CUDA build, so it
+# is removed when its tests have passed; KEEP=1 keeps it.
 MATRIX := 3.11-2.8.0 3.11-2.9.1 3.11-2.11.0 3.11-2.13.0 3.11-2.14.1 3.10-2.13.0 3.12-2.13.0 3.13-2.13.0
 
 matrix: $(addprefix matrix-,$(MATRIX)) ## quick tests and rescales on several Pythons and torches (pythonX.Y on the PATH)
@@ -105,6 +106,7 @@ matrix-%: .venv-matrix/%/.installed
 .venv-matrix/%/.installed: setup.cfg
 	@python$(firstword $(subst -, ,$*)) -m venv --clear $(@D)
 	@echo "torch==$(lastword $(subst -, ,$*))" > $(@D)/constraints.txt
+	@$(if $(filter $(firstword $(MATRIX)),$*),sed -nE '/extras_require/q; s/^ +([^ ]+) >= /\1==/p' setup.cfg >> $(@D)/constraints.txt)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt torch
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt -e '.[dev]'
 	@touch $@

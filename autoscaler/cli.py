@@ -395,7 +395,8 @@ def main() -> None:
     except click.exceptions.Abort:
         sys.exit(130)
     except click.UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2: no mistake, a question
+        # this is no mistake, but a question
+        if isinstance(error, click.exceptions.NoArgsIsHelpError):
             error.show()
             sys.exit(error.exit_code)
         echo(_usage(error), err=True)

@@ -52,12 +52,20 @@ def test_no_version_is_claimed_whose_tests_have_not_passed() -> None:
     claims = re.findall(r"Python :: (3\.\d+)$", declared()["metadata"]["classifiers"], re.MULTILINE)
     assert claims
     assert set(claims) == pythons
+    assert in_readme("Python") == pythons
+    assert in_readme("torch") == torches
     assert lock.PYTHON in pythons
     assert declared()["options"]["python_requires"] == f">={min(pythons, key=_number)}"
     assert ".".join(map(str, nodes.OLDEST_PYTHON)) == min(pythons, key=_number)
     least = min(torches, key=_number).removesuffix(".0")
     assert least == _torch_versions.OLDEST
     assert f"torch >= {least}" in declared()["options"]["install_requires"].splitlines()
+
+
+def in_readme(row: str) -> set[str]:
+    """Return the versions that README says to have run, of a row of its table."""
+    (ran,) = re.findall(rf"^\| {row} \| (.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return set(re.findall(r"\d+(?:\.\d+)+", ran))
 
 
 def _number(version: str) -> list[int]:

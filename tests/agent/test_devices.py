@@ -260,6 +260,7 @@ def test_another_replica_of_the_same_user_is_waited_for_without_limit(locks: Pat
     assert device_locks.is_locked("GPU-a")
 
 
+@pytest.mark.processes
 def test_a_locked_file_of_the_same_number_elsewhere_is_not_taken_for_the_lock(
     locks: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -275,6 +276,7 @@ def test_a_locked_file_of_the_same_number_elsewhere_is_not_taken_for_the_lock(
     assert f"process {replica} of user {os.geteuid()} has it" in said[0]
 
 
+@pytest.mark.processes
 def test_a_lock_whose_holder_cannot_be_known_is_waited_for(
     locks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def start(kind: str) -> World:
     binary = etcd_binary(version)
     if binary is None:
         pytest.skip(f"no etcd {version} here: it comes from Debian's etcd-server package, unpacked as root")
-    return World(kind, EtcdServer(binary=binary).start(), None)
+    return World(kind, EtcdServer(binary=binary, v2=kind.startswith("v2")).start(), None)
 
 
 def _etcd(kind: str) -> object:

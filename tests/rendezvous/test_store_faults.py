@@ -296,17 +296,17 @@ def test_a_store_that_was_closed_says_so(own_world):
 def test_the_api_is_found_out():
     binary = etcd_binary("3.5") or pytest.skip("no etcd 3.5")
     quick = StoreOptions(timeout=60)
-    with EtcdServer(binary=binary, v2=False) as server:
+    with EtcdServer(binary=binary) as server:
         with connect(server.endpoint, options=quick) as store:
             assert isinstance(store, EtcdV3Store)
         with pytest.raises(StoreError, match="v2"):
             connect(server.endpoint, api="v2", options=quick)
-    with EtcdServer(binary=binary, args=["--enable-grpc-gateway=false"]) as server:
+    with EtcdServer(binary=binary, v2=True, args=["--enable-grpc-gateway=false"]) as server:
         with connect(server.endpoint, options=quick) as store:
             assert isinstance(store, EtcdV2Store)
         with pytest.raises(StoreError, match="v3"):
             connect(server.endpoint, api="v3", options=quick)
-    with EtcdServer(binary=binary) as server:
+    with EtcdServer(binary=binary, v2=True) as server:
         for api, kind in (("v2", EtcdV2Store), ("v3", EtcdV3Store), ("auto", EtcdV3Store)):
             with connect(server.endpoint, api=api, options=quick) as store:
                 assert isinstance(store, kind)

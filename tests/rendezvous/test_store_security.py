@@ -37,7 +37,7 @@ def test_tls_with_client_certificates(api, version, pems, monkeypatch, collect):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     tls = ServerTls(pems.server.cert, pems.server.key, client_ca=pems.ca)
     ours = {"ca": pems.ca, "cert": pems.client.cert, "key": pems.client.key}
-    with EtcdServer(binary=binary_or_skip(version), tls=tls) as server:
+    with EtcdServer(binary=binary_or_skip(version), v2=api == "v2", tls=tls) as server:
         with connect(server.endpoint, api=api, options=StoreOptions(timeout=60, **ours)) as store:
             lease = store.lease(12)
             revision = store.put("/adaptdl/v1/c/a", "1", lease)
@@ -128,7 +128,7 @@ def test_wrong_credentials_are_found_out_at_once(guarded, options, wanted):
 
 @pytest.mark.parametrize("version", ["3.5", "3.4"])
 def test_users_and_roles_of_the_v2_api(version, collect):
-    with EtcdServer(binary=binary_or_skip(version)) as server, requests.Session() as session:
+    with EtcdServer(binary=binary_or_skip(version), v2=True) as server, requests.Session() as session:
         session.trust_env = False
         url = f"http://{server.endpoint}/v2/auth"
         root = ("root", "root-secret")

@@ -145,7 +145,7 @@ def test_a_round_with_a_ghost_does_not_come_together(group: Group):
 def test_the_rounds_store_listens_on_the_nodes_address_only(group: Group):
     handler = group.handler((1, 1))
     (info,) = [future.result(PATIENCE) for future in group.enter(handler)]
-    mine = psutil.Process().net_connections("inet")
+    mine = [c for c in psutil.net_connections("inet") if c.pid == psutil.Process().pid]
     found = {c.laddr.ip for c in mine if c.status == psutil.CONN_LISTEN and c.laddr.port == master_port(info)}
     assert found == {"127.0.0.1"}
 

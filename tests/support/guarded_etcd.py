@@ -60,7 +60,7 @@ class GuardedEtcd:
         pair = ServerTls(
             self._server / "server.pem", self._server / "server-key.pem", client_ca=self._server / "ca.pem"
         )
-        self.etcd = EtcdServer(binary=binary, tls=pair, args=args)
+        self.etcd = EtcdServer(binary=binary, v2=api == "v2", tls=pair, args=args)
 
     def __enter__(self) -> GuardedEtcd:
         self.etcd.start()

@@ -98,7 +98,9 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
 
 def _forbid_processes() -> None:
     """Let every attempt of a test to start a process fail, with what to do."""
-    importlib.import_module("matplotlib.font_manager")  # a user's first import asks a process for the fonts
+    # the first import of these starts a process: for the fonts, and with NumPy 1.26 the processor
+    for name in ("matplotlib.font_manager", "numpy.testing"):
+        importlib.import_module(name)
 
     def refuse(*given: Any, **options: Any) -> NoReturn:
         pytest.fail("this test starts a process: give it `@pytest.mark.processes`")

@@ -162,7 +162,7 @@ def _skip(start: int, total: int, full: int) -> int:
 def derive_seed(*parts: int) -> int:
     """Derive a well-mixed 63-bit seed from `parts` by NumPy's SeedSequence."""
     sequence = np.random.SeedSequence([part & 0xFFFFFFFFFFFFFFFF for part in parts])
-    return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+    return int(sequence.generate_state(1, np.uint64)[0]) >> 1
 
 
 def order(size: int, shuffle: bool, seed: int, epoch: int, number: int = 0) -> torch.Tensor:

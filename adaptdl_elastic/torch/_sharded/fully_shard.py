@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-TESTED = ("2.13",)
+TESTED = ("2.13", "2.14")
 """Releases of torch whose private interface was tested."""
 
 Parameter = Any
