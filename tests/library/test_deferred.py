@@ -329,11 +329,11 @@ def test_twenty_aborted_groups_hold_no_tensor(monkeypatch: pytest.MonkeyPatch) -
             flat = torch.ones(1000)
             storages.append(StorageWeakRef(flat.untyped_storage()))
             work = group.queue(lambda flat=flat: dist.all_reduce(flat, async_op=True))
-            until("it does not end", lambda: held or work.is_completed(), 60)  # noqa: B023
+            until("it does not end", lambda work=work, held=held: held or work.is_completed(), 60)
         assert not work.is_completed()
         monkeypatch.setattr(deferred_backend, "HELD", set())
         selftest._abort(group)
-        del flat, work
+        del flat, work  # the loop would hold them
     until("tensors are left", lambda: all(one.expired() for one in storages), 60)
 
 
