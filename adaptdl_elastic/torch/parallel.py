@@ -513,6 +513,8 @@ def _agree_on_buckets(adp: AdaptiveDataParallel) -> None:
         reducer._remove_autograd_hooks()
         if current_session().transfer_stuck:
             backends.keep_object((reducer, adp.logger))
+        # the error may be kept, and its traceback refers to this frame
+        del reducer
         raise
     # not in the thread: one that ends late would mark the buckets of a later generation's reducer
     adp._has_rebuilt_buckets = arranged[0]

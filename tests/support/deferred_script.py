@@ -30,7 +30,10 @@ BACKEND = os.environ.get("BACKEND", "deferred")
 if BACKEND == "nccl":
     import torch
 
-    torch.cuda.set_device(int(os.environ["RANK"]))
+    if torch.cuda.device_count() == 1:
+        # Several ranks share a GPU if NCCL takes each for a host of its own.
+        os.environ.update(NCCL_HOSTID=str(os.getpid()), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
     wrap = adl.AdaptiveDataParallel
     adl.AdaptiveDataParallel = lambda model, *args, **options: wrap(model.cuda(), *args, **options)
 rank, *place = json.loads(os.environ.get("HELD", "[-1, 0, 0]"))
