@@ -40,7 +40,18 @@ import adaptdl_elastic.torch as adl
 from torch.utils.data import TensorDataset
 marks = {"script": time.time()}
 sys.path.insert(0, sys.argv[1])
-adl.init_process_group("gloo")
+device = sys.argv[5]
+if device == "cuda":
+    # Several ranks share a GPU if NCCL takes each for a host of its own.
+    os.environ.update(NCCL_HOSTID=str(os.getpid()), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+adl.init_process_group("nccl" if device == "cuda" else "gloo")
+if device == "cuda":
+    from adaptdl_elastic import _session
+    from adaptdl_elastic.torch._process_group import capability
+    session = _session.current()
+    known = capability.known_capability(session)
+    while known and not (session.joining or session.consensus.round_open or "failed" in known.why):
+        time.sleep(0.01)
 marks["group"] = time.time()
 torch.manual_seed(0)
 kind, size = sys.argv[2], int(sys.argv[3])
@@ -52,6 +63,7 @@ else:
     width = max(16, int((size / 4) ** 0.5))
     model, shape = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), (width,)
     head = lambda out: out.square().mean()
+model.to(device)
 if kind == "fsdp":
     from torch.distributed.fsdp import fully_shard
     for layer in model:
@@ -67,12 +79,16 @@ log = open(os.path.join(sys.argv[4], f"steps-{os.getpid()}"), "w", buffering=1)
 first = True
 for epoch in adl.remaining_epochs_until(10**6):
     for (x,) in loader:
-        optimizer.zero_grad(); head(model(x)).backward(); optimizer.step()
+        optimizer.zero_grad(); head(model(x.to(device))).backward(); optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
         now = time.time()
         if first:
             print("marks", {**marks, "first_step": now}, file=log)
             first = False
-        resident = open("/proc/self/statm").read().split()[1]
+        resident = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+        if device == "cuda":
+            resident = torch.cuda.memory_allocated()
         print(now, os.environ["WORLD_SIZE"], os.environ["RANK"], resident, file=log)
 """
 
@@ -92,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 f"--rescale={'restart' if args.mode == 'restart' else 'auto'}",
             ),
             *("--rdzv-id=pause", "--checkpoint-path=saved", "--checkpoint-interval=1000"),
-            *(str(script), str(ROOT / "benchmarks"), args.model, str(args.size), directory),
+            *(str(script), str(ROOT / "benchmarks"), args.model, str(args.size), directory, "cpu"),
         ]
         with ElasticRun(arguments, Path(directory)) as run:
             run.wait_for_event("generation", timeout=180)
@@ -173,7 +189,7 @@ def resident(directory: Path) -> dict[str, float]:
                 continue
             changed = changed or parts[1] == "2"
             if changed and parts[1:3] == ["1", "0"]:
-                alone.append((float(parts[0]), int(parts[3]) * os.sysconf("SC_PAGESIZE") / 1e6))
+                alone.append((float(parts[0]), int(parts[3]) / 1e6))
     values = [megabytes for _, megabytes in sorted(alone)]
     few = max(1, len(values) // 20)
     if not values:

@@ -28,6 +28,7 @@ that has a state dict. Checkpoints are kept in `ADAPTDL_CHECKPOINT_PATH`, a dire
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -189,14 +190,26 @@ class TensorState(State):
 
         return copy_to_host(self.state_dict(), self.name)
 
+    def prepare_save(self) -> None:
+        """Allocate the pinned memory of the first save in the background, on the replica that saves."""
+        import torch
+
+        from adaptdl_elastic.checkpoint.state_copy import HostBuffers
+
+        here = _session.current().rank == 0 and env.checkpoint_path()
+        if self._buffers is None and here and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._buffers = HostBuffers()
+            # what fails here fails in the save, which reports it
+            with contextlib.suppress(Exception):
+                self._buffers.prepare(self.state_dict())
+
     def _copy_for_save(self) -> Any:
         """Copy into the memory of the last save, so that no new memory must be allocated."""
         from adaptdl_elastic.checkpoint.state_copy import HostBuffers, copy_to_host
 
         if type(self).snapshot is not TensorState.snapshot:
             return self.snapshot()
-        if self._buffers is None:
-            self._buffers = HostBuffers()
+        self._buffers = self._buffers or HostBuffers()
         return copy_to_host(self.state_dict(), self.name, self._buffers)
 
     def _saved(self, snapshot: Any) -> None:

@@ -19,7 +19,7 @@ from adaptdl_elastic.torch._gradient.accumulation import Batch, Window
 from adaptdl_elastic.torch._gradient.comm_hook import HookState
 from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._gradient.measurement import Sampler
-from adaptdl_elastic.torch._gradient.model_state import BatchSizes
+from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import guards, settle
 from adaptdl_elastic.torch._sharded.window import ShardedWindow
@@ -114,6 +114,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
     _window: Window
     _hook: HookState
     _sampler: Sampler
+    _state: ModelState
     _user_no_sync: bool  # the script accumulates by hand
     _synchronised: bool  # False during a forward pass whose gradients are not synchronised
 
@@ -205,6 +206,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
         metrics.update_progress(progress)
         self._sampler.report(metrics, self.name)
         metrics.update_gain(self.name, self.gain, mean(factor))
+        self._state.prepare_save()
 
     def skipped_step(self) -> None:
         """Record that the optimizer did not step as gradients were inf or nan. Called by GradScaler hooks."""

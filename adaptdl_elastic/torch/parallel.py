@@ -507,10 +507,14 @@ def _agree_on_buckets(adp: AdaptiveDataParallel) -> None:
     try:
         backends.patiently(current_session(), hook.link, lambda: arranged.append(reducer._rebuild_buckets()))
     except RuntimeError:
-        # The thread may keep a lock of DDP's reducer, for which the backward pass of this step and the
-        # destructor of DDP's logger would wait. A loader's worker that is forked now would free the reducer.
+        # A thread that has not ended may keep a lock of DDP's reducer, for which the backward pass of this
+        # step and the destructor of DDP's logger would wait. A loader's worker that is forked now would free
+        # the reducer. If the thread has ended, the reducer's buckets are freed with it.
         reducer._remove_autograd_hooks()
-        backends.keep_object((reducer, adp.logger))
+        if current_session().transfer_stuck:
+            backends.keep_object((reducer, adp.logger))
+        # the error may be kept, and its traceback refers to this frame
+        del reducer
         raise
     # not in the thread: one that ends late would mark the buckets of a later generation's reducer
     adp._has_rebuilt_buckets = arranged[0]

@@ -17,13 +17,14 @@ import torch
 from forbidden import unwritable
 from fresh import Script
 from numbers_state import Number
+from polling import until
 
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic._session import Identity
-from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError, TensorState
+from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError, TensorState, state_copy
 from adaptdl_elastic.checkpoint.manager import CheckpointManager
-from adaptdl_elastic.checkpoint.state_copy import copy_to_host
+from adaptdl_elastic.checkpoint.state_copy import HostBuffers, copy_to_host
 from adaptdl_elastic.storage import DirectoryStorage, Manifest
 
 
@@ -717,6 +718,19 @@ class Kinds(TensorState):
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.content = state_dict
+
+
+class _OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_memory_of_the_first_copy_is_allocated_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_copy, "pinned_like", lambda source: torch.zeros(source.shape))
+    buffers, weight = HostBuffers(), torch.ones(3, 4).as_subclass(_OnGpu)
+    buffers.prepare({"model": {"weight": weight, "tied": weight}, "step": torch.ones(2)})
+    until("nothing is allocated", lambda: buffers.take(torch.empty(3, 4)) is not None, 60)
+    assert buffers.take(torch.empty(3, 4)) is None, "a tensor that occurs twice is copied once"
+    assert buffers.take(torch.empty(2)) is None, "memory is pinned only for tensors of GPUs"
 
 
 @pytest.mark.parametrize("through", ["checkpoint", "memory"])

@@ -52,10 +52,13 @@ def start(tmp_path: Path, passed: Path) -> Iterator[Callable[..., FakeAgent]]:
         script: Path = loop_script_path.PATH,
         held: Any = None,
         armed: bool = True,
+        counted: bool = False,
         **given: Any,
     ) -> FakeAgent:
         loop = fake_agent.settings(**{"size": SIZE, "batch": BATCH, "pace": 0.01, "late": 0.5, **given})
         variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(script), **PATH}
+        if counted:
+            variables["COUNTED"] = "1"
         if held is not None:
             variables["HELD"] = json.dumps(held)
         job = FakeAgent(SCRIPT, tmp_path, XDG_RUNTIME_DIR=str(passed), **variables)
@@ -153,6 +156,19 @@ def test_one_of_two_dies(start: Any, tmp_path: Path, dies: int) -> None:
     job.recover(dies)
     job.finish()
     applied(tmp_path, 1)
+
+
+@pytest.mark.processes
+def test_deaths_leave_no_tensors_behind(start: Any, tmp_path: Path) -> None:
+    """A second and a third death, in the step in which DDP arranges its buckets, keep none of them."""
+    job = start(2, counted=True)
+    for _ in range(3):
+        job.recover(1)
+        job.rescale(2)
+        job.wait_for("step")
+    held = [int(line) for line in (tmp_path / "held-1").read_text().splitlines()]
+    assert len(held) == 3
+    assert max(held) - held[0] < 8 * SIZE, held
 
 
 @pytest.mark.slow

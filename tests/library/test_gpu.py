@@ -25,7 +25,6 @@ SCRIPT = ROOT / "tests" / "support" / "deferred_script.py"
 VISIBLE = torch.cuda.device_count()
 
 one = pytest.mark.skipif(VISIBLE < 1, reason="no CUDA device is visible")
-two = pytest.mark.skipif(VISIBLE < 2, reason=f"two CUDA devices are needed, and {VISIBLE} are visible")
 
 
 @pytest.mark.gpu
@@ -39,8 +38,9 @@ def test_what_one_gpu_allows(check: str) -> None:
 
 
 @pytest.mark.gpu
-@two
-def test_a_death_and_changes_of_size_with_two_gpus(tmp_path: Path) -> None:
+@one
+def test_a_death_and_changes_of_size_with_nccl(tmp_path: Path) -> None:
+    """On one GPU both ranks share it, with a host id of their own each."""
     assert selftest.verdict("nccl", runtime_directory({"XDG_RUNTIME_DIR": str(tmp_path)})) is None
     loop = fake_agent.settings(size=2004, batch=12, pace=0.01, epochs=2)
     variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(loop_script_path.PATH), "BACKEND": "nccl"}
@@ -70,10 +70,45 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("made_anew", {"backend": "deferred", "times": 5}),
+        ("made_anew", {"backend": "deferred", "times": 20}),
         ("newcomer", {"backend": "deferred"}),
         ("state_transfer", {"device": "cpu"}),
     ],
 )
 def test_the_checks_hold_where_they_need_no_gpu(checks: Any, name: str, given: dict[str, Any]) -> None:
     assert getattr(checks, name)(**given)["seconds"] > 0.0
+
+
+@pytest.mark.processes
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "check",
+    [
+        *("same_trajectory_as_ddp", "same_statistics_as_on_the_cpu", "grad_scaler_skips_inf", "peak_memory"),
+        *("gpt2_step", "resnet50_step", "checkpoint_stalls", "self_test", "ranks_10m"),
+    ],
+)
+def test_a_check_runs_on_a_cpu_at_a_tiny_size(check: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(CHECKS), "--device", "cpu", "--only", check]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import time; print('begun', flush=True); time.sleep(1000)", "it did not end within 2 s"),
+        ("import os; os.abort()", "it ended with code -6"),
+        ("import sys; open(sys.argv[2], 'w').write('{\"ok\": tr')", "it ended with code 0"),
+    ],
+)
+def test_a_check_that_hangs_or_crashes_is_one_that_failed(checks: Any, code: str, expected: str) -> None:
+    found = checks.run_apart([sys.executable, "-c", code], 2.0)
+    assert (found["ok"], found["error"]) == (False, expected)
+
+
+def test_what_a_check_found_is_read_from_its_process(checks: Any) -> None:
+    code = "import sys; open(sys.argv[2], 'w').write('{\"ok\": true, \"bytes\": 7}\\n')"
+    found = checks.run_apart([sys.executable, "-c", code], 60.0)
+    assert (found["ok"], found["bytes"]) == (True, 7)

@@ -2,7 +2,8 @@
 
 Whoever asks a future or `wait` of a collective for an error gets none, ever; a collective whose peer has
 died goes on for ever; `abort` ends whatever is under way, with garbage as its result. (That a future is
-done means that this CPU, in place of a GPU's stream, has come to what follows the collective.)
+done means that this CPU, in place of a GPU's stream, has come to what follows the collective.) A group
+holds the tensors of a collective until someone waits for it, and an aborted group is never freed.
 
 `HELD` holds collectives back: (step, how many all-reduces of that step come before it). FAULT in
 DEFERRED_FAULT breaks the backend: "hang" and "crash" do so in an abort, "once" lets no second group be
@@ -35,6 +36,7 @@ class DeferredWork(dist._Work):
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self.tensors, self._ended = tensors, threading.Event()
+        self.shelf = list(tensors)  # the group holds it, too
         self._future: Any = torch.futures.Future()
         self._lock = threading.Lock()
 
@@ -52,7 +54,11 @@ class DeferredWork(dist._Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._ended.wait(timeout.total_seconds() or None)
+        self.synchronize()
         return True
+
+    def synchronize(self) -> None:
+        self.shelf.clear()
 
     def get_future(self) -> Any:
         return self._future
@@ -69,6 +75,7 @@ class DeferredGroup(dist.ProcessGroup):
         self._size = size
         self._lower.formed(None)
         self._works: list[DeferredWork] = []
+        self._shelves: list[list[torch.Tensor]] = []
         self._todo: queue.SimpleQueue[tuple[DeferredWork, Any, bool] | None] = queue.SimpleQueue()
         self._aborted = False
         self._lock = threading.Lock()
@@ -97,6 +104,7 @@ class DeferredGroup(dist.ProcessGroup):
                 raise dist.DistBackendError("the communicator was aborted")
             work = DeferredWork([tensor.detach() for tensor in tensors])
             self._works = [one for one in self._works if not one.is_completed()] + [work]
+            self._shelves = [one for one in self._shelves if one] + [work.shelf]
             self._todo.put((work, start, held))
         return work
 
@@ -106,7 +114,7 @@ class DeferredGroup(dist.ProcessGroup):
         if FAULT == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         with self._lock:
-            self._aborted, works = True, self._works
+            self._aborted, works, self._works = True, self._works, []
         for work in works:
             work.end(_garble)
         self._lower.abort()

@@ -68,6 +68,8 @@ class Nccl(Group):
         self._lock, self._queueing = threading.Lock(), threading.Lock()
         self._aborting: threading.Thread | None = None
         self._hung_up = False
+        # collectives whose tensors torch may hold
+        self._works: list[Any] = []
 
     @classmethod
     @override
@@ -178,6 +180,8 @@ class Nccl(Group):
             self._group.abort()
         except RuntimeError as error:
             log.warning("aborting a group of %s: %s", self.label, error)
+            # the device may still use their tensors, which therefore stay with torch
+            self._works = []
         finally:
             if queueing:
                 self._queueing.release()
@@ -216,6 +220,7 @@ class Nccl(Group):
         if not dist.is_initialized() or dist.group.WORLD is not self._group:
             return
         self.abort_and_drain()
+        self._release(aborted=True)
         keep()
         # the group is aborted: only remove torch's references
         torch.distributed.distributed_c10d._abort_process_group()
@@ -242,7 +247,28 @@ class Nccl(Group):
         with self._queueing:
             if self._hung_up:
                 raise PeerLostError("a replica is gone")
-            return collective()
+            self._release(aborted=False)
+            begun = collective()
+            self._works += begun if isinstance(begun, list) else [begun]
+            return begun
+
+    def _release(self, aborted: bool) -> None:
+        """Let torch free the tensors of collectives that have ended: of all of them after an abort.
+
+        Torch's group holds the tensors of a collective until someone waits for it, and a group that was
+        aborted is never freed. `synchronize` frees them without raising the collective's error. Before that
+        it lets the current stream wait for the event behind the collective's kernel, so the allocator gives
+        their memory to nothing on this stream that runs before that kernel has ended. After an abort a tensor
+        may belong to another stream, so the device is waited for first: then no kernel reads it any more.
+        """
+        works, self._works = self._works, []
+        if aborted and works:
+            self.synchronize()
+        for work in works:
+            if aborted or work.is_completed():
+                work.synchronize()
+            else:
+                self._works.append(work)
 
     @override
     def send(self, flat: torch.Tensor, peer: int) -> None:
