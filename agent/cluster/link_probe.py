@@ -107,9 +107,8 @@ def measured_links(
     return tuple(found)
 
 
-_measured: dict[
-    tuple[str, str, int, bytes], Link
-] = {}  # by this process, which may be a service of many jobs
+# by this process, which may be a service with many jobs
+_measured: dict[tuple[str, str, int, bytes], Link] = {}
 
 
 def _measure(peers: Sequence[NodeRecord], key: bytes, found: list[Link]) -> None:
