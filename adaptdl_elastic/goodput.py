@@ -223,6 +223,17 @@ class GoodputFunction:
         return _in_kind(picked[0]), _in_kind(picked[1].astype(int)), _in_kind(picked[2].astype(int))
 
 
+def ring_time(replicas: NDArray[Any], latency: Array, transfer: Array) -> Array:
+    """Return the least seconds of a ring all-reduce.
+
+    Args:
+        replicas: Number of replicas.
+        latency: Seconds that a message takes from one replica to the next.
+        transfer: Bytes of all gradients over the bytes per second of a link.
+    """
+    return np.asarray(2 * (replicas - 1) * (latency + transfer / replicas))
+
+
 def _check(name: str, given: Any, allowed: str, holds: Callable[[Array], Any]) -> None:
     """Check that all numbers in `given` are allowed. NaN is never allowed.
 

@@ -13,10 +13,11 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptdl_elastic.agent.cluster import ended_run, job_joining, run_secret
+from adaptdl_elastic.agent.cluster import ended_run, job_joining, link_probe, run_secret
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
@@ -310,9 +311,10 @@ def take_part(
         access.environ, store, keys, access.confidential, options.checkpoint_path
     )
     fresh, stand_in = job_spec(options), access.environ.get(STAND_IN)
-    for other in job_joining.live_agents(store, keys, options.job) if stand_in else ():
-        if other.agent == stand_in:
-            fresh = replace(fresh, run=other.run)
+    agents = job_joining.live_agents(store, keys, options.job) if stand_in else []
+    own = [one for one in agents if one.agent == stand_in]
+    if own:
+        fresh = replace(fresh, run=own[-1].run)
     fresh = replace(fresh, secret_mark=common.mark(keys.cluster, fresh))
     asked = read_record(JobRequest, store.get(keys.job(options.job, "request")))
     follows = options.follows or (asked.run if asked is not None and asked.resume else "")
@@ -321,10 +323,16 @@ def take_part(
     def busy() -> bool:
         return bool(job_joining.live_agents(store, keys, options.job))
 
+    key, port = common.link_key(keys.cluster), 0
+    if options.max_nodes > 1 and not is_loopback(host):
+        port = link_probe.serve(host, options.port_range, key)
+    measured = partial(link_probe.measured_links, store, keys, options.job, key if port else None)
+    # before this node is registered, so that the first decision about it knows the links
+    links = measured(options.node_name or "", own[-1].links if own else ())
     with ended_run.turn_to_start(store, keys, fresh, start, busy, say):
         gpus = Gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         record = node_record(options, host, identity, fresh.run, gpus)
-        record = replace(record, agent=stand_in or record.agent)
+        record = replace(record, agent=stand_in or record.agent, link_port=port, links=links)
         if record.slots < options.slots:
             have = pluralize(len(record.devices), "GPU")
             most = pluralize(record.slots, "replica")
@@ -337,6 +345,8 @@ def take_part(
                 registration.update(run=spec.run)
             elif options.max_nodes > 1 and not is_loopback(host):
                 invite(options, common, registration.record.node, say)
+            if (further := measured(registration.record.node, links)) != links:
+                registration.update(links=further)
         except BaseException:
             registration.close()
             raise

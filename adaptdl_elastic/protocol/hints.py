@@ -119,6 +119,8 @@ class JobHints:
     gradient_accumulation: bool = False
     memory_limit: _Positive | None = None  # largest batch of one replica that fits into memory, once known
     max_profiled_replicas: _Count = 1
+    gradient_bytes: _Amount | None = None  # that a step averages over all replicas; None: not known
+    state_bytes: _Amount | None = None  # that a replica gets when it joins: parameters, optimizer's state
     grad_params: tuple[_Amount, _Amount] | None = None  # (|G|², tr Σ) at init_batch_size
     grad_error: _Amount | None = None  # standard error of |G|², in its unit; None: not known
     estimator: str = ""  # how the gradient statistics are measured

@@ -5,6 +5,7 @@
 | How does an agent read, watch and write the store, and keep its lease? | `store_link` |
 | Which events follow from a change of the store? | `store_view` |
 | How does an agent register and join a job? | `job_joining` |
+| How fast is the link from another node of the job? | `link_probe` |
 | What happens if the job has ended already? | `ended_run` |
 | What does an agent report about its replicas? | `node_reporter` |
 | How does a node report its load? | `usage_reporter` |

@@ -44,6 +44,10 @@ class CommonSecret:
         """Return the secret that the replicas of this run inherit."""
         return _secrets.run_secret(self.value, cluster, spec.job, spec.run)
 
+    def link_key(self, cluster: str) -> bytes:
+        """Return the key by which agents measure the links between their nodes."""
+        return _secrets.derive(self.value, "link", cluster)
+
     def mark(self, cluster: str, spec: JobSpec) -> str:
         """Return the value of `JobSpec.secret_mark` of a run begun by an agent with this secret."""
         return _secrets.mark(self.of_run(cluster, spec))

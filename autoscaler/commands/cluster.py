@@ -260,6 +260,8 @@ def nodes(where: Where, as_json: bool) -> None:
     for row in rows:
         for line in row["unusable"]:
             echo(f"{row['node']}: not usable: {line}")
+        for other, (latency, bandwidth) in sorted(row["links"].items()):
+            echo(f"link {other} → {row['node']}: {bandwidth / 1e6:.3g} MB/s, {1e3 * latency:.2g} ms")
 
 
 @click.command()

@@ -11,6 +11,7 @@
 | What is the policy asked? | `policy_adapter` |
 | When is the policy asked, and which parts of its answer are used? | `rounds` |
 | How long will a change pause a job? | `policy_adapter` (`expected_pause`) |
+| What do the links between its nodes say about sizes that a job has not run at? | `job_links` |
 | How long did past changes pause a job? | `job_phase` (`pause`), `status` (`typical_pause`) |
 | What is a job's goodput at other sizes? | `job_models`, on other types of nodes `node_types` |
 | Which slots are free? | `slots` |

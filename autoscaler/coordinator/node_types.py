@@ -16,6 +16,7 @@ from statistics import median
 import numpy as np
 
 from adaptdl_elastic.autoscaler.cluster_view import View
+from adaptdl_elastic.autoscaler.coordinator.job_links import links_of, with_network
 from adaptdl_elastic.autoscaler.coordinator.job_models import (
     Curve,
     Report,
@@ -29,6 +30,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_models import (
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
 from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry
+from adaptdl_elastic.rendezvous.schema.records import Link
 
 SEVERAL = "+"
 """Joins the names of types where a job's nodes are of several types."""
@@ -90,6 +92,7 @@ class Measured:
     scripts: Mapping[str, ScriptProfile] = field(default_factory=dict)  # by `profile_key`
     ratios: TypeRatios = field(default_factory=TypeRatios)  # the medians over all scripts
     of_scripts: Mapping[str, TypeRatios] = field(default_factory=dict)  # by `profile_key`
+    links: Mapping[str, Link] = field(default_factory=dict)  # between the nodes of a job, by job
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -103,7 +106,13 @@ class Measured:
         script = self.scripts.get(profile_key)
         of_script = self.of_scripts.get(profile_key, TypeRatios())
         types = {*self.types, *self.measured_on(profile_key, hints)}
-        return typed_models(job, hints, script, types, of_script, self.ratios)
+        one, by_type = typed_models(job, hints, script, types, of_script, self.ratios)
+        if hints is None or one is None:
+            return one, by_type
+        link = self.links.get(job)
+        return with_network(one, hints, link), {
+            name: with_network(found, hints, link) for name, found in by_type.items()
+        }
 
     def measured_on(self, profile_key: str, hints: JobHints | None) -> frozenset[str]:
         """Return the types on which a job's step times are known by a measurement, its own or another job's.
@@ -135,7 +144,7 @@ def measured(view: View) -> Measured:
         except Exception:  # an error in these reports: their jobs share nothing, and all others are decided
             continue
         scripts[key] = script
-    return Measured(type_of, scripts, _medians(of_scripts.values()), of_scripts)
+    return Measured(type_of, scripts, _medians(of_scripts.values()), of_scripts, links_of(view))
 
 
 def most_profiled(hints: JobHints | None) -> int:

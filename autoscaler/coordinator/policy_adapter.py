@@ -16,6 +16,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     PolicyQuestion,
     Target,
 )
+from adaptdl_elastic.autoscaler.coordinator.job_links import link_pause
 from adaptdl_elastic.autoscaler.coordinator.job_models import attained, outlived, own_hints
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.node_types import Measured, measured, most_profiled
@@ -201,6 +202,7 @@ def _job(
         pause=pause,
         # a move in place takes two changes: replicas join on the new nodes, and then leave the old nodes
         move_pause=None if pause is None or hints is None or not hints.inplace else 2 * pause,
+        link_pause=link_pause(hints, known.links.get(job.job), typical_pause(job) is not None),
         submitted=job.spec.seen,
         waiting_since=memory.waiting.get(job.job, view.now) if not size else None,
         last_change=job.plan.seen if now else None,
@@ -268,7 +270,8 @@ def _fingerprint(job: JobView, condition: Condition, info: JobInfo, places: Mapp
         job.job,
         condition.phase,
         info.requested_replicas,
-        info.model is None,
+        info.model and info.model.network,
+        info.link_pause,
         info.max_profiled_replicas,
         None if hints is None else hints.generation,
         tuple(places),

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View, limited
@@ -21,8 +20,8 @@ from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask, e
 from adaptdl_elastic.autoscaler.coordinator.rounds import ask_policy
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import typical_pause, waiting_since, why_pending
+from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo, PolicySettings
-from adaptdl_elastic.goodput import GoodputFunction
 from adaptdl_elastic.rendezvous.text import pluralize
 
 
@@ -173,7 +172,8 @@ def _neighbour(
     for places, note in ((free, ""), (everywhere, "needs slots that other jobs have")):
         found = nearest(spec, replicas, places, now)
         if found is not None and sum(found.values()) == replicas:
-            return _option(curve, found, now, pause, note)
+            over_link = curve.info.link_pause if curve and len(found) > 1 else 0.0
+            return _option(curve, found, now, max(pause, over_link), note)
     return None
 
 
@@ -222,18 +222,7 @@ def _predicted(curve: GoodputModel | None, allocation: Allocation) -> float | No
     replicas = sum(allocation.values())
     if curve is None or replicas < 1:
         return None
-    function = GoodputFunction(curve.perf_params, curve.grad_params, curve.init_batch_size)
-    goodput, _, _ = function.optimize(
-        len(allocation),
-        replicas,
-        curve.max_batch_size or curve.init_batch_size,
-        curve.local_bsz_bounds,
-        curve.accumulation,
-    )
-    value = float(goodput)
-    if curve.corrections is not None:
-        several, count = np.array([len(allocation) > 1]), np.array([replicas])
-        value *= float(curve.corrections.factors(several, count)[0])
+    value = float(goodputs([curve], len(allocation), replicas).goodput[0, 0])
     return value if value > 0 else None
 
 

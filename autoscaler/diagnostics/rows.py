@@ -158,6 +158,7 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
             record = seen.record
             row = rows.setdefault(node, _node_row(record, ledger))
             row["unusable"] = sorted({*row["unusable"], *record.unusable})
+            row["links"] |= {link.node: [link.latency, link.bandwidth] for link in record.links}
             held = ledger.held(job).get(node, 0)
             row["jobs"][job] = held
             row["free"] -= held
@@ -192,4 +193,5 @@ def _node_row(record: NodeRecord, ledger: Ledger) -> Row:
         "preemptible": record.preemptible,
         "version": record.version,
         "unusable": [],
+        "links": {},  # other node → seconds of one way, bytes per second
     }

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
-from adaptdl_elastic.goodput import GoodputFunction
+from adaptdl_elastic.goodput import GoodputFunction, ring_time
 
 Array = NDArray[np.float64]
 
@@ -59,7 +59,11 @@ def _evaluate(
     def column(values: Sequence[float]) -> Array:
         return np.array(values, dtype=float)[:, np.newaxis]
 
-    perf: Any = tuple(column(x) for x in zip(*(m.perf_params for m in models), strict=True))
+    a_c, b_c, a_n, b_n, *of_one_node = (column(x) for x in zip(*(m.perf_params for m in models), strict=True))
+    link = (column([getattr(m.network, name) for m in models]) for name in ("latency", "transfer"))
+    ring = ring_time(replicas, *link)
+    network = np.maximum(a_n + b_n * np.maximum(replicas - 2, 0), ring)
+    perf: Any = (a_c, b_c, network, 0.0, *of_one_node)
     grad: Any = tuple(column(x) for x in zip(*(m.grad_params for m in models), strict=True))
     largest = [m.max_batch_size or m.init_batch_size for m in models]
     low = [m.local_bsz_bounds[0] if m.local_bsz_bounds else 1 for m in models]

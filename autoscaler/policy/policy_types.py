@@ -20,6 +20,14 @@ NOTHING: Allocation = MappingProxyType({})
 
 
 @dataclass(frozen=True)
+class NetworkPrior:
+    """What a measured link says about steps on several nodes before any of them was measured."""
+
+    latency: float = 0.0  # seconds of one way
+    transfer: float = 0.0  # bytes of gradients over the link's bytes per second
+
+
+@dataclass(frozen=True)
 class GoodputModel:
     """The parameters that predict a job's goodput: θ, gradient statistics and batch-size bounds."""
 
@@ -30,6 +38,7 @@ class GoodputModel:
     local_bsz_bounds: tuple[int, int] | None = None
     accumulation: bool = False
     corrections: Corrections | None = None  # where measured step times deviate from θ
+    network: NetworkPrior = NetworkPrior()  # nothing: a measurement counts, or the link is not known
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,8 @@ class JobInfo:
     pause: float | None = None  # measured seconds that a change costs; None: see PolicySettings.pause
     # seconds of a change to nodes of another type, where no replica stays; None: as any other change
     move_pause: float | None = None
+    # seconds that its state takes over the link to another node, until a change to several nodes was measured
+    link_pause: float = 0.0
     submitted: float = 0.0
     waiting_since: float | None = None  # time since which it has had no replica
     last_change: float | None = None  # when its allocation last changed

@@ -77,6 +77,8 @@ def _reason(
     pause = settings.pause(job.pause)
     if job.move_pause is not None and before and after and set(before).isdisjoint(after):
         pause = job.move_pause
+    if len(after) > 1:
+        pause = max(pause, job.link_pause)
     cost = pause if after and before and dict(after) != dict(before) else 0.0
     text = _sentence(job, tables, before, after, wanted, had, has, cost, now, settings)
     one_more = _next_larger(tables, row, sum(after.values()))
@@ -105,7 +107,7 @@ def _sentence(
         return f"{size} until its goodput has been measured"
     if dict(before) == dict(after):
         goodput = f"goodput {has:.4g} samples/s with {size}" if has is not None else size
-        return f"{goodput}: no change pays for its {_pause(job, settings)} pause"
+        return f"{goodput}: no change pays for its {_pause(job, settings)}"
     if has is None:  # a size that is not considered, which it got where it was moved to
         return f"{size}: moved to make room"
     if not before or not had:
@@ -122,7 +124,9 @@ def _sentence(
 
 
 def _pause(job: JobInfo, settings: PolicySettings) -> str:
-    return f"{settings.pause(job.pause):.3g} s"
+    pause = settings.pause(job.pause)
+    away = f" ({job.link_pause:.3g} s to another node)" if job.link_pause > pause else ""
+    return f"{pause:.3g} s pause{away}"
 
 
 def _goodput(tables: Tables, row: int, allocation: Allocation) -> float | None:

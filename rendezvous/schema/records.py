@@ -102,6 +102,15 @@ class Rescale(str, Enum):
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class Link:
+    """The link from another node to the one that has measured it."""
+
+    node: str  # the other one
+    latency: Annotated[float, Field(ge=0, le=1e3)]  # seconds of one way
+    bandwidth: Annotated[float, Field(gt=0, le=1e15)]  # bytes per second of one connection
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class NodeRecord:
     """The registration of one agent: a node, for one job."""
 
@@ -129,6 +138,9 @@ class NodeRecord:
     deadline: float | None = None  # when a draining node will be gone, in seconds since the epoch
     at_risk: bool = False  # the cloud recommends leaving this node: plans put no new replicas here
     joined: float = 0.0
+    # where other agents of the job measure the link from this node; 0: they cannot
+    link_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    links: Annotated[tuple[Link, ...], Field(max_length=MOST_SLOTS)] = ()  # as measured when it joined
 
 
 _Bytes = Annotated[int, Field(ge=0, le=1 << 60)]

@@ -8,10 +8,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fresh import Script
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._tuning import reporter
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize
 from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
+from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
 from adaptdl_elastic.torch._tuning.reporter import WARMUP, WINDOW, Metrics
 from adaptdl_elastic.torch._tuning.step_times import robust_mean
 
@@ -596,3 +599,14 @@ def test_hints_of_ones_own(script: Script) -> None:
         sched_hints.post_sched_hints({"perfParams": {"alpha": 1}})
     with pytest.raises(sched_hints.MalformedHintsError, match="init_batch_size"):
         sched_hints.post_sched_hints({"initBatchSize": "many"})
+
+
+def test_a_newcomer_to_adamw_needs_three_times_the_bytes_of_the_gradients() -> None:
+    module = torch.nn.Linear(30, 10, bias=False)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 30)).sum().backward()
+    optimizer.step()
+    gradients, state = exchanged_bytes([SimpleNamespace(module=module, optimizer=optimizer)])  # type: ignore[list-item]
+    assert gradients == 4 * 300
+    assert state == 3 * 4 * 300 + 4, "and the number of steps"
+    assert exchanged_bytes([SimpleNamespace(module=module)]) == (None, None)  # type: ignore[list-item]

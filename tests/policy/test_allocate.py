@@ -25,6 +25,7 @@ from adaptdl_elastic.autoscaler.policy import (
 )
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.objective import after_pause, horizon
+from adaptdl_elastic.autoscaler.policy.policy_types import NetworkPrior
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
 MODEL = GoodputModel(
@@ -226,6 +227,17 @@ def test_one_job_on_a_laptop_grows_and_says_why() -> None:
     assert text.endswith("with 2 replicas pays the 2.1 s pause within 60 s")
     assert grown.reasons["job"].one_more is None
     assert started.reasons["job"].one_more is None
+
+
+@pytest.mark.parametrize(("nodes", "replicas"), [(2, 2), (2, 8), (4, 4)])
+def test_a_size_on_several_nodes_is_predicted_from_the_link_until_it_is_measured(
+    nodes: int, replicas: int
+) -> None:
+    unmeasured = PerfParams(0.02, 0.015, 0.0, 0.0, 0.0, 0.0, 1.0)
+    model = GoodputModel(unmeasured, GradParams(1.0, 0.0), 16, network=NetworkPrior(1e-4, 40e6 / 12.5e6))
+    ring = 2 * (replicas - 1) / replicas * 40e6 / 12.5e6
+    seconds = 0.02 + 0.015 * 16 / replicas + ring
+    assert goodputs([model], nodes, replicas).goodput[0, 0] == pytest.approx(16 / seconds, rel=0.01)
 
 
 def test_a_change_that_does_not_pay_is_not_made() -> None:

@@ -8,6 +8,7 @@
 | `batch_size` | Which batch size is best now? (pure) |
 | `replica_speed` | How fast is each replica, compared with the others? |
 | `lag` | Which replica lags? (pure) |
+| `model_size` | How many bytes of gradients and of state do replicas exchange? |
 | `memory_limit` | What is the largest local batch that fits into the memory of every replica? |
 | `training_warnings` | What is wrong with the training, and what can the user do? |
 """

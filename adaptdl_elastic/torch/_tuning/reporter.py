@@ -28,6 +28,7 @@ from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.hints import MANY, MOST, JobHints, ProfileEntry, Straggler, TypeProfile, encode
 from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits, accumulation_ratio
+from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
 from adaptdl_elastic.torch._tuning.step_times import ENOUGH, Estimates, Key, StepTimes, estimates, robust_mean
 from adaptdl_elastic.torch._tuning.training_warnings import TrainingWarnings, data_problem
 
@@ -398,6 +399,7 @@ class Metrics:
             predicted = float(model(session.nodes, session.replicas, now.atomic_bsz, now.accumulation_steps))
         done, total = position.samples_done, position.samples_total
         error = math.inf if grads is None else self._grad_error(grads)
+        gradients, state = exchanged_bytes(session.models)
         return JobHints(
             job=session.job,
             generation=session.generation,
@@ -415,6 +417,8 @@ class Metrics:
             grad_params=None if grads is None else (grads.sqr, grads.var),
             grad_error=error if error <= MOST else None,
             estimator=", ".join(sorted(set(self._estimators.values()) - {""})),
+            gradient_bytes=gradients,
+            state_bytes=state,
             perf_params=self._perf_params,
             profile=self.entries(),
             node_type=self._node_type,

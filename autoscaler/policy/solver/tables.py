@@ -201,6 +201,7 @@ def _pauses(
 ) -> Array:
     """Return the seconds that a change to each size costs, shape (jobs, sizes)."""
     pause = np.array([settings.pause(job.pause) for job in jobs])
+    link = np.array([job.link_pause for job in jobs])
     away = [pause[i] if job.move_pause is None else job.move_pause for i, job in enumerate(jobs)]
     # (jobs, types): whether the job has replicas on nodes of the type; these replicas may stay
     there = np.array(
@@ -209,7 +210,8 @@ def _pauses(
     ).reshape(len(jobs), len(sizes.types))
     stays = (there[:, np.newaxis, :] & (sizes.uses > 0)).any(axis=2)
     moves = np.any(there, axis=1, keepdims=True) & ~stays
-    return np.where(moves, np.array(away)[:, np.newaxis], pause[:, np.newaxis])
+    there_or_back = np.where(moves, np.array(away)[:, np.newaxis], pause[:, np.newaxis])
+    return np.maximum(there_or_back, np.where(sizes.several, link[:, np.newaxis], 0.0))
 
 
 def _urgency(job: JobInfo, now: float, settings: PolicySettings) -> float:

@@ -1,0 +1,158 @@
+"""Measure the links between the nodes of a job before its replicas train over them.
+
+An agent that joins fetches a few MB from agents of the job, and puts what it has measured into its own
+registration. Both sides prove that they know the secret of the job's agents. Nothing is measured while the
+job trains on several nodes: its steps wait for these links, and are measured themselves. What cannot be
+measured stays unknown.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from adaptdl_elastic._door import STRANGERS, Door
+from adaptdl_elastic._wire import introduce
+from adaptdl_elastic.agent.cluster.job_joining import live_agents
+from adaptdl_elastic.rendezvous.local.addresses import NoPortError, Ports, listen
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import Link, NodeRecord, Plan
+from adaptdl_elastic.rendezvous.store.base import Store, StoreError, read_record
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 1.0
+"""Longest duration of all measurements that a node makes at a time."""
+
+BYTES = 4 << 20
+"""Size of one transfer."""
+
+_PEERS = 3  # most nodes that a newcomer measures its link to
+_ROUNDS = 4  # most transfers of one measurement, of which the fastest counts
+_SHORT = 0.1  # seconds of transfers after which no further one begins
+_LEAST = 1 << 16  # bytes: a transfer that ends earlier says nothing
+_LEAST_PORTS = 16  # of a range; a job needs the ports of a smaller one
+_FETCH = b"f"
+_INFINIBAND = Path("/sys/class/infiniband")  # also of RoCE and of EFA: replicas do not use TCP there
+
+
+@cache
+def serve(host: str, ports: Ports, key: bytes) -> int:
+    """Serve the measurements of others, one at a time, until this process ends.
+
+    Args:
+        host: Address of this node.
+        ports: Ports that may be used.
+        key: Key that the agents of the job share.
+
+    Returns:
+        The port; 0: no link is measured here, since replicas do not use TCP, or all ports may be needed.
+    """
+    rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+    if rdma or (ports is not None and ports[1] - ports[0] < _LEAST_PORTS):
+        return 0
+    try:
+        server = listen(host, ports)
+    except NoPortError:
+        return 0
+    port = int(server.getsockname()[1])
+    threading.Thread(target=_serve, args=(server, key), name="links", daemon=True).start()
+    return port
+
+
+def _serve(server: socket.socket, key: bytes) -> None:
+    door = Door(server, key, range(STRANGERS))
+    while True:
+        for rank, sock in door.wait(SECONDS):
+            door.missing.add(rank)
+            with sock, suppress(OSError):
+                sock.settimeout(SECONDS)
+                data = os.urandom(_LEAST) * (BYTES // _LEAST)
+                for _ in range(_ROUNDS):
+                    sock.sendall(data if sock.recv(1) else b"")
+
+
+def measured_links(
+    store: Store, keys: Keys, job: str, key: bytes | None, node: str, known: Sequence[Link] = ()
+) -> tuple[Link, ...]:
+    """Return `known`, and the links from further agents of a job to this node, within `SECONDS`.
+
+    Args:
+        store: The store.
+        keys: Keys of the cluster.
+        job: The job.
+        key: Key that the agents of the job share; None: nothing is measured.
+        node: Name of this node.
+        known: Links that are known already.
+    """
+    found, there = list(known), {node, *(link.node for link in known)}
+    if key is None:
+        return tuple(found)
+    with suppress(StoreError):  # whatever needs the store next reports it
+        agents = [one for one in live_agents(store, keys, job) if one.link_port and one.node not in there]
+        peers = sorted(agents, key=lambda one: one.joined)[-_PEERS:]
+        plan = read_record(Plan, store.get(keys.job(job, "plan"))) if peers else None
+        if peers and (plan is None or plan.nodes < 2 or plan.run != peers[0].run):
+            worker = threading.Thread(target=_measure, args=(peers, key, found), daemon=True)
+            worker.start()
+            worker.join(SECONDS)
+    return tuple(found)
+
+
+# by this process, which may be a service with many jobs
+_measured: dict[tuple[str, str, int, bytes], Link] = {}
+
+
+def _measure(peers: Sequence[NodeRecord], key: bytes, found: list[Link]) -> None:
+    """Append the links from `peers` to `found`, as far as they can be measured in time."""
+    share = 0.95 * SECONDS / len(peers)
+    for peer in peers:
+        where = peer.node, peer.host, peer.link_port, key
+        try:
+            if where not in _measured:
+                _measured[where] = _link(peer, key, time.monotonic() + share)
+            found.append(_measured[where])
+        except (OSError, ValueError) as error:
+            logger.info("the link from %s is not measured: %s", peer.node, error)
+
+
+def _link(peer: NodeRecord, key: bytes, until: float) -> Link:
+    """Return the link from another agent. OSError: it is too late, or the agents' secrets differ."""
+    began, rates = time.monotonic(), list[float]()
+    with socket.create_connection((peer.host, peer.link_port), until - began) as sock:
+        latency = (time.monotonic() - began) / 2  # a connection is made in one round trip
+        introduce(sock, key, secrets.randbelow(STRANGERS), until - time.monotonic())
+        began = time.monotonic()
+        while len(rates) < _ROUNDS and (not rates or time.monotonic() < min(until, began + _SHORT)):
+            sock.settimeout(until - time.monotonic())
+            sock.sendall(_FETCH)
+            rates.append(_rate(sock, until))
+    return Link(peer.node, latency, max(rates))
+
+
+def _rate(sock: socket.socket, until: float) -> float:
+    """Receive one transfer, and return its bytes per second.
+
+    Links let a burst pass before they limit the rate, so the second half counts if it was slower.
+    """
+    buffer, arrived = bytearray(_LEAST), [(time.monotonic(), 0)]
+    while (total := arrived[-1][1]) < BYTES and (now := time.monotonic()) < until:
+        sock.settimeout(until - now)
+        with suppress(TimeoutError):  # what has come counts
+            count = sock.recv_into(buffer, min(_LEAST, BYTES - total))
+            if not count:
+                break
+            arrived.append((time.monotonic(), total + count))
+    (began, _), (ended, total) = arrived[0], arrived[-1]
+    if total < _LEAST:
+        raise ConnectionError(f"only {total} bytes have arrived")
+    half, before = next(one for one in arrived if one[1] >= total / 2)
+    return min(total / max(ended - began, 1e-6), (total - before) / max(ended - half, 1e-6))

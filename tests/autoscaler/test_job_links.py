@@ -1,0 +1,70 @@
+"""The link between two nodes, on its way from a registration to the coordinator's decision."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_pump import Pump
+
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
+from adaptdl_elastic.autoscaler.diagnostics.rows import node_rows
+from adaptdl_elastic.autoscaler.policy import allocate
+from adaptdl_elastic.protocol.hints import ProfileEntry
+from adaptdl_elastic.rendezvous.schema.records import Link
+
+# of a step with 16 samples on one replica: 62 samples/s
+THETA = (0.02, 0.015, 0.0, 0.0, 0.0, 0.0, 1.0)
+ONE = ProfileEntry(1, 1, 16, 0.26, 0.26, 99, 99)
+
+
+def grown(pump: Pump, bandwidth: float, *measured: ProfileEntry) -> None:
+    """Let a node join a transformer of 10 M parameters with AdamW, which runs on another one."""
+    pump.job("a", max_replicas=2, max_nodes=2)
+    first = pump.node("n0", "a", 1, reports=False)
+    pump.settle()
+    first.report(
+        pump.plan("a"),
+        init_batch_size=16,
+        max_batch_size=None,
+        local_bsz_bounds=None,
+        gradient_bytes=40e6,
+        state_bytes=120e6,
+        perf_params=THETA,
+        profile=(ONE, *measured),
+        max_profiled_replicas=1,
+        inplace=True,
+    )
+    pump.node("n1", "a", 1, reports=False).register(links=(Link("n0", 1e-4, bandwidth),))
+    pump.later(120.0)
+    pump.settle()
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "nodes"),
+    [(12.3e6, {"n0"}), (500e6, {"n0", "n1"}), (2e9, {"n0", "n1"})],
+)
+def test_a_job_grows_over_a_link_only_where_its_gradients_allow_it(bandwidth: float, nodes: set[str]) -> None:
+    pump = Pump(policy=allocate)
+    grown(pump, bandwidth)
+    assert set(pump.placed("a")) == nodes
+    pump.ask("a", replicas=2)
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n1"}
+
+
+def test_the_pause_of_the_first_change_over_a_link_is_that_of_moving_the_state() -> None:
+    pump = Pump(policy=allocate)
+    grown(pump, 500e6)
+    assert "pays the 0.24 s pause" in pump.plan("a").reason
+
+
+def test_measured_steps_replace_the_prediction_from_the_link() -> None:
+    pump = Pump(policy=allocate)
+    grown(pump, 12.3e6, ProfileEntry(2, 2, 8, 0.14, 0.15, 99, 99))
+    assert set(pump.placed("a")) == {"n0", "n1"}
+
+
+def test_nodes_are_shown_with_their_links() -> None:
+    pump = Pump(policy=allocate)
+    grown(pump, 12.3e6)
+    rows = node_rows(pump.view(), Ledger(pump.view()))
+    assert [row["links"] for row in rows] == [{}, {"n0": [1e-4, 12.3e6]}]
