@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import NamedTuple
 
 from adaptdl_elastic.autoscaler.policy.learning import Corrections
 from adaptdl_elastic.goodput import GradParams, PerfParams
@@ -32,8 +33,7 @@ class GoodputModel:
     corrections: Corrections | None = None  # where measured step times deviate from θ
 
 
-@dataclass(frozen=True)
-class NodeLimit:
+class NodeLimit(NamedTuple):
     """The smallest and largest number of replicas of one job on one node, if it has any there."""
 
     min_slots: int = 1
