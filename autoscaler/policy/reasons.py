@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from adaptdl_elastic.autoscaler.policy import objective
 from adaptdl_elastic.autoscaler.policy.policy_types import (
@@ -113,14 +112,15 @@ def _sentence(
     if not before or not had:
         return f"goodput {has:.4g} samples/s with {size}"
     change = f"goodput {had:.4g} → {has:.4g} samples/s ({100 * (has / had - 1):+.0f} %) with {size}"
-    if has > had:
-        window = float(objective.horizon(np.array([pause]), settings)[0])
-        return f"{change} pays the {pause:.3g} s pause within {window:.0f} s"
+    # when the samples lost in the pause have been made up for, if the job has not ended before
+    paid = pause * has / (has - had) if has > had else math.inf
+    if paid <= pause + objective.remaining_work(job) / has:
+        return f"{change} pays the {pause:.3g} s pause within {paid:.1f} s"
     if wanted is not None and sum(before.values()) < sum(after.values()) < wanted:
         return f"{change}: on the way to {pluralize(wanted, 'replica')}"
     if sum(before.values()) == sum(after.values()):
         return f"{change}: moved to make room"
-    return f"{change}: the slots are worth more to other jobs"
+    return change if has > had else f"{change}: the slots are worth more to other jobs"
 
 
 def _pause(job: JobInfo, settings: PolicySettings) -> str:

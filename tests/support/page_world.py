@@ -107,7 +107,7 @@ def small_world() -> PageWorld:
     names = ("speech", "resnet50-lr-sweep", HOSTILE)
     for index in range(6):
         world.node(f"node{index}", *names, slots=8, gpus=4 if index < 3 else 0)
-    why = "goodput 1,919 → 2,435 samples/s (+27 %) with 12 replicas pays the 0.4 s pause within 60 s"
+    why = "goodput 1,919 → 2,435 samples/s (+27 %) with 12 replicas pays the 0.4 s pause within 1.9 s"
     world.job("speech", reason=why, placements={"node0": 8, "node1": 4}, reported={"loss": 0.83})
     world.job("resnet50-lr-sweep", reason="was started so", placements={"node1": 2}, reported={"loss": 2.1})
     world.job(HOSTILE, reason="<script>alert(1)</script>", placements={"node2": 1})
