@@ -90,6 +90,7 @@ def job_spec(options: RunOptions) -> JobSpec:
         preemptible=options.preemptible,
         avoid_preemptible_nodes=options.avoid_preemptible_nodes,
         weight=options.weight,
+        most_weight=options.most_weight,
         profile_key=_digest(options),
         code=os.environ.get(CODE, ""),
         created=time.time(),

@@ -67,6 +67,7 @@ class RunOptions:
     preemptible: bool
     avoid_preemptible_nodes: bool
     weight: float
+    most_weight: float
     event_log: Path | None
     summary: bool | None  # None: only on a terminal
     log_dir: Path | None
@@ -196,6 +197,7 @@ def check(
         preemptible=not args.no_preempt,
         avoid_preemptible_nodes=args.avoid_preemptible_nodes,
         weight=args.weight,
+        most_weight=args.most_weight,
         event_log=args.event_log,
         summary=args.summary,
         log_dir=Path(args.log_dir) if args.log_dir else None,

@@ -230,6 +230,8 @@ def _add_ours(group: Any) -> None:
     )
     # of node services: the run that another one follows, although it may be done
     add("--follows", default="", help=argparse.SUPPRESS)
+    # of node services: the largest weight that counts
+    add("--most-weight", type=float, default=1.0, help=argparse.SUPPRESS)
     add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the number of replicas")
     add(
         "--weight",

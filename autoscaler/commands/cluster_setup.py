@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, echo, json_option
+from adaptdl_elastic.autoscaler.cli import CommandError, Finite, OptionError, echo, json_option
 from adaptdl_elastic.autoscaler.commands.tables import show_table
 from adaptdl_elastic.autoscaler.provisioning import bring_up, store_users
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials, write_private
 from adaptdl_elastic.autoscaler.provisioning.nodes import private_archive
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import signatures
@@ -314,6 +315,12 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
     help="Highest priority of the jobs of PERSON. [default: 0; no limit with --admin]",
 )
 @click.option(
+    "--most-weight",
+    type=Finite(1, HEAVIEST),
+    metavar="W",
+    help="Largest weight of the jobs of PERSON. [default: 1; no limit with --admin]",
+)
+@click.option(
     "--archive",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.tar",
@@ -321,13 +328,20 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
 )
 @cluster_option
 def grant(
-    name: str | None, person: str, key: Path, admin: bool, most_priority: int | None, archive: Path | None
+    name: str | None,
+    person: str,
+    key: Path,
+    admin: bool,
+    most_priority: int | None,
+    most_weight: float | None,
+    archive: Path | None,
 ) -> None:
     """Let PERSON use the cluster with the ssh key KEY.pub.
 
     The same command with other options changes what PERSON may do.
     """
-    granted = Person(person, signatures.public_key(key.read_text(errors="replace")), admin, most_priority)
+    public = signatures.public_key(key.read_text(errors="replace"))
+    granted = Person(person, public, admin, most_priority, most_weight)
     context = _own(name)
     if archive is not None:
         _check_writable(archive)  # before PERSON is let in

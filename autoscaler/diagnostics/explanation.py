@@ -94,6 +94,7 @@ def explain(
 ) -> Explanation:
     """Explain the size of `job`; the policy is called once, as the coordinator would call it."""
     settings = settings or CoordinatorSettings()
+    weighed = view.weight_problems(job)
     view = limited(view)
     job = view.jobs[job.job]
     ledger = Ledger(view)
@@ -140,7 +141,7 @@ def explain(
         now=here,
         one_more=_neighbour(job, curve, now, size + 1, everywhere, free, cost) if size else None,
         one_fewer=_neighbour(job, curve, now, size - 1, everywhere, free, cost) if size > 1 else None,
-        limited_by=_limits(job, size, everywhere, free, settings),
+        limited_by=(*weighed, *_limits(job, size, everywhere, free, settings)),
         policy_wants=wants,
         policy_reason=why,
         pause=cost,

@@ -122,7 +122,10 @@ def job_row(view: View, job: JobView) -> Row:
         "loss": hints.reported.get("loss") if hints else None,
         "exit_code": status.exit_code if status else None,
         "memory_limit": hints.memory_limit if hints and running else None,
-        "warnings": list(hints.warnings) if hints and running else [],
+        "warnings": [
+            *(hints.warnings if hints and running else ()),
+            *view.weight_problems(job),
+        ],
         "checkpoint": job.checkpoint.record.id if job.checkpoint else None,
         "cost": cost_row(view, job.job),
     }

@@ -12,14 +12,18 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY, PERSON_PATTERN
 
 NAMESPACE = "adaptdl"
 """Namespace of the signatures: a signature made for another program is not valid here."""
+
+N = TypeVar("N", int, float)
 
 _SECONDS = 20.0  # that one call of ssh-keygen may take
 _PERSON = re.compile(PERSON_PATTERN)
@@ -44,12 +48,14 @@ class Person:
         admin: Whether the person may see and cancel other people's jobs, and drain nodes.
         most_priority: Largest priority that the person's jobs have, whatever they ask for; None: 0, or
             `MOST_PRIORITY` for an administrator.
+        most_weight: Largest weight that counts, likewise; None: 1, or `HEAVIEST` for an administrator.
     """
 
     name: str
     key: str
     admin: bool = False
     most_priority: int | None = None
+    most_weight: float | None = None
 
     def __post_init__(self) -> None:
         if not _PERSON.fullmatch(self.name):
@@ -65,6 +71,13 @@ class Person:
         if self.most_priority is not None:
             return self.most_priority
         return MOST_PRIORITY if self.admin else 0
+
+    @property
+    def weight_limit(self) -> float:
+        """Largest weight that the person's jobs have."""
+        if self.most_weight is not None:
+            return self.most_weight
+        return HEAVIEST if self.admin else 1.0
 
 
 People = Mapping[str, Person]
@@ -89,7 +102,11 @@ def decode_people(text: str) -> dict[str, Person]:
     try:
         people = [
             Person(
-                str(one["name"]), str(one["key"]), one["admin"] is True, _integer(one.get("most_priority"))
+                str(one["name"]),
+                str(one["key"]),
+                one["admin"] is True,
+                _number(int, one.get("most_priority")),
+                _number(float, one.get("most_weight")),
             )
             for one in json.loads(text)
         ]
@@ -98,8 +115,8 @@ def decode_people(text: str) -> dict[str, Person]:
     return {person.name: person for person in people}
 
 
-def _integer(value: object) -> int | None:
-    return None if value is None else int(str(value))
+def _number(kind: Callable[[str], N], value: object) -> N | None:
+    return None if value is None else kind(str(value))
 
 
 def request_text(cluster_id: str, node: str, method: str, target: str, body_digest: str, moment: str) -> str:
