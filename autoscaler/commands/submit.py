@@ -74,13 +74,12 @@ LEAVE_SECONDS = 30.0
     "--weight",
     type=Finite(0, HEAVIEST, min_open=True),
     default=1.0,
-    show_default=True,
-    metavar="W",
-    help="Weight of the job's goodput, relative to other jobs.",
+    help="Weight of its speed beside others.",
 )
 @click.option("--after", multiple=True, metavar="JOB", help="Begin when JOB is done; repeatable.")
 @click.option(
     "--retry",
+    "max_restarts",
     type=click.IntRange(min=0),
     default=3,
     show_default=True,
@@ -135,12 +134,8 @@ def submit(
     name: str | None,
     command: tuple[str, ...],
     replicas: str,
-    gpus_per_replica: int,
     job: str | None,
-    priority: int,
     weight: float,
-    after: tuple[str, ...],
-    retry: int,
     array: tuple[str, ...],
     variables: tuple[str, ...],
     workdir: Path,
@@ -149,6 +144,7 @@ def submit(
     replaces: bool,
     dry_run: bool,
     as_json: bool,
+    **asked: Any,
 ) -> None:
     """Run SCRIPT, or any command after `--`, on the cluster. The working directory is copied to the nodes."""
     context, workdir = contexts.choose(name), workdir.expanduser()
@@ -173,13 +169,10 @@ def submit(
             bundle="0" * 64,
             min_replicas=least,
             max_replicas=most,
-            gpus_per_replica=gpus_per_replica,
-            priority=priority,
             weight=weight,
-            after=after,
-            max_restarts=retry,
             checkpoint_path=checkpoint_path,
             created=now + number * 1e-3,  # those of an array begin in the order of its values
+            **asked,
         )
         for number, member in enumerate(members)
     ]

@@ -321,11 +321,8 @@ def lines(found: Explanation) -> list[str]:
     said.append(f"  free on its nodes: {pluralize(found.free_slots, 'slot')}")
     for rival in found.rivals:
         wants = "" if rival.wants is None else f", it would take {rival.wants} alone"
-        gain = (
-            ""
-            if rival.marginal_speedup is None
-            else f", one more is worth {rival.marginal_speedup:+.2f} speedup"
-        )
+        speedup = rival.marginal_speedup
+        gain = "" if speedup is None else f", one more is worth {speedup:+.2f} speedup"
         has = pluralize(rival.replicas, "replica")
         said.append(f"  shares {', '.join(rival.shared_nodes)} with {rival.job}: {has}{wants}{gain}")
     if found.prediction_error is not None:

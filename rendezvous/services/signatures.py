@@ -12,18 +12,17 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY, PERSON_PATTERN
 
 NAMESPACE = "adaptdl"
 """Namespace of the signatures: a signature made for another program is not valid here."""
-
-N = TypeVar("N", int, float)
 
 _SECONDS = 20.0  # that one call of ssh-keygen may take
 _PERSON = re.compile(PERSON_PATTERN)
@@ -81,6 +80,7 @@ class Person:
 
 
 People = Mapping[str, Person]
+_PEOPLE = TypeAdapter(list[Person])
 
 
 def public_key(text: str) -> str:
@@ -100,23 +100,10 @@ def decode_people(text: str) -> dict[str, Person]:
         SignatureError: the text holds something else.
     """
     try:
-        people = [
-            Person(
-                str(one["name"]),
-                str(one["key"]),
-                one["admin"] is True,
-                _number(int, one.get("most_priority")),
-                _number(float, one.get("most_weight")),
-            )
-            for one in json.loads(text)
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SignatureError(f"the list of people is damaged: {error!r}") from None
+        people = _PEOPLE.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise SignatureError(f"the list of people is damaged: {error.errors()[0]['msg']}") from None
     return {person.name: person for person in people}
-
-
-def _number(kind: Callable[[str], N], value: object) -> N | None:
-    return None if value is None else kind(str(value))
 
 
 def request_text(cluster_id: str, node: str, method: str, target: str, body_digest: str, moment: str) -> str:
