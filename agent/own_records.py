@@ -21,6 +21,13 @@ from adaptdl_elastic.rendezvous.text import pluralize
 
 _MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
 
+_OF_THE_JOB = (
+    *("job", "command", "min_nodes", "max_nodes", "min_slots", "gpus_per_replica", "max_restarts"),
+    *("rescale_timeout", "checkpoint_path", "checkpoint_timeout", "autoscale", "preemptible"),
+    *("avoid_preemptible_nodes", "weight", "most_weight"),
+)
+"""Options that are in the job's specification as they are."""
+
 
 def node_record(
     options: RunOptions, host: str, identity: InstanceIdentity | None, run: str, gpus: Gpus
@@ -72,27 +79,14 @@ def job_spec(options: RunOptions) -> JobSpec:
         options.slots if options.max_nodes == 1 else _MANY_REPLICAS,
     )
     return JobSpec(
-        job=options.job,
         run=new_run(),
-        command=options.command,
-        min_nodes=options.min_nodes,
-        max_nodes=options.max_nodes,
         min_replicas=least,
-        min_slots=options.min_slots,
         max_replicas=most,
-        gpus_per_replica=options.gpus_per_replica,
-        max_restarts=options.max_restarts,
         rescale=Rescale(options.rescale),
-        rescale_timeout=options.rescale_timeout,
-        checkpoint_path=options.checkpoint_path,
-        checkpoint_timeout=options.checkpoint_timeout,
-        autoscale=options.autoscale,
-        preemptible=options.preemptible,
-        avoid_preemptible_nodes=options.avoid_preemptible_nodes,
-        weight=options.weight,
         profile_key=_digest(options),
         code=os.environ.get(CODE, ""),
         created=time.time(),
+        **{name: getattr(options, name) for name in _OF_THE_JOB},
     )
 
 

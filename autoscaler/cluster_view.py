@@ -6,6 +6,7 @@ value once, keeps a job's last valid hints if a newer report is invalid, and rep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
 from adaptdl_elastic.rendezvous.store.base import Change, Snapshot
+from adaptdl_elastic.rendezvous.text import weight_problem
 
 R = TypeVar("R")
 
@@ -121,6 +123,18 @@ class View:
         """Return the registrations of one job, by node."""
         return self.nodes.get(job, _empty())
 
+    def most_weight(self, spec: records.JobSpec) -> float:
+        """Return the largest weight that counts: what the person may give where people submit jobs.
+
+        In a cluster without a submission whoever starts jobs is the administrator.
+        """
+        return spec.most_weight if self.submitted else math.inf
+
+    def weight_problems(self, job: JobView) -> list[str]:
+        """Return a line for the owner of a job that is not over if its weight does not count in full."""
+        spec = job.spec.record if job.spec is not None and not job.over else None
+        return [] if spec is None else weight_problem(spec.weight, self.most_weight(spec))
+
     def cost(self, job: str) -> records.JobCost | None:
         """Return the cost of a job's nodes as the autoscaler reports it; None if it reports none."""
         jobs = self.autoscaler.record.jobs if self.autoscaler else ()
@@ -155,9 +169,14 @@ def limited(view: View) -> View:
     """Return the view with the limits of jobs in their specifications."""
     jobs = dict(view.jobs)
     for name, job in view.jobs.items():
-        if job.spec is not None and job.limit is not None and job.limit.replicas is not None:
-            spec = job.spec.record
+        if job.spec is None:
+            continue
+        spec = was = job.spec.record
+        if job.limit is not None and job.limit.replicas is not None:
             spec = replace(spec, max_replicas=min(spec.max_replicas, job.limit.replicas))
+        if spec.weight > view.most_weight(spec):
+            spec = replace(spec, weight=spec.most_weight)
+        if spec is not was:
             jobs[name] = replace(job, spec=replace(job.spec, record=spec))
     return replace(view, jobs=MappingProxyType(jobs))
 

@@ -12,6 +12,14 @@ _CONTROL = re.compile(
 )
 
 
+def weight_problem(given: float, most: float) -> list[str]:
+    """Return a line for the owner of a job whose weight does not count in full; no line if it does."""
+    if given <= most:
+        return []
+    remedy = "an administrator grants more: adaptdl cluster grant PERSON KEY.pub --most-weight"
+    return [f"its weight {given:g} counts as {most:g}, the most that its owner may give; {remedy} {given:g}"]
+
+
 def pluralize(number: int, what: str) -> str:
     """Return a number with its noun: `1 slot`, `2 slots`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -33,6 +33,7 @@ class Caller:
     node: str = ""
     person: str = ""
     admin: bool = False
+    most_weight: float = 1.0
 
     def require_node(self) -> None:
         """Raise DeniedError unless a node asks."""
@@ -86,4 +87,4 @@ def identify(
             f"{VALID_SECONDS:.0f} s are allowed: set the clocks of that node and of your machine (NTP)",
             401,
         )
-    return Caller(person=person.name, admin=person.admin)
+    return Caller(person=person.name, admin=person.admin, most_weight=person.weight_limit)

@@ -213,7 +213,7 @@ class Agents:
         job, path = submission.job, self._checkpoint_path(submission)
         try:
             given, environment = self.fetch(submission, peers)
-            options = agent_options(self._config, submission, self._slots, path, _followed(request))
+            options = agent_options(self._config, request, self._slots, path)
             work = self._directory.work(submission.folder)
             stand_in = StandIn(submission, work, given, options, environment, membership)
             # this process has neither the job's variables nor what was imported under them
@@ -333,13 +333,12 @@ def _followed(request: Request) -> str:
     return request.run.run if request.run.resumed else request.submission.follows
 
 
-def agent_options(
-    config: ServiceConfig, submission: Submission, slots: int, checkpoint_path: str, follows: str
-) -> list[str]:
+def agent_options(config: ServiceConfig, request: Request, slots: int, checkpoint_path: str) -> list[str]:
     """Return the options of an agent, as a person would type them on this node.
 
     An agent that comes late starts nothing when the job has ended, unless by the run that it `follows`.
     """
+    submission, follows = request.submission, _followed(request)
     options = [
         f"--rdzv-endpoint={config.endpoint}",
         f"--cluster={config.cluster}",
@@ -349,6 +348,8 @@ def agent_options(
         f"--replicas={submission.min_replicas}:{submission.max_replicas}",
         f"--gpus-per-replica={submission.gpus_per_replica}",
         f"--max-restarts={submission.max_restarts}",
+        f"--weight={submission.weight!r}",
+        f"--most-weight={request.most_weight!r}",
         f"--node-name={config.node}",
         f"--local-addr={config.host}",
         f"--checkpoint-path={checkpoint_path}",

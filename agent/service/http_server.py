@@ -162,7 +162,8 @@ class _Handler(BaseHTTPRequestHandler):
         match path:
             case ["v1", "status"]:
                 caller = self._caller()
-                self._json({**self.server.served.state(), "admin": caller.admin})
+                may = {"admin": caller.admin, "most_weight": caller.most_weight}
+                self._json({**self.server.served.state(), **may})
             case ["metrics"]:  # for Prometheus, with a node's certificate
                 self._caller()
                 number = self.server.served.state()["unfinished"]

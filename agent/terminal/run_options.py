@@ -67,6 +67,7 @@ class RunOptions:
     preemptible: bool
     avoid_preemptible_nodes: bool
     weight: float
+    most_weight: float
     event_log: Path | None
     summary: bool | None  # None: only on a terminal
     log_dir: Path | None
@@ -91,6 +92,16 @@ class RunOptions:
     def command(self) -> tuple[str, ...]:
         """The command line of the script, for messages."""
         return (self.script, *self.script_args)
+
+
+_AS_TYPED = (
+    *("gpus_per_replica", "etcd_api", "etcd_ca", "etcd_cert", "etcd_key", "etcd_user"),
+    *("etcd_timeout", "local_addr", "checkpoint_timeout", "checkpoint_interval", "rescale"),
+    *("rescale_timeout", "once", "anew", "follows", "max_restarts", "hang_timeout"),
+    *("avoid_preemptible_nodes", "weight", "most_weight", "event_log", "summary", "redirects"),
+    *("tee", "role", "virtual_local_rank"),
+)
+"""Options whose values are used as they are given."""
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
@@ -165,49 +176,25 @@ def check(
         max_nodes=max_nodes,
         min_slots=min_slots,
         slots=slots,
-        gpus_per_replica=args.gpus_per_replica,
         replicas=replicas,
         standalone=standalone,
         endpoint=None if standalone else endpoint,
-        etcd_api=args.etcd_api,
-        etcd_ca=args.etcd_ca,
-        etcd_cert=args.etcd_cert,
-        etcd_key=args.etcd_key,
-        etcd_user=args.etcd_user,
-        etcd_timeout=args.etcd_timeout,
         cluster=check_option("--cluster", args.cluster or environ.get("ADAPTDL_CLUSTER") or "default"),
         node_name=check_option("--node-name", args.node_name) if args.node_name else None,
         node_type=_node_type(args.node_type or environ.get(environment.NODE_TYPE) or None),
-        local_addr=args.local_addr,
         master_addr=master_addr,
         master_port=master_port,
         port_range=parse_ports(args.port_range) if args.port_range else None,
         checkpoint_path=path,
-        checkpoint_timeout=args.checkpoint_timeout,
-        checkpoint_interval=args.checkpoint_interval,
-        rescale=args.rescale,
-        rescale_timeout=args.rescale_timeout,
-        once=args.once,
-        anew=args.anew,
-        follows=args.follows,
-        max_restarts=args.max_restarts,
-        hang_timeout=args.hang_timeout,
         autoscale=not args.no_autoscale,
         preemptible=not args.no_preempt,
-        avoid_preemptible_nodes=args.avoid_preemptible_nodes,
-        weight=args.weight,
-        event_log=args.event_log,
-        summary=args.summary,
         log_dir=Path(args.log_dir) if args.log_dir else None,
-        redirects=args.redirects,
-        tee=args.tee,
         local_ranks_filter=_ranks(args.local_ranks_filter),
         line_prefix=args.log_line_prefix_template or None,
-        role=args.role,
         cores=0 if "OMP_NUM_THREADS" in environ else len(os.sched_getaffinity(0)),
-        virtual_local_rank=args.virtual_local_rank,
         signals=parse_signals(args.signals_to_handle),
         notes=(*notes, *_notes(args, given, master_port, slots)),
+        **{name: getattr(args, name) for name in _AS_TYPED},
     )
 
 
@@ -390,13 +377,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
     if not 1 <= args.gpus_per_replica <= MOST_SLOTS:
         raise OptionError(f"--gpus-per-replica={args.gpus_per_replica} must be between 1 and {MOST_SLOTS}")
-    for name in (
-        "checkpoint_timeout",
-        "checkpoint_interval",
-        "rescale_timeout",
-        "hang_timeout",
-        "etcd_timeout",
-    ):
+    for name in (*_OFF_AT_ZERO, "checkpoint_timeout", "rescale_timeout", "etcd_timeout"):
         value = getattr(args, name)
         if value is None or (0 < value < math.inf) or (value == 0 and name in _OFF_AT_ZERO):
             continue
@@ -421,11 +402,10 @@ _OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etc
 def _notes_on_ignored(given: set[str], environ: Mapping[str, str]) -> Iterator[str]:
     """Return notes about torchrun's options that have no effect, also when set by environment variables."""
     for name, why in WITHOUT_MEANING.items():
+        variable = f"PET_{name.upper()}"
         if name in given:
             yield f"--{name.replace('_', '-')} has no effect: {why}"
-    for name, why in WITHOUT_MEANING.items():
-        variable = f"PET_{name.upper()}"
-        if name not in given and environ.get(variable):
+        elif environ.get(variable):
             yield f"{variable} has no effect: {why}"
 
 

@@ -128,6 +128,7 @@ def _refuse(made: argparse.ArgumentParser, message: str) -> None:
 
 def _add_ours(group: Any) -> None:
     add = group.add_argument
+    seconds = partial(add, type=float, metavar="S")
     add("--version", action="version", version=f"adaptdl-elastic {__version__}", help="show the version")
     add("--etcd", metavar="HOST:PORT", help="etcd of the cluster; the same as --rdzv-endpoint (ADAPTDL_ETCD)")
     add(
@@ -144,10 +145,8 @@ def _add_ours(group: Any) -> None:
         metavar="NAME",
         help="user of etcd (ADAPTDL_ETCD_USER); ADAPTDL_ETCD_PASSWORD_FILE names the file with the password",
     )
-    add(
+    seconds(
         "--etcd-timeout",
-        type=float,
-        metavar="S",
         help="seconds that one operation of etcd may take (default: ADAPTDL_ETCD_TIMEOUT, else 5)",
     )
     add(
@@ -174,18 +173,14 @@ def _add_ours(group: Any) -> None:
         help="directory or s3://bucket/prefix that all nodes see "
         "(default: ADAPTDL_CHECKPOINT_PATH, else ./.adaptdl/<job>)",
     )
-    add(
+    seconds(
         "--checkpoint-timeout",
-        type=float,
         default=120.0,
-        metavar="S",
         help="seconds that a stop waits for its checkpoint (default 120)",
     )
-    add(
+    seconds(
         "--checkpoint-interval",
-        type=float,
         default=30.0,
-        metavar="S",
         help="seconds between periodic checkpoints (default 30; 0: none)",
     )
     add(
@@ -195,12 +190,8 @@ def _add_ours(group: Any) -> None:
         help="how the number of replicas changes: in place where that is possible (auto, the default), only "
         "in place, or only by a restart from a checkpoint",
     )
-    add(
-        "--rescale-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds that new replicas may take to be ready (default 60)",
+    seconds(
+        "--rescale-timeout", default=60.0, help="seconds that new replicas may take to be ready (default 60)"
     )
     add(
         "--gpus-per-replica",
@@ -209,10 +200,8 @@ def _add_ours(group: Any) -> None:
         metavar="N",
         help="neighbouring GPUs that each replica has, on nodes with GPUs (default 1)",
     )
-    add(
+    seconds(
         "--hang-timeout",
-        type=float,
-        metavar="S",
         help="seconds without an answer after which a replica is killed (default 60; 0: never); if this is "
         "given, also seconds without a step",
     )
@@ -230,6 +219,8 @@ def _add_ours(group: Any) -> None:
     )
     # of node services: the run that another one follows, although it may be done
     add("--follows", default="", help=argparse.SUPPRESS)
+    # of node services: the largest weight that counts
+    add("--most-weight", type=float, default=1.0, help=argparse.SUPPRESS)
     add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the number of replicas")
     add(
         "--weight",

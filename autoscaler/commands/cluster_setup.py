@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, echo, json_option
+from adaptdl_elastic.autoscaler.cli import CommandError, Finite, OptionError, echo, json_option
 from adaptdl_elastic.autoscaler.commands.tables import show_table
 from adaptdl_elastic.autoscaler.provisioning import bring_up, store_users
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials, write_private
 from adaptdl_elastic.autoscaler.provisioning.nodes import private_archive
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import signatures
@@ -277,22 +278,13 @@ def status(name: str | None, as_json: bool) -> None:
 def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]:
     service = found.services.get(node)
     row: dict[str, Any] = {
-        "node": node,
-        "state": "up",
-        "slots": service.slots if service else None,
-        "gpus": service.gpus if service else None,
-        "gpu_model": service.gpu_model if service else "",
-        "version": service.version if service else None,
-        "disk_free": None,
-        "jobs": [],
-        "problem": "",
+        **{"node": node, "state": "up", "disk_free": None, "jobs": [], "problem": ""},
+        "gpu_model": getattr(service, "gpu_model", ""),
+        **{name: getattr(service, name, None) for name in ("slots", "gpus", "version")},
     }
     if service is None:
-        return {
-            **row,
-            "state": "down",
-            "problem": f"no service is registered: adaptdl cluster up, or ssh {node}",
-        }
+        missing = f"no service is registered: adaptdl cluster up, or ssh {node}"
+        return {**row, "state": "down", "problem": missing}
     try:
         said = client_of(context).get_json(service, "/v1/status")
     except ServiceError as error:
@@ -314,20 +306,21 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
     help="Highest priority of the jobs of PERSON. [default: 0; no limit with --admin]",
 )
 @click.option(
+    "--most-weight", type=Finite(1, HEAVIEST), help="Likewise of weights. [default: 1; no limit with --admin]"
+)
+@click.option(
     "--archive",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.tar",
     help="Write the access of PERSON to this file, to be unpacked in ~/.config/adaptdl. It holds a password.",
 )
 @cluster_option
-def grant(
-    name: str | None, person: str, key: Path, admin: bool, most_priority: int | None, archive: Path | None
-) -> None:
+def grant(name: str | None, person: str, key: Path, archive: Path | None, **may: Any) -> None:
     """Let PERSON use the cluster with the ssh key KEY.pub.
 
     The same command with other options changes what PERSON may do.
     """
-    granted = Person(person, signatures.public_key(key.read_text(errors="replace")), admin, most_priority)
+    granted = Person(person, signatures.public_key(key.read_text(errors="replace")), **may)
     context = _own(name)
     if archive is not None:
         _check_writable(archive)  # before PERSON is let in
@@ -339,7 +332,7 @@ def grant(
             password = store_users.add(context, person)
             files = credentials.person_files(person, store_users.user_of(person), password)
             write_private(archive, private_archive(files))
-    echo(f"{person} may use cluster {context.name}" + (" as an administrator" if admin else ""))
+    echo(f"{person} may use cluster {context.name}" + (" as an administrator" if may["admin"] else ""))
 
 
 def _check_writable(archive: Path) -> None:

@@ -252,6 +252,11 @@ def check_administrator(store: Store, keys: Keys, context: ClusterContext, clien
         raise RequestError(f"this changes what others have: ask an administrator of cluster {context.name}")
 
 
+def most_weight(client: ServiceClient, found: Submitted) -> float:
+    """Return the largest weight of a person's jobs that counts; 1 if no node says more."""
+    return float((_ask(client, found, "/v1/status") or {}).get("most_weight", 1.0))
+
+
 def _check_allowed(client: ServiceClient, found: Submitted, submission: Submission, person: str) -> None:
     """Raise RequestError if a node says that a job of another person is none of this person's business.
 

@@ -16,6 +16,7 @@ import click
 
 from adaptdl_elastic.autoscaler.cli import (
     CommandError,
+    Finite,
     OptionError,
     Where,
     echo,
@@ -34,7 +35,7 @@ from adaptdl_elastic.autoscaler.commands.cluster_setup import (
 from adaptdl_elastic.autoscaler.provisioning import bundle as bundles
 from adaptdl_elastic.autoscaler.provisioning.bundle import Bundle
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
-from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, MOST_SLOTS
 from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY, ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request
@@ -42,7 +43,7 @@ from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, ServiceError
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
 from adaptdl_elastic.rendezvous.store.base import Store
-from adaptdl_elastic.rendezvous.text import pluralize
+from adaptdl_elastic.rendezvous.text import pluralize, weight_problem
 
 _COPIES = 2
 """Number of nodes on which an archive is put: one may be lost before other nodes have fetched it."""
@@ -69,9 +70,16 @@ LEAVE_SECONDS = 30.0
     show_default=True,
     help="Waiting jobs with a higher priority begin first.",
 )
+@click.option(
+    "--weight",
+    type=Finite(0, HEAVIEST, min_open=True),
+    default=1.0,
+    help="Weight of its speed beside others.",
+)
 @click.option("--after", multiple=True, metavar="JOB", help="Begin when JOB is done; repeatable.")
 @click.option(
     "--retry",
+    "max_restarts",
     type=click.IntRange(min=0),
     default=3,
     show_default=True,
@@ -126,11 +134,8 @@ def submit(
     name: str | None,
     command: tuple[str, ...],
     replicas: str,
-    gpus_per_replica: int,
     job: str | None,
-    priority: int,
-    after: tuple[str, ...],
-    retry: int,
+    weight: float,
     array: tuple[str, ...],
     variables: tuple[str, ...],
     workdir: Path,
@@ -139,6 +144,7 @@ def submit(
     replaces: bool,
     dry_run: bool,
     as_json: bool,
+    **asked: Any,
 ) -> None:
     """Run SCRIPT, or any command after `--`, on the cluster. The working directory is copied to the nodes."""
     context, workdir = contexts.choose(name), workdir.expanduser()
@@ -163,33 +169,32 @@ def submit(
             bundle="0" * 64,
             min_replicas=least,
             max_replicas=most,
-            gpus_per_replica=gpus_per_replica,
-            priority=priority,
-            after=after,
-            max_restarts=retry,
+            weight=weight,
             checkpoint_path=checkpoint_path,
             created=now + number * 1e-3,  # those of an array begin in the order of its values
+            **asked,
         )
         for number, member in enumerate(members)
     ]
-    given = variables_of(variables, os.environ)
+    given, client = variables_of(variables, os.environ), client_of(context)
     reader, store, keys = open_cluster(context)
     with store, tempfile.TemporaryDirectory(prefix="adaptdl-submit-") as folder:
         found = reader.read(None)
         fixed = replaces or job is not None
         drafts = [_replacing(one, reader) if replaces else _named(one, found, fixed) for one in drafts]
         _check_after(drafts[0], found)
+        told = weight_problem(weight, job_requests.most_weight(client, found)) if weight > 1 else []
         private = (contexts.config_directory(), Path.home() / ".ssh")
         packed = bundles.pack(workdir, Path(folder) / "bundle", context.person, max_size << 20, private)
         if dry_run:
-            _tell(drafts, packed, found, as_json, dry_run=True)
+            _tell(drafts, packed, found, told, as_json, dry_run=True)
             return
         archives = [packed]
         environment = None
         if given:
             archives.append(bundles.pack_private(given, context.person, Path(folder) / "variables"))
             environment = archives[1].digest
-        _send(client_of(context), found.services, archives)
+        _send(client, found.services, archives)
         drafts = [
             _write(
                 store,
@@ -201,7 +206,7 @@ def submit(
             )
             for draft in drafts
         ]
-        _tell(drafts, packed, reader.read(None), as_json, dry_run=False)
+        _tell(drafts, packed, reader.read(None), told, as_json, dry_run=False)
 
 
 def command_of(command: Sequence[str], workdir: Path) -> tuple[str, tuple[str, ...]]:
@@ -351,7 +356,12 @@ def _write(
 
 
 def _tell(
-    drafts: Sequence[Submission], packed: Bundle, found: Submitted, as_json: bool, dry_run: bool
+    drafts: Sequence[Submission],
+    packed: Bundle,
+    found: Submitted,
+    told: Sequence[str],
+    as_json: bool,
+    dry_run: bool,
 ) -> None:
     mine = {draft.job for draft in drafts}
     requests = [one for one in found.requests if one.submission.job not in mine]
@@ -369,6 +379,7 @@ def _tell(
                 "files": packed.files,
                 "bytes": packed.size,
                 "submitted": not dry_run,
+                "warnings": list(told),
             }
             for draft in drafts
         ]
@@ -384,6 +395,8 @@ def _tell(
         else:
             waits = "" if verdict.admitted else f"; it waits: {verdict.reason}"
             echo(f"submitted {draft.job} ({size}){waits}")
+        for text in told:
+            echo(f"{draft.job}: {text}")
     if not dry_run:
         echo(f"adaptdl logs -f {drafts[0].job}" if len(drafts) == 1 else "adaptdl ls", err=True)
 

@@ -40,7 +40,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Say,
 )
 from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
-from adaptdl_elastic.autoscaler.coordinator.job_models import at_end_since
+from adaptdl_elastic.autoscaler.coordinator.job_models import declared_ends
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask, described
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, rooms
@@ -215,16 +215,14 @@ class _Deciding:
     # 3. The policy
 
     def _remember_times(self) -> None:
-        """Remember when each job's wait for replicas began, and when each job reached its declared end.
+        """Remember when each job's wait for replicas began, and each job's declared end.
 
         A wait includes the time that earlier leaders have counted.
         """
         memory = self.draft.memory
         waiting = waiting_since(self.view, self.conditions, memory.waiting)
-        at_end = at_end_since(self.view, memory.at_end)
-        self.draft.memory = replace(
-            memory, waiting=MappingProxyType(waiting), at_end=MappingProxyType(at_end)
-        )
+        ends = declared_ends(self.view, memory.ends)
+        self.draft.memory = replace(memory, waiting=MappingProxyType(waiting), ends=MappingProxyType(ends))
 
     def _unplanned(self) -> dict[str, Condition]:
         """Return the jobs for which no plan was written in this decision."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from adaptdl_elastic.autoscaler.coordinator.job_models import DeclaredEnd
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, PolicySettings
 from adaptdl_elastic.rendezvous.schema.records import Cause
 
@@ -128,8 +129,7 @@ class Memory:
     stillborn: Mapping[str, JoinFailures] = field(default_factory=lambda: MappingProxyType({}))  # by run
     # job → when its wait for replicas began
     waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    # job → when it reached its declared end
-    at_end: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    ends: Mapping[str, DeclaredEnd] = field(default_factory=lambda: MappingProxyType({}))  # by job
     pending: Mapping[str, str] = field(  # jobs to which the policy could give nothing, and why
         default_factory=lambda: MappingProxyType({})
     )

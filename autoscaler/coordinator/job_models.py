@@ -20,6 +20,9 @@ from adaptdl_elastic.rendezvous.schema.records import JobState
 END_GRACE = 300.0
 """Seconds that a job may take from the end of its last declared epoch to its exit: to evaluate and save."""
 
+OVERSHOOT = 1.01
+"""Ratio of the work done to a declared end above which the job trains on; the last batch may pass the end."""
+
 MOST_SHARED = 200
 """Configurations of one script on one type of node that jobs share: those measured in the most steps.
 
@@ -84,19 +87,32 @@ def attained(hints: JobHints | None) -> float:
     return 0.0 if hints is None or hints.samples_done is None else hints.samples_done
 
 
-def at_end_since(view: View, known: Mapping[str, float]) -> dict[str, float]:
-    """Return when jobs began to report that nothing is left of their declared work, by the view's clock."""
-    reports = {name: own_hints(job) for name, job in view.jobs.items() if not job.over}
-    return {
-        name: known.get(name, view.now)
-        for name, hints in reports.items()
-        if hints is not None and hints.remaining_samples == 0
-    }
+@dataclass(frozen=True)
+class DeclaredEnd:
+    """The nearest end that a job has declared. Once it is reached, no later declaration counts."""
+
+    samples: float = math.inf
+    reached: float = math.inf  # time by the view's clock; -inf: the job has trained beyond the end
+
+    def after(self, done: float, remaining: float | None, now: float) -> DeclaredEnd:
+        """Return the end after a report of the samples done and those to the end (None: none is declared)."""
+        nearest = min(self.samples, math.inf if remaining is None else done + remaining)
+        reached = -math.inf if done > OVERSHOOT * nearest else now if done >= nearest else math.inf
+        return DeclaredEnd(nearest, min(self.reached, reached))
+
+    def outlived(self, now: float) -> bool:
+        """Return whether the job has gone on beyond the end."""
+        return now - self.reached > END_GRACE
 
 
-def outlived(at_end: float | None, now: float) -> bool:
-    """Return whether a job goes on beyond its declared end, reached at `at_end` (None: not reached yet)."""
-    return at_end is not None and now - at_end > END_GRACE
+def declared_ends(view: View, known: Mapping[str, DeclaredEnd]) -> dict[str, DeclaredEnd]:
+    """Return the declared ends of the jobs that are not over, from the earlier ones and their reports."""
+    ends: dict[str, DeclaredEnd] = {}
+    for name, job in view.jobs.items():
+        ends[name], hints = known.get(name, DeclaredEnd()), own_hints(job)
+        if hints is not None:
+            ends[name] = ends[name].after(attained(hints), hints.remaining_samples, view.now)
+    return {name: end for name, end in ends.items() if not view.jobs[name].over}
 
 
 # Jobs with the same script

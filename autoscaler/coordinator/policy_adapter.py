@@ -18,7 +18,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Target,
 )
 from adaptdl_elastic.autoscaler.coordinator.job_links import link_pause
-from adaptdl_elastic.autoscaler.coordinator.job_models import attained, outlived, own_hints
+from adaptdl_elastic.autoscaler.coordinator.job_models import DeclaredEnd, attained, own_hints
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.node_types import Measured, measured, most_profiled
 from adaptdl_elastic.autoscaler.coordinator.slots import (
@@ -198,7 +198,7 @@ def _job(
         avoid_preemptible_nodes=spec.avoid_preemptible_nodes,
         weight=spec.weight,
         remaining=None if hints is None else hints.remaining_samples,
-        outlived=outlived(memory.at_end.get(job.job), view.now),
+        outlived=memory.ends.get(job.job, DeclaredEnd()).outlived(view.now),
         attained=attained(hints),
         kind_totals=() if script is None else script.totals_besides(job.job),
         pause=pause,

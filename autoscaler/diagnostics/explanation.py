@@ -93,6 +93,7 @@ def explain(
 ) -> Explanation:
     """Explain the size of `job`; the policy is called once, as the coordinator would call it."""
     settings = settings or CoordinatorSettings()
+    weighed = view.weight_problems(job)
     view = limited(view)
     job = view.jobs[job.job]
     ledger = Ledger(view)
@@ -139,7 +140,7 @@ def explain(
         now=here,
         one_more=_neighbour(job, curve, now, size + 1, everywhere, free, cost) if size else None,
         one_fewer=_neighbour(job, curve, now, size - 1, everywhere, free, cost) if size > 1 else None,
-        limited_by=_limits(job, size, everywhere, free, settings),
+        limited_by=(*weighed, *_limits(job, size, everywhere, free, settings)),
         policy_wants=wants,
         policy_reason=why,
         pause=cost,
@@ -309,11 +310,8 @@ def lines(found: Explanation) -> list[str]:
     said.append(f"  free on its nodes: {pluralize(found.free_slots, 'slot')}")
     for rival in found.rivals:
         wants = "" if rival.wants is None else f", it would take {rival.wants} alone"
-        gain = (
-            ""
-            if rival.marginal_speedup is None
-            else f", one more is worth {rival.marginal_speedup:+.2f} speedup"
-        )
+        speedup = rival.marginal_speedup
+        gain = "" if speedup is None else f", one more is worth {speedup:+.2f} speedup"
         has = pluralize(rival.replicas, "replica")
         said.append(f"  shares {', '.join(rival.shared_nodes)} with {rival.job}: {has}{wants}{gain}")
     if found.prediction_error is not None:

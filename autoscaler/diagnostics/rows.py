@@ -26,6 +26,11 @@ STATES = (*WAITING_STATES, "running", "stopping", LOST, *ENDED_STATES)
 
 Row = dict[str, Any]
 
+_OF_HINTS = (
+    *("batch_size", "atomic_bsz", "accumulation_steps", "gain", "lr_factor"),
+    *("goodput", "throughput", "efficiency", "epochs", "step"),
+)
+
 
 def is_lost(view: View, job: JobView) -> bool:
     """Return whether a job that has not ended has no agent, and no coordinator is there to report it.
@@ -83,6 +88,7 @@ def job_row(view: View, job: JobView) -> Row:
     running = status is not None and not status.state.ended and not lost
     done = status is not None and status.state is JobState.DONE
     pauses = status.pauses if status else ()
+    reason = status.reason if status else "the coordinator has not seen it yet"
     return {
         "job": job.job,
         "state": _state(status, lost),
@@ -90,28 +96,15 @@ def job_row(view: View, job: JobView) -> Row:
         "replicas": plan.replicas if plan and running else 0,
         "nodes": plan.nodes if plan and running else 0,
         "placements": in_plan(plan) if running else {},
-        "batch_size": hints.batch_size if hints else None,
-        "atomic_bsz": hints.atomic_bsz if hints else None,
-        "accumulation_steps": hints.accumulation_steps if hints else None,
-        "gain": hints.gain if hints else None,
-        "lr_factor": hints.lr_factor if hints else None,
-        "goodput": hints.goodput if hints else None,
+        **{name: getattr(hints, name, None) for name in _OF_HINTS},
         "predicted_goodput": (status.predicted_goodput if status else None)
         or (hints.predicted_goodput if hints else None),
         "prediction_error": status.prediction_error if status else None,
-        "throughput": hints.throughput if hints else None,
-        "efficiency": hints.efficiency if hints else None,
         # the last report may come from the epoch before the end
         "epoch": (hints.epochs if done and hints.epochs else hints.epoch) if hints else None,
-        "epochs": hints.epochs if hints else None,
         "progress": 1.0 if done else hints.progress if hints else None,
-        "step": hints.step if hints else None,
         "cause": plan.cause.value if plan else None,
-        "reason": why_lost(job)
-        if lost
-        else status.reason
-        if status
-        else "the coordinator has not seen it yet",
+        "reason": why_lost(job) if lost else reason,
         "last_pause": (status.last_pause if status else None) or (pauses[-1] if pauses else None),
         "restarts_used": status.restarts_used if status else 0,
         "max_restarts": spec.max_restarts if spec else None,
@@ -122,7 +115,10 @@ def job_row(view: View, job: JobView) -> Row:
         "loss": hints.reported.get("loss") if hints else None,
         "exit_code": status.exit_code if status else None,
         "memory_limit": hints.memory_limit if hints and running else None,
-        "warnings": list(hints.warnings) if hints and running else [],
+        "warnings": [
+            *(hints.warnings if hints and running else ()),
+            *view.weight_problems(job),
+        ],
         "checkpoint": job.checkpoint.record.id if job.checkpoint else None,
         "cost": cost_row(view, job.job),
     }

@@ -29,7 +29,7 @@ LENGTH_TOLERANCE = 0.15  # relative difference of remaining work above which one
 SPEEDUP_EXPONENT = 0.5  # exponent of the speedup
 FIRST_REPLICA_VALUE = 10.0  # value of running at all, in units of the largest weight
 RUNNING_VALUE = 1e3  # value of having any replicas; makes the power mean finite and positive
-OVERDUE_VALUE = 1e6  # value of running a job that has waited too long; exceeds all other values
+STEP_BONUS = 10.0  # bonus of a step towards an unexplored size, in units of the largest value of a job
 PAUSES_PER_HORIZON = 15.0  # long jobs keep an allocation for 13 to 26 pauses in replays
 OUTLIVED_FACTOR = 4.0  # of the work so far that a job beyond its declared end is expected to need again
 _RANKED_TOGETHER = 64  # number of jobs that are compared with all others in one array operation
@@ -74,6 +74,18 @@ def remaining_work(job: JobInfo) -> float:
 def overdue(job: JobInfo, now: float, settings: PolicySettings) -> bool:
     """Return whether the job has waited for longer than `max_wait`."""
     return job.waiting_since is not None and now - job.waiting_since >= settings.max_wait
+
+
+def rank(job: JobInfo, now: float, settings: PolicySettings, others: float) -> float:
+    """Return the value by which an overdue job comes before all jobs that are not; 0 for those.
+
+    `others` is at least the value of all jobs together, without ranks. The rank exceeds that, with the bonus
+    of a step for each job. So no weight changes which jobs come first: those that are overdue, and of them
+    those that have waited longer.
+    """
+    if job.waiting_since is None or not overdue(job, now, settings):
+        return 0.0
+    return (1 + STEP_BONUS) * others * (1 + (now - job.waiting_since) / max(settings.max_wait, 1.0))
 
 
 def weights(remaining: Array, settings: PolicySettings, jobs: Sequence[JobInfo]) -> Array:

@@ -207,6 +207,7 @@ class JobSpec:
     avoid_preemptible_nodes: bool = False
     autoscale: bool = True  # False: only `adaptdl scale` changes the size
     weight: float = 1.0
+    most_weight: float = 1.0  # largest weight that counts in a cluster with submissions
     profile_key: str = ""  # jobs with the same key share profiles (digest of the script)
     code: str = ""  # URL of the archive with the script and the command, of which its name has the digest
     # a digest by which agents check that they know the run's secret; it does not reveal the secret

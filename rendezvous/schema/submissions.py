@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from adaptdl_elastic.rendezvous.schema.keys import NAME_PATTERN
-from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, MOST_SLOTS
 
 _CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
 
@@ -72,6 +72,7 @@ class Submission:
     max_replicas: _Replicas = 1
     gpus_per_replica: _Replicas = 1
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
+    weight: Annotated[float, Field(gt=0, le=HEAVIEST)] = 1.0
     after: tuple[_Name, ...] = ()  # jobs that have to be done first
     max_restarts: int = 3
     checkpoint_path: str = ""  # "": a directory of each node

@@ -71,6 +71,7 @@ class Request:
         run: Its run.
         most_priority: Largest priority that the owner may give.
         revision: Revision of the store at which the submission was written.
+        most_weight: Largest weight that the owner may give.
     """
 
     submission: Submission
@@ -78,6 +79,7 @@ class Request:
     run: JobState
     most_priority: int = MOST_PRIORITY
     revision: int = 0
+    most_weight: float = 1.0
 
     @property
     def priority(self) -> int:

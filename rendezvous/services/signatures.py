@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY, PERSON_PATTERN
 
 NAMESPACE = "adaptdl"
@@ -44,12 +47,14 @@ class Person:
         admin: Whether the person may see and cancel other people's jobs, and drain nodes.
         most_priority: Largest priority that the person's jobs have, whatever they ask for; None: 0, or
             `MOST_PRIORITY` for an administrator.
+        most_weight: Largest weight that counts, likewise; None: 1, or `HEAVIEST` for an administrator.
     """
 
     name: str
     key: str
     admin: bool = False
     most_priority: int | None = None
+    most_weight: float | None = None
 
     def __post_init__(self) -> None:
         if not _PERSON.fullmatch(self.name):
@@ -66,8 +71,16 @@ class Person:
             return self.most_priority
         return MOST_PRIORITY if self.admin else 0
 
+    @property
+    def weight_limit(self) -> float:
+        """Largest weight that the person's jobs have."""
+        if self.most_weight is not None:
+            return self.most_weight
+        return HEAVIEST if self.admin else 1.0
+
 
 People = Mapping[str, Person]
+_PEOPLE = TypeAdapter(list[Person])
 
 
 def public_key(text: str) -> str:
@@ -87,19 +100,10 @@ def decode_people(text: str) -> dict[str, Person]:
         SignatureError: the text holds something else.
     """
     try:
-        people = [
-            Person(
-                str(one["name"]), str(one["key"]), one["admin"] is True, _integer(one.get("most_priority"))
-            )
-            for one in json.loads(text)
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SignatureError(f"the list of people is damaged: {error!r}") from None
+        people = _PEOPLE.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise SignatureError(f"the list of people is damaged: {error.errors()[0]['msg']}") from None
     return {person.name: person for person in people}
-
-
-def _integer(value: object) -> int | None:
-    return None if value is None else int(str(value))
 
 
 def request_text(cluster_id: str, node: str, method: str, target: str, body_digest: str, moment: str) -> str:

@@ -173,8 +173,9 @@ class SubmissionReader:
                 resumption = None
             resumed = max(submission.follows, "" if resumption is None else resumption.run)
             state = replace(self._state(job, agents.get(job, 0), resumed), resumption=resumed)
-            most = MOST_PRIORITY if people is None else people[submission.owner].priority_limit
-            requests.append(Request(submission, person, state, most, revisions[job]))
+            owner = None if people is None else people[submission.owner]
+            most, heaviest = (owner.priority_limit, owner.weight_limit) if owner else (MOST_PRIORITY, 1.0)
+            requests.append(Request(submission, person, state, most, revisions[job], heaviest))
         requests.sort(key=lambda one: (one.submission.created, one.submission.job))
         return Submitted(services, tuple(requests), {**not_resumed, **refused, **more}, drains)
 

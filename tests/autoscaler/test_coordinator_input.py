@@ -11,7 +11,7 @@ from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 
 from adaptdl_elastic.autoscaler.commands.cluster import coordinator
-from adaptdl_elastic.autoscaler.coordinator.job_models import END_GRACE, model
+from adaptdl_elastic.autoscaler.coordinator.job_models import END_GRACE, DeclaredEnd, model
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.objective import remaining_work
@@ -261,10 +261,15 @@ def test_a_job_at_its_declared_end_has_outlived_it_when_it_takes_long_to_end(pum
     assert not outlived(0.0)
     pump.later(1)
     assert outlived(0.0)
-    assert not outlived(5.0)  # a second epoch loop declares more
-    assert not outlived(0.0)
-    pump.later(END_GRACE + 1)
-    assert not outlived(None)
+    assert outlived(5.0)  # what it declares beyond an end that it has passed does not count
+    assert outlived(None)
+
+
+def test_a_job_that_always_declares_a_little_more_has_outlived_its_first_end() -> None:
+    end = DeclaredEnd()
+    for done in range(200):
+        end = end.after(float(done), 100.0, now=60.0 * done)
+        assert end.outlived(60.0 * done) == (done > 101)
 
 
 @pytest.mark.parametrize("most", [None, "the same"])

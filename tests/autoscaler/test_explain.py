@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from coordinator_pump import Pump
 
+from adaptdl_elastic.autoscaler.cluster_view import limited
 from adaptdl_elastic.autoscaler.diagnostics.explanation import Explanation, as_json, explain, lines
+from adaptdl_elastic.autoscaler.diagnostics.rows import job_row
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.rendezvous.schema.records import JobState
@@ -29,6 +31,26 @@ def instant(*question: Any) -> Decision:
 @pytest.fixture
 def pump() -> Pump:
     return Pump(policy=instant)
+
+
+@pytest.mark.parametrize(
+    ("people", "granted", "counts"), [(False, {}, 100.0), (True, {}, 1.0), (True, {"most_weight": 5.0}, 5.0)]
+)
+def test_a_weight_counts_up_to_its_grant_where_people_submit_jobs(
+    pump: Pump, people: bool, granted: dict[str, float], counts: float
+) -> None:
+    pump.job("a", weight=100.0, **granted)
+    pump.node("n0", "a", 4)
+    if people:  # of another job: an agent of this one was started by hand, or by an earlier version
+        pump.store.put(pump.keys.submission("b"), "signed")
+    pump.settle()
+    view = pump.view()
+    spec = limited(view).jobs["a"].spec
+    assert spec is not None
+    assert spec.record.weight == counts
+    told = job_row(view, view.jobs["a"])["warnings"]
+    assert [line[:34] for line in told] == [f"its weight 100 counts as {counts:g}, the mo"] * (counts < 100)
+    assert explained(pump, "a").limited_by[: len(told)] == tuple(told)
 
 
 def test_one_more_and_one_fewer_and_what_they_cost(pump: Pump) -> None:

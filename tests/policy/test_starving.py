@@ -19,6 +19,7 @@ from adaptdl_elastic.autoscaler.policy import (
 )
 from adaptdl_elastic.autoscaler.policy.policy_types import NodeLimit
 from adaptdl_elastic.goodput import GradParams, PerfParams
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 
 MODEL = GoodputModel(
     PerfParams(0.1, 0.001, 0.1, 0.01, 0.05, 0.01, 2.0), GradParams(1.0, 10.0), 32, 1024, (8, 128)
@@ -199,6 +200,7 @@ def crowded(draw: st.DrawFn) -> tuple[list[JobInfo], list[NodeInfo], JobInfo]:
                 model=draw(st.sampled_from([MODEL, None])),
                 max_profiled_replicas=draw(st.integers(0, 16)),
                 pause=draw(st.sampled_from([0.1, 30.0])),
+                weight=draw(st.sampled_from([1.0, 1.0, 1e-6, HEAVIEST])),
             )
         )
     late = replace(jobs.pop(), name="late", waiting_since=0.0)
@@ -220,6 +222,43 @@ def test_whoever_could_run_alone_runs_when_it_has_waited_too_long(
     alone = allocate([late], nodes, {}, 1000.0).allocations["late"]
     found = allocate([*jobs, late], nodes, current, 1000.0)
     assert bool(found.allocations["late"]) == bool(alone), (alone, found.pending)
+
+
+@pytest.mark.parametrize("max_profiled_replicas", [1, 4])
+def test_an_overdue_job_comes_before_a_job_of_the_largest_weight(max_profiled_replicas: int) -> None:
+    heavy = rigid(
+        "heavy", min_replicas=1, weight=HEAVIEST, max_profiled_replicas=max_profiled_replicas, last_change=0.0
+    )
+    late = rigid("late", waiting_since=0.0)
+    found = allocate([heavy, late], [NodeInfo("n", 4)], {"heavy": {"n": 4}}, 10_000.0).allocations
+    assert found == {"heavy": {}, "late": {"n": 4}}
+
+
+weights = st.floats(1e-6, HEAVIEST)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.tuples(weights, st.sampled_from([None, 900.0, 960.0, 5000.0])), min_size=1, max_size=6),
+    st.integers(1, 6),
+)
+def test_overdue_jobs_start_in_the_order_of_their_waits_whatever_weights_there_are(
+    jobs: list[tuple[float, float | None]], slots: int
+) -> None:
+    now = 10_000.0
+    infos = [
+        JobInfo(
+            f"j{i}",
+            model=MODEL,
+            max_profiled_replicas=1,
+            weight=weight,
+            waiting_since=now - 10 if waited is None else now - waited,
+        )
+        for i, (weight, waited) in enumerate(jobs)
+    ]
+    found = allocate(infos, [NodeInfo("n", slots)], {}, now).allocations
+    started = sorted((waited or 0.0 for (_, waited), job in zip(jobs, infos, strict=True) if found[job.name]))
+    assert started == sorted(waited or 0.0 for _, waited in jobs)[-slots:]
 
 
 def test_a_longer_job_does_not_push_out_another_before_its_time() -> None:

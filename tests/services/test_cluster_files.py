@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from adaptdl_elastic.autoscaler.provisioning.nodes import Wanted, etcd_warning, 
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, UnreachableError
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services import context as contexts
+from adaptdl_elastic.rendezvous.services.admission import JobState, Request
 from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextError
 from adaptdl_elastic.rendezvous.services.service_config import (
     ServiceConfig,
@@ -304,14 +306,15 @@ def test_an_agent_is_started_as_a_person_would_start_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     config = ServiceConfig("lab", "abc", "n1", "10.0.0.5", "https://h:1", port_range="29500:29600")
     wanted = Submission("job", "eve", "script", (str(tmp_path / "train.py"), "--x"), "0" * 64, None, 2, 6, 2)
-    words = agent_options(config, wanted, 4, "/saved", follows="")
+    wanted = replace(wanted, weight=1e6)
+    words = agent_options(config, Request(wanted, None, JobState(), most_weight=2.5), 4, "/saved")
     options = parse([*words, *wanted.command], {})
     assert (options.job, options.cluster, options.node_name, options.slots) == ("job", "lab", "n1", 4)
     assert (options.replicas, options.once, options.port_range) == ((2, 6), True, (29500, 29600))
     assert options.script_args == ("--x",)
     spec = job_spec(options)
     assert (spec.min_replicas, spec.max_replicas, spec.min_nodes) == (2, 6, 1)
-    assert spec.gpus_per_replica == 2
+    assert (spec.gpus_per_replica, spec.weight, spec.most_weight) == (2, 1e6, 2.5)
     directory = ServiceDirectory(tmp_path)
     found = agent_environment(
         {"A": "own", "ADAPTDL_ETCD_USER": "x", "B": "own"}, {"B": "job"}, directory, "s"

@@ -89,6 +89,15 @@ ENDS: dict[str, tuple[JobState, int | None, int]] = {
 }
 
 
+def test_the_owner_of_a_submission_is_told_which_weight_counts(world: World) -> None:
+    assert world.run("submit", "--weight", "1", "train.py").output.count("\n") == 2
+    told = world.run("submit", "--weight", "1e6", "train.py").output.splitlines()[1]
+    assert told == (
+        "train-2: its weight 1e+06 counts as 1, the most that its owner may give; "
+        "an administrator grants more: adaptdl cluster grant PERSON KEY.pub --most-weight 1e+06"
+    )
+
+
 @pytest.mark.parametrize("name", ENDS)
 def test_a_command_that_waits_exits_as_the_job_did(world: World, name: str) -> None:
     state, code, wanted = ENDS[name]

@@ -102,13 +102,14 @@ def test_a_revoke_that_did_not_reach_every_node_may_be_repeated(lab: Lab) -> Non
     assert again.exit_code == 1
 
 
-def test_how_much_priority_a_person_may_give(lab: Lab) -> None:
+def test_how_much_priority_and_weight_a_person_may_give(lab: Lab) -> None:
     assert lab.grant("alice").exit_code == 0
     assert lab.grant("bob", "--admin").exit_code == 0
-    assert lab.grant("carol", "--most-priority", "-5").exit_code == 0
+    assert lab.grant("carol", "--most-priority", "-5", "--most-weight", "2.5").exit_code == 0
     people = lab.credentials.people()
-    limits = {name: person.priority_limit for name, person in people.items()}
-    assert limits == {"eve": 1000, "alice": 0, "bob": 1000, "carol": -5}
+    limits = {name: (person.priority_limit, person.weight_limit) for name, person in people.items()}
+    assert limits == {"eve": (1000, 1e6), "alice": (0, 1.0), "bob": (1000, 1e6), "carol": (-5, 2.5)}
+    assert lab.grant("alice", "--most-weight", "nan").exit_code == 2
     assert lab.grant("alice", "--most-priority", "30").exit_code == 0
     assert lab.credentials.people()["alice"].priority_limit == 30
     assert lab.grant("alice", "--most-priority", "1001").exit_code == 2

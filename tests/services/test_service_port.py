@@ -74,7 +74,7 @@ pytestmark = [
 DATA = b"an archive"
 DIGEST = hashlib.sha256(DATA).hexdigest()
 ID = "cluster-id"
-STATUS = {"node": "n1", "unfinished": 2, "admin": False}
+STATUS = {"node": "n1", "unfinished": 2, "admin": False, "most_weight": 1.0}
 
 
 class World:

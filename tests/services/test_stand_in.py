@@ -26,7 +26,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 from adaptdl_elastic.rendezvous.schema.records import JobState as State
 from adaptdl_elastic.rendezvous.schema.submissions import Signed, Submission
-from adaptdl_elastic.rendezvous.services.admission import JobState
+from adaptdl_elastic.rendezvous.services.admission import JobState, Request
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
 from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, StoreUnavailableError
@@ -48,7 +48,7 @@ def make(store: Store, folder: Path, submission: Submission = SUBMISSION) -> Sta
     work = folder / "work"
     work.mkdir(exist_ok=True)
     (work / "train.py").write_text("pass")
-    options = agent_options(CONFIG, submission, 2, str(folder / "saved"), follows="")
+    options = agent_options(CONFIG, Request(submission, None, JobState()), 2, str(folder / "saved"))
     membership = Membership(store, store.lease(60.0))
     return StandIn(submission, work, {}, options, {SECRET: "secret"}, membership).register()
 

@@ -5,7 +5,7 @@ or nodes that no other multi-node job uses. Choosing sizes again would not chang
 until other jobs end. So the jobs in its way are removed from a copy of the placement, the waiting job is
 placed, and the removed jobs are put back where there is room for them. The copy is used if its value is
 larger than before. So a job that can run elsewhere makes room at once. A job stops only to make room for a
-job that has waited too long (`objective.OVERDUE_VALUE`).
+job that has waited too long (`Tables.rank`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from adaptdl_elastic.autoscaler.policy import objective
 from adaptdl_elastic.autoscaler.policy.solver.eviction import make_room, value, want_of
 from adaptdl_elastic.autoscaler.policy.solver.integer_program import (
     LARGE_PROGRAM,
@@ -122,7 +123,8 @@ def _steps(tables: Tables, targets: Sequence[int | None]) -> Array:
     ]
     if not beyond:
         return worths
-    certain = 10 * float(worths.max())
+    # not more than the rank of an overdue job
+    certain = objective.STEP_BONUS * float((worths - tables.rank[:, np.newaxis]).max())
     sizes = tables.sizes.replicas
     for row, target in enumerate(targets):
         open_to_it = np.zeros(len(sizes), dtype=bool)

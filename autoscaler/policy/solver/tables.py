@@ -47,6 +47,8 @@ class Tables:
     changed: Array  # value of changing to this size, where possible
     kept: NDArray[Any]  # (jobs,): column of the present size if the job may keep it, else -1
     kept_value: Array  # (jobs,): value of keeping the present size
+    # (jobs,): part of `changed` by which a job that has waited too long comes before all others; else 0
+    rank: Array
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ def build(
         * float(weight.max(initial=0.0))
         * (settings.objective is Objective.COMPLETION)
     )
-    extra = np.array([running + _urgency(job, now, settings) for job in jobs])[:, np.newaxis]
+    requested = np.array([job.requested_replicas is not None for job in jobs])
+    extra = (running + objective.RUNNING_VALUE * requested)[:, np.newaxis]
     changed = np.where(possible, weight * objective.utility(paid, settings) + extra, 0.0)
     kept = np.array([_kept(job, found, sizes) for job, found in zip(jobs, had, strict=True)], dtype=int)
     rows = np.arange(len(jobs))
@@ -147,7 +150,10 @@ def build(
     kept_value = np.where(
         kept >= 0, (weight * objective.utility(keeping[:, np.newaxis], settings) + extra)[:, 0], 0
     )
-    return Tables(jobs, sizes, goodput, speedup, allowed, possible, changed, kept, kept_value)
+    largest = max(float(changed.max(initial=0.0)), float(kept_value.max(initial=0.0)))
+    rank = np.array([objective.rank(job, now, settings, len(jobs) * largest) for job in jobs])
+    changed = np.where(possible, changed + rank[:, np.newaxis], 0.0)
+    return Tables(jobs, sizes, goodput, speedup, allowed, possible, changed, kept, kept_value, rank)
 
 
 def _alone(
@@ -218,12 +224,6 @@ def _pauses(
     moves = np.any(there, axis=1, keepdims=True) & ~stays
     there_or_back = np.where(moves, np.array(away)[:, np.newaxis], pause[:, np.newaxis])
     return np.maximum(there_or_back, np.where(sizes.several, link[:, np.newaxis], 0.0))
-
-
-def _urgency(job: JobInfo, now: float, settings: PolicySettings) -> float:
-    if job.waiting_since is not None and objective.overdue(job, now, settings):
-        return objective.OVERDUE_VALUE + (now - job.waiting_since)
-    return objective.RUNNING_VALUE if job.requested_replicas is not None else 0.0
 
 
 def _curves(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], sizes: Sizes) -> tuple[Array, Array, Array]:

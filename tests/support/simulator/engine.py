@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from adaptdl_elastic.autoscaler.coordinator.job_models import outlived
+from adaptdl_elastic.autoscaler.coordinator.job_models import DeclaredEnd
 from adaptdl_elastic.autoscaler.policy.policy_types import (
     Allocation,
     Decision,
@@ -135,7 +135,7 @@ class Simulation:
         self._order = {job.name: i for i, job in enumerate(self.jobs)}
         reports = TrueModels if options.clairvoyant else Reports
         self._reports = reports(self.jobs, options.shared_curves, self._remaining)
-        self._at_end: dict[str, float] = {}  # job → when it reached its declared end
+        self._ends: dict[str, DeclaredEnd] = {}  # by job
         self._seen: set[tuple[str, str, int]] = set()  # (job, node type, replicas) already measured
         self._types: tuple[str, ...] = ("",)  # types of the present nodes
 
@@ -238,20 +238,20 @@ class Simulation:
         """Return what a coordinator would know about a job."""
         app, options = job.app, self.options
         known, remaining = self._reports.known(job, self.now, self._types), self._remaining(job)
-        if remaining == 0:
-            self._at_end.setdefault(job.name, self.now)
+        done = job.progress * app.init_batch_size
+        end = self._ends[job.name] = self._ends.get(job.name, DeclaredEnd()).after(done, remaining, self.now)
         return JobInfo(
             name=job.name,
             max_replicas=app.max_replicas,
             requested_replicas=job.submission.num_replicas if options.tuned else None,
             max_profiled_replicas=known.max_profiled_replicas,
-            attained=job.progress * app.init_batch_size,
+            attained=done,
             pause=options.pause if job.starts else None,
             submitted=job.submission.time,
             waiting_since=job.waiting_since,
             last_change=job.last_change,
             remaining=remaining,
-            outlived=outlived(self._at_end.get(job.name), self.now),
+            outlived=end.outlived(self.now),
             kind_totals=known.totals,
             model=known.model,
             models=known.models,
