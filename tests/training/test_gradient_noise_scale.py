@@ -14,6 +14,7 @@ import replicas
 import torch
 from fake_loader import FakeLoader
 from regression import Run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale, GradientNoiseScale
@@ -333,3 +334,36 @@ def test_a_negative_estimate_does_not_hide_a_change() -> None:
         variance = sqr * (-0.5 if step == 0 else rng.normal(1.0, 0.1))
         gns.record(Measurement(np.array([2.0 * sqr]), np.array([variance]), 8.0), step)
     assert gns.sqr_avg() == pytest.approx(1.0, rel=0.1)
+
+
+class Waits(TorchDispatchMode):
+    """Count operations for whose result the host waits."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "_local_scalar_dense" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("alone")
+def test_measuring_adam_asks_for_no_number_of_each_parameter() -> None:
+    """Each of them would be a wait for the device, if the optimizer keeps its steps there."""
+
+    def waits(adaptive: bool, sampled: bool) -> int:
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        module: Any = AdaptiveDataParallel(model, optimizer, name=f"{sampled}") if adaptive else model
+        if adaptive:
+            cases.measure_always(module)
+        for step in range(4):
+            if step == 3 and adaptive and not sampled:
+                insides.measure_no_more(module)
+            with Waits() as counter:
+                optimizer.zero_grad()
+                module(torch.randn(8, 8)).square().mean().backward()
+                optimizer.step()
+        return counter.count
+
+    plain = waits(False, False)
+    assert waits(True, True) == waits(True, False) == plain

@@ -195,3 +195,17 @@ def test_a_report_says_how_the_noise_was_measured_and_how_well(returns_its_loss:
     hints = current_session().metrics.hints()
     assert hints.estimator == name
     assert hints.grad_error == pytest.approx(adp.gns.sqr_error())
+
+
+def test_with_adam_a_parameter_that_is_never_used_does_not_hinder() -> None:
+    model = Model()
+    model.unused = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    adp = AdaptiveDataParallel(model, optimizer, find_unused_parameters=True)
+    cases.measure_always(adp)
+    for _ in range(20):
+        optimizer.zero_grad()
+        adp(*batch(16)).backward()
+        optimizer.step()
+    insides.collect(adp)
+    assert adp.gns.known

@@ -177,7 +177,7 @@ class Sampler:
         own = [row for r in self._recordings[-1:] for row in r.own]
         pairs = [(p, p.grad) for group in self._gns.optimizer.param_groups for p in group["params"]]
         mean = [(p, grad) for p, grad in pairs if grad is not None]
-        if not own or self._hook.norms.lacking:
+        if not own or any(param.grad is not None for param in self._hook.norms.lacking):
             return
         sqr = _total(own) if self._mean is None else self._mean
         passes = list(self._passes.values())

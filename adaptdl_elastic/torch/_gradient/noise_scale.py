@@ -312,9 +312,8 @@ class AdamGradientNoiseScale(GradientNoiseScale):
         # count P is too small at first, by one factor for all parameters.
         step = state.get("step", group.get("k", group.get("step")))
         if "betas" in group and step is not None:
-            # a tensor on the device if the optimizer is capturable
-            on_device = isinstance(step, torch.Tensor) and step.is_cuda
-            correction = 1.0 - float(group["betas"][1]) ** (step if on_device else float(step))
+            # `step` may be a tensor on the device, for whose value the host must not wait
+            correction = 1.0 - float(group["betas"][1]) ** step
         flat = square.reshape(-1)
         least = flat.mean() * _RARE
 
