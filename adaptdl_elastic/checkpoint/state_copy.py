@@ -121,12 +121,14 @@ def _copy(value: Any, where: str, copies: _Copies) -> Any:
         return set(parts) if isinstance(value, set) else tuple(parts)
     if isinstance(value, torch.dtype | torch.device):
         return value
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy
+    # a number of numpy
+    if hasattr(value, "item") and getattr(value, "shape", None) == () and type(value.item()) in _PLAIN:
         return value.item()
     if isinstance(value, str | int | float):  # an enum, or another subclass
         for kind in (str, int, float):
             if isinstance(value, kind):
-                return kind(value)
+                # str() of an enum's member would be its name
+                return str.__str__(value) if kind is str else kind(value)
     raise TypeError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}: a state dict can hold tensors, "
         f"numbers, strings, and dicts, lists, tuples and sets of them"

@@ -20,12 +20,12 @@ The sums are part of every checkpoint. Code outside of data loops may run again 
 addition that was made before is not made twice. An addition is recognised by the script's statements that
 lead to it, its key, and the number of such additions so far. So an addition that the script makes only after
 a restart is made, and one that it made only before the restart remains. If the same addition is made again
-with another value, the first value remains: the script may have measured it with other weights. A warning
-says so for integers and strings. Where a statement makes more additions than before the restart, the
-further ones are made only if the earlier ones had the same values, on the same number of replicas. Otherwise
-the script may divide the same work in another way, for example into batches of another size. Then none is
-added, and a warning says so if the number of replicas is the same. A data loop outside of epochs runs again
-from its start: what it added before the restart remains if it had ended, and is dropped if it had not.
+with another value, the first value remains: the script may have measured it with other weights. Where the
+script had already come to the next data loop or `synchronized()` block, a statement that is run more often
+than before the restart adds no more to a key: it may divide the same work among fewer replicas, or into
+smaller batches. A replica that joins later adds nothing before the data loop in which it meets the others.
+A data loop outside of epochs runs again from its start: what it added before the restart remains if it had
+ended, and is dropped if it had not.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import copy
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,14 +42,14 @@ import torch
 
 from adaptdl_elastic import _frames, checkpoint
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.accumulator_state import AccumulatorState, Addition, Totals, add_to, extended
+from adaptdl_elastic.torch._data.accumulator_state import AccumulatorState, Totals, add_to, own_copy
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._runtime.position import script_position
 
 __all__ = ["Accumulator"]
 
 _ALLOWED = "a number, a tensor, a numpy array of numbers, or a list, tuple or string that grows"
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_SUMMABLE = (torch.Tensor, np.generic, np.ndarray, list, tuple, int, float, complex, str)
 LINGER = 2
 """Number of past epochs whose synchronized() blocks are kept: a newcomer may be that many epochs behind."""
 
@@ -74,20 +75,17 @@ class Accumulator(MutableMapping[Any, Any]):
         self._state = AccumulatorState({key: _value(value, key) for key, value in initial.items()})
         self._view: Totals | None = None  # in synchronized mode: the sums over all replicas
         self._blocks: Counter[int | None] = Counter()  # epoch → synchronized() blocks entered so far
-        # (epoch, name) → number of additions that this process has made outside of data loops, and a digest
-        # of their values
-        self._additions: dict[tuple[int | None, str], tuple[int, str]] = {}
         checkpoint.load_state(self._state)
 
     # ------------------------------------------------------------------------------ accumulation mode
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Add to several sums at once. The arguments are those of `dict.update`."""
-        self._add(_items(args, kwargs), 1)
+        self._add(dict(*args, **kwargs), 1)
 
     def subtract(self, *args: Any, **kwargs: Any) -> None:
         """Subtract from several sums at once."""
-        self._add(_items(args, kwargs), -1)
+        self._add(dict(*args, **kwargs), -1)
 
     def __iadd__(self, other: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> Accumulator:
         self.update(other)
@@ -98,9 +96,7 @@ class Accumulator(MutableMapping[Any, Any]):
         return self
 
     def _add(self, items: Totals, sign: int) -> None:
-        values = {key: _value(value, key) for key, value in items.items()}
-        for key, value in values.items():
-            change = value if sign > 0 else _negative(value, key)
+        for key, change in {key: _value(value, key, sign) for key, value in items.items()}.items():
             if self._view is not None:
                 add_to(self._view, key, change)
             elif _in_data_loop():
@@ -116,9 +112,7 @@ class Accumulator(MutableMapping[Any, Any]):
         loop = position.loops_outside if epoch is None else position.entered
         block = self._blocks[epoch]
         name = f"{part} {block} {_frames.running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
-        number, before = self._additions.get((epoch, name), (0, ""))
-        number, values = self._additions[epoch, name] = number + 1, extended(before, change)
-        self._state.add_outside(Addition(epoch, loop, block, name, number, values), {key: change})
+        self._state.add_outside((epoch, loop, block), name, {key: change})
 
     # ------------------------------------------------------------------------------ synchronized mode
 
@@ -154,7 +148,7 @@ class Accumulator(MutableMapping[Any, Any]):
         self._blocks[epoch] += 1
         if number < len(shown):
             return copy.deepcopy(shown[number])
-        current_session().recovery.retry_on_peer_loss(state.syncing())
+        current_session().recovery.retry_on_peer_loss(partial(state.sync, state.syncs))
         shown.append(copy.deepcopy(state.results))
         return state.results
 
@@ -191,18 +185,12 @@ class Accumulator(MutableMapping[Any, Any]):
     def __eq__(self, other: object) -> bool:
         return self is other if self._view is None else self._view == other
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Accumulator({'not synchronized' if self._view is None else self._view})"
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the sum under `key`, or `default` if there is none. Only inside synchronized()."""
         return self._readable("read a sum").get(key, default)
-
-    def clear(self) -> None:
-        """Remove all sums. Only inside synchronized(), and on every replica."""
-        self._readable("clear an Accumulator").clear()
 
     def _readable(self, what: str) -> Totals:
         if self._view is None:
@@ -243,69 +231,22 @@ def _in_data_loop() -> bool:
     return current_dataloader() is not None
 
 
-def _items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Totals:
-    if len(args) > 1:
-        raise TypeError(f"expected at most one positional argument, got {len(args)}")
-    return dict(*args, **kwargs)
+def _value(value: Any, key: Any, sign: int = 1) -> Any:
+    """Return a copy of `value`, or of its negative, for a sum.
 
-
-def _value(value: Any, key: Any) -> Any:
-    """Return a copy of `value` without autograd graph, in main memory, that shares no buffer with the caller.
+    It is in main memory, has no autograd graph, and shares no buffer with the caller.
 
     Raises:
         TypeError: `value` cannot be summed, or a checkpoint cannot hold it, a part of it, or its key.
     """
-    _check_key(key, key)
-    summable = isinstance(value, (torch.Tensor, np.generic, np.ndarray, list, tuple, *_PLAIN))
-    if summable and value is not None and not isinstance(value, bytes):
-        return _copied(value, key)
-    raise TypeError(f"cannot add a {type(value).__name__} to {key!r}: a sum can be {_ALLOWED}")
-
-
-def _copied(value: Any, key: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, str):  # also NumPy's and enum members; str() of a member would be its name
-        return str.__str__(value)
-    if isinstance(value, np.bytes_):
-        return bytes(value)
-    if isinstance(value, np.generic | np.ndarray):
-        if value.dtype.kind not in "biufc" or value.dtype.itemsize > 8 * (1 + (value.dtype.kind == "c")):
-            raise TypeError(
-                f"cannot add {value.dtype} of numpy's to {key!r}: a checkpoint holds arrays of numbers of "
-                f"up to 64 bits; make a list of it"
-            )
-        if isinstance(value, np.generic):
-            return value.item()
-        return value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, list | tuple | set):
-        parts = [_copied(part, key) for part in value]
-        return parts if isinstance(value, list) else tuple(parts) if isinstance(value, tuple) else set(parts)
-    if isinstance(value, dict):
-        for inner in value:
-            _check_key(inner, key)
-        return {inner: _copied(item, key) for inner, item in value.items()}
-    raise TypeError(
-        f"cannot add a {type(value).__name__} in a list, tuple or dict to {key!r}: a checkpoint can hold "
-        f"numbers, strings, tensors and numpy arrays"
-    )
-
-
-def _check_key(part: Any, key: Any) -> None:
-    if isinstance(part, tuple):
-        for each in part:
-            _check_key(each, key)
-    elif not isinstance(part, _PLAIN) and not (isinstance(part, np.generic) and part.dtype.kind in "biufc"):
-        raise TypeError(
-            f"cannot keep a sum under {key!r}, a {type(part).__name__}: a checkpoint can hold keys that are "
-            f"strings, numbers, None, or tuples of these"
-        )
-
-
-def _negative(value: Any, key: Any) -> Any:
+    if not isinstance(value, _SUMMABLE) or isinstance(value, bytes):
+        raise TypeError(f"cannot add a {type(value).__name__} to {key!r}: a sum can be {_ALLOWED}")
+    if (type(value) is int or type(value) is float) and type(key) is str:
+        return sign * value
     try:
-        return -value
-    except TypeError:
-        raise TypeError(f"cannot subtract a {type(value).__name__} from {key!r}") from None
+        own = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        copied = own_copy({key: own})[key]
+        return copied if sign > 0 else -copied
+    except TypeError as error:
+        change = f"add a {type(value).__name__} to" if sign > 0 else f"subtract a {type(value).__name__} from"
+        raise TypeError(f"cannot {change} {key!r}: {error}") from None

@@ -21,8 +21,6 @@ from ports import free_port
 
 from adaptdl_elastic import _frames, _session, checkpoint
 from adaptdl_elastic.torch import AdaptiveDataLoader, remaining_epochs_until
-from adaptdl_elastic.torch._data import accumulator_state
-from adaptdl_elastic.torch._data.accumulator_state import Additions
 from adaptdl_elastic.torch.accumulator import Accumulator
 
 SIZE = 12
@@ -84,18 +82,19 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("s", np.array(["a"]), r"cannot add <U1 of numpy's to 's'"),
+        ("s", np.array(["a"]), "cannot add a ndarray to 's'.* of type numpy.str_"),
         ("b", np.bytes_(b"a"), "cannot add a bytes_ to 'b'"),
-        ("t", [np.array(["2020-01-01"], dtype="M8[D]")], r"datetime64\[D\] of numpy's to 't'"),
-        ("l", np.zeros(1, np.longdouble), "float128 of numpy's to 'l'"),
-        ("o", [1, [object()]], "cannot add a object in a list, tuple or dict to 'o'"),
-        ("d", [{Kind.ONE: 1}], "under 'd', a Kind"),
-        (Kind.ONE, 1, "under <Kind.ONE: 1>, a Kind"),
-        (("a", frozenset()), 1, "a frozenset"),
+        ("t", [np.array(["2020-01-01"], dtype="M8[D]")], "cannot add a list to 't'.*numpy.datetime64"),
+        ("l", np.zeros(1, np.longdouble), "cannot add a ndarray to 'l'.*numpy.longdouble"),
+        ("l", np.longdouble(1), "cannot add a longdouble to 'l'"),
+        ("o", [1, [object()]], r"cannot add a list to 'o': accumulator.o\[1\]\[0\] is a builtins.object"),
+        ("d", [{Kind.ONE: 1}], r"cannot add a list to 'd': .*\.Kind"),
+        (Kind.ONE, 1, r"cannot add a int to <Kind.ONE: 1>: .*\.Kind"),
+        (("a", frozenset()), 1, "frozenset"),
         ("n", None, "cannot add a NoneType to 'n'"),
     ],
 )
-def test_what_no_checkpoint_can_hold_is_refused_where_it_is_added(
+def test_values_that_no_checkpoint_can_hold_are_refused_where_they_are_added(
     script: Script, key: Any, value: Any, message: str
 ) -> None:
     sums = Accumulator()
@@ -429,16 +428,12 @@ def before_a_loop(life: int, shares: int) -> dict[Any, Any]:
     raise AssertionError("the epoch was over before")
 
 
-def test_before_a_data_loop_that_was_begun_only_new_additions_count(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_before_a_data_loop_that_was_begun_only_new_additions_count(script: Script) -> None:
     """All known ones were made there, in whatever number: one, two or three replicas may share samples."""
-    for life, (count, shares) in enumerate([(2, 3), (1, 6), (3, 2)]):
-        monkeypatch.setattr(accumulator_state, "replicas", lambda count=count: count)
-        if life < 2:
-            with pytest.raises(SystemExit):
-                before_a_loop(life, shares)
-            script.restart()
+    for life, shares in enumerate([3, 6]):
+        with pytest.raises(SystemExit):
+            before_a_loop(life, shares)
+        script.restart()
     assert before_a_loop(2, 2) == {"samples": 3, "batches": SIZE, "restarted": 2}
 
 
@@ -458,34 +453,39 @@ def values_before_a_loop(values: Sequence[Any], stops: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "total", "warning"),
+    ("first", "then", "total"),
     [
-        ((1,), (1, 10, 100), 111, None),  # two of them only after the restart
-        ((1, 10, 100), (1,), 111, None),  # only before it
-        (
-            (7, 8),
-            (6, 8),
-            15,
-            "the addition of 6 to 'x' was made before the restart with another value (7, 8)",
-        ),
-        ((0.25,), (0.5,), 0.25, None),  # a time or a loss, measured again
-        (("a",), ("b",), "a", "of 'b' to 'x' was made before the restart with another value ('a')"),
-        (tuple(range(20)), tuple(range(100, 120)), 190, None),  # too many to be compared
+        ((1,), (1, 10, 100), 1),  # the same work in more parts
+        ((1, 10, 100), (1,), 111),
+        ((7, 8), (6, 8), 15),
+        ((0.25,), (0.5,), 0.25),  # a time or a loss, measured again
+        (("a",), ("b",), "a"),
     ],
 )
 def test_one_statement_that_adds_other_values_after_a_restart(
-    script: Script, caplog: Any, first: Any, then: Any, total: Any, warning: str | None
+    script: Script, first: Any, then: Any, total: Any
 ) -> None:
     with pytest.raises(SystemExit):
         values_before_a_loop(first, stops=True)
     script.restart()
     assert values_before_a_loop(then, stops=False) == total
-    said = [record.getMessage() for record in caplog.records if "before the restart" in record.getMessage()]
-    assert len(said) == (warning is not None)
-    assert warning is None or warning in said[0]
 
 
-def test_work_divided_into_more_parts_after_a_restart_counts_once(script: Script, caplog: Any) -> None:
+def test_more_additions_in_an_epoch_that_was_left_before_the_restart_are_not_made(script: Script) -> None:
+    for times in (1, 3):
+        for _ in remaining_epochs_until(1):
+            sums = Accumulator()
+            for _ in range(times):
+                sums["x"] += 1
+            break
+        if times == 1:
+            checkpoint.save_all_states()
+            script.restart()
+    with sums.synchronized():
+        assert sums["x"] == 1
+
+
+def test_work_divided_into_more_parts_after_a_restart_counts_once(script: Script) -> None:
     """A plain validation loop whose batches follow the batch size: its sums and its counter stay together."""
 
     def run(size: int, stops: bool) -> dict[Any, Any]:
@@ -508,21 +508,17 @@ def test_work_divided_into_more_parts_after_a_restart_counts_once(script: Script
             run(size, stops=True)
         script.restart()
     assert run(20, stops=False) == {"batches": 5, "loss": 50.0, "samples": 100}
-    assert "the script adds other values, and more often" in caplog.text
 
 
-def test_shares_before_a_data_loop_outside_of_epochs_count_once(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shares_before_a_data_loop_outside_of_epochs_count_once(script: Script) -> None:
     """Two replicas made three additions each. One replica makes all six."""
-    for count, shares in ((2, 3), (1, 6)):
-        monkeypatch.setattr(accumulator_state, "replicas", lambda count=count: count)
+    for shares in (3, 6):
         sums = Accumulator()
         for _ in range(shares):
             sums["samples"] += 1
         loop = iter(AdaptiveDataLoader(range(SIZE), batch_size=1))  # type: ignore[arg-type]
         next(loop)
-        if count == 2:
+        if shares == 3:
             stop()
             wait_until_it_is_agreed_on()
             with pytest.raises(SystemExit):
@@ -531,17 +527,6 @@ def test_shares_before_a_data_loop_outside_of_epochs_count_once(
     loop.close()
     with sums.synchronized():
         assert sums["samples"] == 3
-
-
-def test_on_another_number_of_replicas_other_values_are_shares(
-    script: Script, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SystemExit):
-        values_before_a_loop([10], stops=True)
-    script.restart()
-    monkeypatch.setattr(accumulator_state, "replicas", lambda: 2)
-    assert values_before_a_loop([5], stops=False) == 10
-    assert "before the restart" not in caplog.text
 
 
 def outside_of_epochs(stopped: str) -> dict[Any, Any]:
@@ -609,10 +594,6 @@ def test_an_edit_of_a_running_script_does_not_change_what_its_lines_are(tmp_path
     assert found[0] == found[1]
 
 
-def merged(one: Additions, other: Additions) -> Additions:
-    return accumulator_state.merge_with_additions(({}, one), ({}, other))[1]
-
-
 @pytest.mark.parametrize(
     ("rank", "then", "total"),
     [
@@ -626,32 +607,22 @@ def merged(one: Additions, other: Additions) -> Additions:
 def test_a_replica_is_compared_with_the_one_that_had_its_rank(
     script: Script, monkeypatch: pytest.MonkeyPatch, rank: int, then: Sequence[int], total: int
 ) -> None:
-    made: Additions = {}
     for life, (place, values) in enumerate([(0, (1, 2, 3)), (1, (5,)), (rank, then)]):
-        monkeypatch.setattr(accumulator_state, "rank", lambda place=place: place)
-        monkeypatch.setattr(accumulator_state, "replicas", lambda: 3)
         sums = Accumulator()
-        for value in values:
-            sums["x"] += value
+        with monkeypatch.context() as patch:
+            patch.setattr(_session.Session, "rank", place)
+            for value in values:
+                sums["x"] += value
         state = insides.state(sums)
         if life == 0:
             made = state.additions
         elif life == 1:
-            state.additions = merged(state.additions, made)
+            state.additions |= made
             checkpoint.save_all_states()
         else:
             with sums.synchronized():
                 assert sums["x"] == total
         script.restart()
-
-
-def test_what_is_kept_of_additions_outside_of_epochs_does_not_grow_with_syncs(tmp_path: Path) -> None:
-    """Two replicas kept 100 entries after 50 syncs."""
-    kept: Any = {}
-    for number in range(1, 51):
-        kept = merged(kept, {None: {"x": (number, (2,), None, ((0, number, f"a{number}"),))}})
-        kept = merged(kept, {None: {"x": (number, (2,), None, ((1, number, f"b{number}"),))}})
-    assert kept[None]["x"] == (50, (2,), None, ((0, 50, "a50"), (1, 50, "b50")))
 
 
 @pytest.mark.processes
@@ -660,7 +631,7 @@ def test_an_addition_that_one_replica_has_made_is_known_to_all_of_them(tmp_path:
         assert replicas.run(rank_one_adds, 2, tmp_path, free_port()) == [{"all": 2, "one": 1}] * 2
 
 
-def test_a_newcomer_keeps_only_additions_that_the_others_have_not_made(script: Script) -> None:
+def test_a_newcomer_adds_nothing_before_the_loop_in_which_it_joins(script: Script) -> None:
     name = insides.state(Accumulator()).name
     preview = checkpoint.snapshot_states([name])
     now: dict[str, Any] = {}
@@ -680,4 +651,4 @@ def test_a_newcomer_keeps_only_additions_that_the_others_have_not_made(script: S
             insides.state(sums).sync()
             now = checkpoint.snapshot_states([name])
     with sums.synchronized():
-        assert dict(sums) == {"made while it came": 1, "by a newcomer": 1}
+        assert dict(sums) == {"made while it came": 1}
