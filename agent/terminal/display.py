@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.agent.terminal.run_options import RunOptions
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.rendezvous.run_record import Event, Run, numbers
 from adaptdl_elastic.rendezvous.text import duration, pluralize, printable, record_lines
@@ -55,11 +54,6 @@ class Display:
 
             self._live = Live(get_renderable=self.line, console=self._console, refresh_per_second=4)
             self._live.start()
-
-    @classmethod
-    def of(cls, options: RunOptions, plain: Callable[[str], None]) -> Display:
-        """Return the display that the command line asks for."""
-        return cls(options.job, options.summary, plain)
 
     @property
     def show(self) -> Callable[[str], None] | None:
