@@ -215,7 +215,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "stopped-time-is-billed",
         "an instance that was stopped and started again is charged for the time between",
-        "autoscaler/scaling/bill.py",
+        "autoscaler/scaling/observed_history.py",
         "since = max(old.final, instance.launched)",
         "since = (before or old).final",
         tests="tests/scaling/test_bill.py",
