@@ -113,10 +113,8 @@ def report(run: Run, price: float | None = None) -> Report:
     starting = max(0.0, run.generations[0].time - run.began) if run.generations else 0.0
     ratios = [one.goodput / one.predicted_goodput for one in samples if one.predicted_goodput]
     calibration = statistics.median(ratios) if ratios else None
-    periods, alternatives = (
-        _periods(samples, run.began),
-        _alternatives(samples, run.ended, calibration, price),
-    )
+    periods = _periods(samples, run.began)
+    alternatives = _alternatives(samples, run.ended, calibration, price)
     missing = []
     if not periods:
         why = "no gradient was found in the noise, and its error is not known"
