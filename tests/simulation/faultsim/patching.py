@@ -112,6 +112,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.rendezvous.local.safe_stream": "the real terminal",
     "adaptdl_elastic.rendezvous.local.scratch_directory": "directories",
     "adaptdl_elastic.rendezvous.local.store_server": "real sockets",
+    "adaptdl_elastic.rendezvous.run_record": "`read_run` reads the file of `adaptdl report`",
     "adaptdl_elastic.rendezvous.services": "addresses and signatures of services, which no agent here uses",
     "adaptdl_elastic.rendezvous.store.base": "only names the type of Lease.lost",
     "adaptdl_elastic.rendezvous.store.credentials": "files of passwords and certificates, for drivers",
