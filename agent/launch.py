@@ -24,7 +24,6 @@ from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.machine import interruption
 from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
-from adaptdl_elastic.agent.machine.usage import Usage
 from adaptdl_elastic.agent.own_records import job_spec, node_record
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig, MeetingPoint
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
@@ -48,7 +47,7 @@ from adaptdl_elastic.rendezvous.local.addresses import (
 from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobState, JobStatus, NodeUsage
+from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobState, JobStatus
 from adaptdl_elastic.rendezvous.store import local_socket
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -86,7 +85,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         fork_server = start_fork_server()  # imports torch while the rest of the agent starts
         stack.callback(fork_server.close)
         access = _store(options, os.environ, stack)
-        display = Display.of(options, say)
+        display = Display(options.job, options.summary, say)
         events.listeners.append(display.event)
         events.say = display.say
         stack.callback(display.close)
@@ -396,17 +395,9 @@ def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
     if found.identity is not None:
         watcher = interruption.watch(found.identity, lambda notice: agent.post(notice))
     registration = found.registration
-    measure = Usage(registration.record.node, found.gpus).read
-    devices = DeviceWatch(found.gpus, agent.post, registration.record.unusable)
-
-    def look() -> NodeUsage:
-        if registration.record.devices:
-            devices.look()
-        return measure()
-
-    usage = UsageReporter(
-        parts.access.store, parts.keys, registration.record.node, look, lambda: registration.lease
-    )
+    record, store = registration.record, parts.access.store
+    watch = DeviceWatch(found.gpus, agent.post, record.unusable) if record.devices else None
+    usage = UsageReporter(store, parts.keys, record.node, found.gpus, lambda: registration.lease, watch)
     try:
         agent.run()
     finally:

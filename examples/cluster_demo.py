@@ -192,7 +192,7 @@ def demo() -> int:
     """Run it, draw it, and say whether it showed what it should."""
     from draw_run import draw
 
-    from adaptdl_elastic.agent.terminal.run_summary import summarise
+    from adaptdl_elastic.rendezvous.run_record import Run
 
     alone = None
     if "--no-comparison" not in sys.argv:
@@ -203,8 +203,10 @@ def demo() -> int:
         agents = Agents(site)
         code = act(agents)
     (OUT / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in agents.events))
-    summary = summarise(agents.events)
-    draw(summary, OUT / "run.png", "one job on three nodes that come and go")
+    run = Run()
+    for event in sorted(agents.events, key=lambda event: float(event["time"])):
+        run.add(event)
+    draw(run, OUT / "run.png", "one job on three nodes that come and go")
     together = last_accuracy(agents.events)
     alone = together if alone is None else alone
     agents.tell(f"done: accuracy {together:.4f}, in one process {alone:.4f}")

@@ -4,4 +4,7 @@ A *store* (`store.base.Store`) is an etcd, reached through its v2 or v3 API, or 
 `schema.keys` says where something is kept, `schema.records` what is kept there. A *generation* is one fixed
 membership of a job. A *plan* defines it: only the leading coordinator writes plans, and every agent watches
 them.
+
+Agents and the autoscaler also share `text`, the wording for people, and `run_record`, which reads a run from
+its event log.
 """

@@ -8,7 +8,7 @@
 | How fast is the link from another node of the job? | `link_probe` |
 | What happens if the job has ended already? | `ended_run` |
 | What does an agent report about its replicas? | `node_reporter` |
-| How does a node report its load? | `usage_reporter` |
+| How busy are a node's processors, GPUs and memory? | `usage_reporter` |
 | Where do the checkpoints of a finished job go? | `checkpoint_archive` |
 | Which secret do the agents and replicas of a run share? | `run_secret` |
 | Which agent runs a coordinator as its child process? | `coordinator_host` |

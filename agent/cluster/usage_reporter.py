@@ -1,4 +1,4 @@
-"""Write the load of this node to the store every few seconds, for metrics and pages.
+"""Measure the load of this node, and write it to the store every few seconds, for metrics and pages.
 
 Nothing depends on it: a report that cannot be written is left out.
 """
@@ -6,9 +6,13 @@ Nothing depends on it: a report that cannot be written is left out.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
+import psutil
+
+from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import NodeUsage, encode
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreError
@@ -26,8 +30,9 @@ class UsageReporter:
         store: The store.
         keys: Keys of the cluster.
         node: Name of this node.
-        read: Returns the load since the last call.
+        gpus: Its GPUs.
         lease: Returns the lease with which the report vanishes; None: there is none now.
+        watch: Looks at the devices before each report.
         interval: Seconds between two reports.
     """
 
@@ -36,12 +41,14 @@ class UsageReporter:
         store: Store,
         keys: Keys,
         node: str,
-        read: Callable[[], NodeUsage],
+        gpus: Gpus,
         lease: Callable[[], Lease | None],
+        watch: DeviceWatch | None = None,
         interval: float = INTERVAL_SECONDS,
     ) -> None:
-        self._store, self._key, self._read, self._lease = store, keys.usage_of(node), read, lease
-        self._interval = interval
+        self._store, self._key, self._node, self._gpus = store, keys.usage_of(node), node, gpus
+        self._lease, self._watch, self._interval = lease, watch, interval
+        psutil.cpu_percent()  # the next call measures from here
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
         self._thread.start()
@@ -50,10 +57,20 @@ class UsageReporter:
         while not self._closing.wait(self._interval):
             lease = self._lease()
             if lease is not None:
+                if self._watch is not None:
+                    self._watch.look()
                 with suppress(StoreError):
-                    self._store.put(self._key, encode(self._read()), lease)
+                    self._store.put(self._key, encode(_load(self._node, self._gpus)), lease)
 
     def close(self) -> None:
         """End the thread; a report under way to a store that is away is not waited for."""
         self._closing.set()
         self._thread.join(_LAST_SECONDS)
+
+
+def _load(node: str, gpus: Gpus) -> NodeUsage:
+    """Return the load of this machine, that of its processors since the last call."""
+    memory = psutil.virtual_memory()
+    cpu = min(1.0, max(0.0, psutil.cpu_percent() / 100))
+    used = memory.total - memory.available
+    return NodeUsage(node, cpu, used, memory.total, gpus.usage(), time.time())

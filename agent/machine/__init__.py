@@ -3,6 +3,5 @@
 | question | module |
 |---|---|
 | Which instance is this, and will the cloud take it away? | `interruption` |
-| How busy are its processors, GPUs and memory? | `usage` |
 | Is nothing left that could end this machine? | `dead_mans_switch` (decision), `node_end` (process) |
 """

@@ -10,6 +10,5 @@
 | Where do the replicas of a generation meet? | `generation_store` |
 | With which values is an agent started? | `agent_config` |
 | Why did a replica fail, and what is the user told of it? | `failure_reports`, `failure_reporter` |
-| Which processes that outlive a replica are kept quiet? | `orphan_errors` |
 | What does torchelastic get as the rendezvous? | `plan_handler` |
 """

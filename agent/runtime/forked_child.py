@@ -22,6 +22,7 @@ import io
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -30,6 +31,7 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +39,6 @@ from typing import Any, NoReturn
 
 from adaptdl_elastic.agent.machine import device_locks
 from adaptdl_elastic.agent.machine.devices import Gpus
-from adaptdl_elastic.agent.runtime import orphan_errors
 from adaptdl_elastic.protocol import environment, uncaught_error
 from adaptdl_elastic.protocol.channel import say_finished
 from adaptdl_elastic.rendezvous.local.safe_stream import SafeStream, Unshown, protect
@@ -47,6 +48,10 @@ ERROR_FILE_VARIABLE = environment.ERROR_FILE
 CANNOT_EXEC = 127  # as in a shell
 _NOT_FLUSHED = 120  # Python's exit code if the last output cannot be written
 _STUCK = 10.0  # seconds after which a file that can be neither flushed nor closed is given up
+_CONNECTION_ERRORS = (ConnectionError, EOFError)
+_DYING_SECONDS = 1.0  # at most from when a process closes its descriptors until it counts as ended
+
+_Hook = Callable[[type[BaseException], BaseException, types.TracebackType | None], Any]
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ def run(command: Command) -> NoReturn:
         _exec(command)
     _fresh_interpreter(command)
     if command.quiet:
-        orphan_errors.silence()
+        os.register_at_fork(after_in_child=_silence_orphan)
     warm, code, interrupted, pid = frozenset(sys.modules), 0, False, os.getpid()
     try:
         _run(command, pid)
@@ -352,3 +357,44 @@ def _record(error: BaseException) -> None:
         Path(path).write_text(json.dumps(record))
     except OSError:  # the log directory is gone; the traceback is on stderr all the same
         return
+
+
+class _ForkedHook:
+    """In a process that a replica has forked, takes the place of the `sys.excepthook` that it has inherited.
+
+    When a replica is killed its data loading processes live on for some milliseconds. A thread of
+    multiprocessing's in them finds the connection to the replica broken and prints a traceback
+    (`resource_sharer`, through `sys.excepthook`). It tells nothing that the end of the replica does not, and
+    its reader cannot do anything about it. So such errors are not shown once the replica is gone.
+
+    Processes that are not forked (multiprocessing's start methods `spawn` and `forkserver`) are not reached.
+    """
+
+    def __init__(self, inherited: _Hook, parent: int) -> None:
+        self.inherited, self._parent = inherited, parent
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        if not (issubclass(kind, _CONNECTION_ERRORS) and self._is_orphan()):
+            self.inherited(kind, error, trace)
+
+    def _is_orphan(self) -> bool:
+        """Whether the parent has ended, or ends within a moment: its connections break a little before."""
+        if os.getppid() != self._parent:
+            return True
+        try:
+            parent = os.pidfd_open(self._parent)
+        except OSError:
+            return os.getppid() != self._parent
+        try:
+            return bool(select.select([parent], [], [], _DYING_SECONDS)[0])
+        finally:
+            os.close(parent)
+
+
+def _silence_orphan() -> None:
+    """Have this process, which was just forked, keep quiet about the loss of the one that forked it."""
+    hook = sys.excepthook
+    inherited = hook.inherited if isinstance(hook, _ForkedHook) else hook
+    sys.excepthook = _ForkedHook(inherited, os.getppid())

@@ -20,12 +20,11 @@ from pathlib import Path
 from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.cluster.ended_run import JobEndedError
 from adaptdl_elastic.agent.service.agent_forker import AgentForker, can_fork
-from adaptdl_elastic.agent.service.archives import unpack
+from adaptdl_elastic.agent.service.archives import read_private, unpack
 from adaptdl_elastic.agent.service.blobs import AbsentError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import AgentState, Step
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
-from adaptdl_elastic.agent.service.private_archive import read_private
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
 from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET
 from adaptdl_elastic.rendezvous.schema.keys import Keys

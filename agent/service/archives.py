@@ -8,12 +8,14 @@ so that no file is written through one.
 from __future__ import annotations
 
 import gzip
+import io
+import json
 import os
 import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -25,6 +27,7 @@ MOST_ENTRIES = 200_000
 """Most files, directories and links of an archive."""
 
 _MOST_HEADER_BYTES = 64 << 10
+_MOST_VARIABLES_BYTES = 1 << 20
 _BLOCKS = 16 << 10  # bytes that tarfile may read beyond a file's content
 # tarfile leaves through all of these if a header is malformed
 _MALFORMED = (tarfile.TarError, EOFError, zlib.error, ValueError, KeyError, OverflowError, RecursionError)
@@ -124,6 +127,39 @@ def unpack(archive: Path, directory: Path, owner: str) -> None:
     except (BlobError, OSError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise BlobError(f"the working directory cannot be unpacked into {directory}: {error}") from None
+
+
+def read_private(archive: Path, owner: str) -> Mapping[str, str]:
+    """Return the variables of `submit --env` in an archive that `adaptdl submit` has made.
+
+    Args:
+        archive: The archive.
+        owner: Of the job that gets it. An archive's digest stands in the store for all to read, and another
+            person's job must not get the variables by naming it.
+
+    Raises:
+        BlobError: it holds something else, or was made by another person.
+    """
+    content = None
+    try:
+        with opened(archive) as found:
+            for member in found.entries():
+                if member.name != "environment.json":
+                    continue
+                if member.size > _MOST_VARIABLES_BYTES:
+                    raise BlobError(f"they have {member.size} bytes: {_MOST_VARIABLES_BYTES} may travel")
+                text = io.BytesIO()
+                found.copy(member, text)
+                content = json.loads(text.getvalue())
+    except BlobError as error:
+        raise BlobError(f"the job's variables cannot be read: {error}") from None
+    content = content if isinstance(content, dict) else {}
+    values = content.get("variables")
+    if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
+        raise BlobError("the job's variables cannot be read: they are no table of texts")
+    if content.get("owner") != owner:
+        raise BlobError(f"the job's variables are not those of {owner}")
+    return values
 
 
 def _extract(archive: Archive, root: Path) -> None:

@@ -29,7 +29,6 @@ from adaptdl_elastic.agent.cluster.coordinator_host import (
 from adaptdl_elastic.agent.cluster.store_link import claim, release
 from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
 from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
-from adaptdl_elastic.agent.machine.usage import Usage
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies
@@ -42,7 +41,7 @@ from adaptdl_elastic.agent.service.stand_in import Membership
 from adaptdl_elastic.agent.terminal.run_options import parse_ports
 from adaptdl_elastic.rendezvous.local.addresses import listen
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, NodeUsage, Plan, encode
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, Plan, encode
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
@@ -159,13 +158,8 @@ class Supervisor:
             jobs = JobRecords(store, keys, self._wake.set)
             stack.callback(jobs.close)
             reader = SubmissionReader(store, keys, self._config.cluster_id, jobs.get)
-            load, devices = Usage(node, self._devices), DeviceWatch(self._devices, self._agents.renew)
-
-            def look() -> NodeUsage:
-                devices.look()
-                return load.read()
-
-            usage = UsageReporter(store, keys, node, look, lambda: registration.lease)
+            watch = DeviceWatch(self._devices, self._agents.renew)
+            usage = UsageReporter(store, keys, node, self._devices, lambda: registration.lease, watch)
             stack.callback(usage.close)
             read_at = float("-inf")
             while not self._stopping.is_set():

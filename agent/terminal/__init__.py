@@ -7,6 +7,6 @@
 | Where does the output of replicas go? | `replica_output` |
 | Which lines of torch's C++ code are not shown after a death? | `torch_stacks` |
 | Which traceback is shown when replicas fail? | `traceback_display` |
-| What is on the terminal while the job runs, and at its end? | `display`, `run_summary` |
+| What is on the terminal while the job runs, and at its end? | `display` |
 | Which events are written to the event log? | `event_recorder`, `event_log` |
 """

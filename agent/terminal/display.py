@@ -8,14 +8,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.agent.terminal import run_summary
-from adaptdl_elastic.agent.terminal.event_log import Event
-from adaptdl_elastic.agent.terminal.run_options import RunOptions
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
-from adaptdl_elastic.agent.terminal.run_summary import Summary
+from adaptdl_elastic.rendezvous.run_record import Event, Run, numbers
 from adaptdl_elastic.rendezvous.text import duration, pluralize, printable, record_lines
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ class Display:
         self._passing = ""  # a line above the live line that is not printed yet
         watched = self._console.is_terminal and sys.stdout.isatty()
         self._summary = watched if summary is None else summary
-        self._collector = run_summary.Collector()
+        self._run = Run(history=False)
         self._latest: dict[str, Event] = {}
         self._began = time.time()
         if watched:
@@ -56,11 +54,6 @@ class Display:
 
             self._live = Live(get_renderable=self.line, console=self._console, refresh_per_second=4)
             self._live.start()
-
-    @classmethod
-    def of(cls, options: RunOptions, plain: Callable[[str], None]) -> Display:
-        """Return the display that the command line asks for."""
-        return cls(options.job, options.summary, plain)
 
     @property
     def show(self) -> Callable[[str], None] | None:
@@ -85,7 +78,8 @@ class Display:
     def event(self, event: Event) -> None:
         """Take in an event, whose texts may come from other nodes."""
         event = {printable(key): printable(v) if isinstance(v, str) else v for key, v in event.items()}
-        self._collector.add(event)
+        with suppress(ValueError):
+            self._run.add(event)
         self._latest[event["event"]] = event
         if event["event"] == "generation" and self._live is not None and event.get("pause_s") is not None:
             size = f"{pluralize(event['replicas'], 'replica')} on {pluralize(event['nodes'], 'node')}"
@@ -109,9 +103,8 @@ class Display:
     def finish(self, exit_code: int, reason: str, logs: Path | None) -> None:
         """Print the summary at the end of the run."""
         self.close()
-        summary = self._collector.summary
         if self._summary:
-            print_summary(self._console, self._job, summary)
+            print_summary(self._console, self._job, self._run)
         if exit_code == 0:
             return
         where = f"; logs: {logs}" if logs is not None else ""
@@ -140,8 +133,7 @@ def live_cells(latest: Mapping[str, Event], now: float) -> list[tuple[str, str]]
     if "epoch" in latest:
         cells.append((f"epoch {latest['epoch']['epoch']}", ""))
     if "metrics" in latest:
-        numbers = run_summary.numbers(latest["metrics"])
-        cells += [(f"{name} {value:.4g}", "") for name, value in numbers.items()]
+        cells += [(f"{name} {value:.4g}", "") for name, value in numbers(latest["metrics"]).items()]
     return cells
 
 
@@ -165,31 +157,31 @@ def _size_cells(latest: Mapping[str, Event], now: float) -> Iterator[tuple[str, 
         yield f"store {what} ({duration(now - store['time'])})", "red"
 
 
-def print_summary(console: Console, job: str, summary: Summary) -> None:
+def print_summary(console: Console, job: str, run: Run) -> None:
     """Print generations and their reasons, pauses, batch sizes and gains, and final metrics."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{job}: {duration(summary.seconds)}", title_justify="left", expand=False)
+    table = Table(title=f"{job}: {duration(run.ended - run.began)}", title_justify="left", expand=False)
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     rows = []
-    for generation in summary.generations:
-        sizes = [b for b in summary.batch_sizes if generation.start <= b.time < generation.end]
+    for generation, end in run.spans:
+        sizes = [b for b in run.batch_sizes if generation.time <= b.time < end]
         style = _STYLES.get(generation.cause, "")
-        numbers = (
-            duration(generation.start),
+        cells = (
+            duration(generation.time - run.began),
             str(generation.replicas),
             str(generation.nodes),
-            "" if generation.pause is None else duration(generation.pause),
+            "" if generation.pause_s is None else duration(generation.pause_s),
             _span([b.batch_size for b in sizes], "d"),
             _span([b.gain for b in sizes], ".2f"),
         )
         # Text: a reason may quote an error message, whose brackets are no markup
         why = Text.assemble((f"{generation.cause}: " if style else "", style), generation.reason)
-        table.add_row(*numbers, why)
-        rows.append((*numbers, why.plain))
+        table.add_row(*cells, why)
+        rows.append((*cells, why.plain))
     console.print()
     *widths, _ = (max(map(len, column)) for column in zip((*_COLUMNS, "why"), *rows, strict=True))
     # of every column three characters are its border and padding
@@ -199,14 +191,14 @@ def print_summary(console: Console, job: str, summary: Summary) -> None:
         console.print(table.title, markup=False, style="table.title")
         for line in record_lines((*_COLUMNS, "why"), rows, console.width):
             console.print(line, markup=False)
-    for name, items in (("failed", summary.failures), ("drained", summary.drains)):
+    for name, items in (("failed", run.failures), ("drained", run.drains)):
         for at, text in items:
-            console.print(f"{name} at {duration(at)}: {text}", markup=False)
-    if summary.final_metrics:
-        final = ", ".join(f"{k} {v:.4g}" for k, v in summary.final_metrics.items())
+            console.print(f"{name} at {duration(at - run.began)}: {text}", markup=False)
+    if run.final_metrics:
+        final = ", ".join(f"{k} {v:.4g}" for k, v in run.final_metrics.items())
         console.print(f"in the end: {final}", style="bold", markup=False)
-    if summary.exit_code:
-        console.print(f"exit code {summary.exit_code}: {summary.exit_reason}", markup=False)
+    if run.exit_code:
+        console.print(run.outcome, markup=False)
 
 
 def _span(values: list[Any], form: str) -> str:

@@ -10,9 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-Event = dict[str, Any]
+from adaptdl_elastic.rendezvous.run_record import Event
 
 MOST = 1 << 20  # most bytes that wait for the reader of a pipe; events beyond it are lost
 LAST_WAIT = 1.0  # seconds that `close` waits for that reader

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from adaptdl_elastic.agent.terminal.event_log import Event
+from adaptdl_elastic.rendezvous.run_record import Event
 from adaptdl_elastic.rendezvous.schema.records import Failure, Plan, Transition
 
 # seconds of frequent samples, then seconds between two samples, so that a day does not fill a disk

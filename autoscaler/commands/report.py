@@ -21,14 +21,14 @@ def report(events: Path, html: Path | None, price: float | None, as_json: bool) 
     EVENTS is the file that `adaptdl-run --event-log` writes; the job may still be running.
     """
     from adaptdl_elastic.autoscaler.diagnostics import report_page, run_report
+    from adaptdl_elastic.rendezvous.run_record import RunLogError, read_run
 
     if price is not None and not price >= 0:
         raise CommandError(f"--price {price}: give what one replica costs for an hour, 0 or more")
     left_out: list[str] = []
     try:
-        logged = run_report.read_events(events, left_out.append)
-        found = run_report.report(logged, price)
-    except run_report.ReportError as error:
+        found = run_report.report(read_run(events, left_out.append), price)
+    except RunLogError as error:
         raise CommandError("; ".join([str(error), *left_out])) from None
     if html is not None:
         try:

@@ -28,18 +28,10 @@ _RANGES = {
 
 
 @dataclass(frozen=True)
-class _Tick:
-    x: float
-    y: float
-    time: str
-    height: str
-
-
-@dataclass(frozen=True)
 class _Picture:
     """Hold what a picture shows: ticks of its axes, and the corners of two lines and a band."""
 
-    ticks: list[_Tick]
+    ticks: list[tuple[float, float, str, str]]  # right, down, time, height
     one: str
     two: str
     band: str
@@ -59,52 +51,20 @@ def page(found: Report, title: str) -> str:
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["duration"] = duration
+    environment.filters |= {"duration": duration, "mark": mark, "range_text": range_text, "ratio": ratio}
     began = found.samples[0].time - (found.starting or 0.0)
     name = range_name(found) if found.periods else ""
-    priced = any(one.cost is not None for one in found.alternatives)
     return environment.get_template("report.html.jinja").render(
         found=found,
         title=title,
         range_name=name,
         range_meaning=_RANGES[name] if name else "",
         noise=_noise(found) if found.periods else None,
-        periods=[
-            (
-                f"{duration(one.start)} – {duration(one.end)}",
-                f"{one.critical_batch_size:,.0f}",
-                range_text(one),
-                f"{one.batch_size:,.0f}",
-            )
-            for one in found.periods
-        ],
         goodput=_picture(
             [(one.time - began, one.goodput) for one in found.samples],
             [(one.time - began, one.predicted_goodput) for one in found.samples if one.predicted_goodput],
         ),
-        size_names=("replicas", "time", "samples", "batch size", "replica hours", *(("cost",) * priced)),
-        sizes=[
-            (
-                f"{one.replicas}{mark(one.tried)}",
-                duration(one.seconds),
-                f"{one.samples:,.0f}",
-                "–" if one.batch_size is None else f"{one.batch_size:,.0f}",
-                f"{one.replica_hours:.2f}",
-                *((f"{one.cost:,.2f}",) if one.cost is not None else ()),
-            )
-            for one in found.alternatives
-        ],
-        changes=[
-            (
-                duration(one.time),
-                f"{one.batch_size:,}",
-                f"{one.lr_factor:.2f}",
-                ratio(one.measured),
-                ratio(one.predicted),
-                one.why,
-            )
-            for one in found.changes
-        ],
+        priced=any(one.cost is not None for one in found.alternatives),
     )
 
 
@@ -147,5 +107,5 @@ def _picture(
         height = 2.0**height if logarithmic else height
         number = f"{height:,.0f}" if 10 <= height < 1e9 else f"{height:.3g}"
         right, down = _LEFT + (_RIGHT - _LEFT) * share, _BOTTOM - (_BOTTOM - _TOP) * share
-        ticks.append(_Tick(round(right, 1), round(down, 1), duration(last * share), number))
+        ticks.append((round(right, 1), round(down, 1), duration(last * share), number))
     return _Picture(ticks, corners(one), corners(two), corners(edge))

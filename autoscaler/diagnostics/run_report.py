@@ -15,19 +15,16 @@ Pure functions over the events that `adaptdl-run --event-log` writes. Three quan
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
 
 from adaptdl_elastic.goodput import GoodputFunction
+from adaptdl_elastic.rendezvous.run_record import Run, RunLogError, Sample
 from adaptdl_elastic.rendezvous.text import duration, pluralize
 
 REPLICAS = (1, 2, 4, 8, 16)
@@ -38,91 +35,6 @@ _PROPORTIONAL = 1.1  # times the samples a second that twice the batch must give
 _MEASUREMENTS = 3  # of goodput on each side of a change, whose medians are compared
 _LONGEST_GAP_S = 60.0  # between two samples of a running job; a longer gap is time without training
 _WORTH_ADDING = 1.5  # times the goodput that twice the replicas must give to be recommended
-_SHORTEST_S = 1e-12  # a curve by which a pass takes less is none
-_LAST_TIME = 1e11  # seconds since the epoch; a later time is none
-
-_Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
-_Amount = Annotated[float, Field(strict=True, ge=0, le=1e100)]
-_Curve = tuple[_Amount, _Amount, _Amount, _Amount, _Amount, _Amount, _Amount]
-
-
-class ReportError(ValueError):
-    """An event log cannot be reported on; the message is one line with the remedy."""
-
-
-@validated(frozen=True)
-class Sample:
-    """What the job said about itself at one time. ValueError: no job can be so."""
-
-    time: float  # seconds since the epoch
-    replicas: _Count
-    nodes: _Count
-    batch_size: _Count  # samples, over all replicas
-    init_batch_size: _Count
-    max_batch_size: _Count | None
-    local_bsz_bounds: tuple[_Count, _Count] | None
-    accumulation: Annotated[bool, Field(alias="gradient_accumulation")]
-    goodput: _Amount  # samples at the initial batch size, per second
-    predicted_goodput: _Amount | None
-    squared_gradient: _Amount | None  # |G|²
-    variance: _Amount | None  # of the mean gradient of an initial batch
-    # parameters of the throughput model
-    curve: Annotated[_Curve | None, Field(alias="perf_params")]
-    tried_replicas: Annotated[_Count, Field(alias="max_profiled_replicas")]
-    # standard error of |G|²
-    gradient_error: Annotated[_Amount | None, Field(alias="grad_error")] = None
-    estimator: str = ""  # how |G|² and the variance were measured
-
-    def __post_init__(self) -> None:
-        low, high = self.local_bsz_bounds or (1, 1)
-        without_time = self.curve is not None and (sum(self.curve[:2]) < _SHORTEST_S or self.curve[-1] < 1)
-        too_small = low > high or (self.max_batch_size or math.inf) < self.init_batch_size
-        if too_small or without_time or (self.squared_gradient is None) != (self.variance is None):
-            raise ValueError("no such job")
-
-    @property
-    def critical_batch_size(self) -> float | None:
-        """Samples of a batch whose noise equals its gradient; None if that is not known.
-
-        Where nothing of |G|² was left (it cannot be negative), it is the size for one standard error of |G|²,
-        the lower end of its range. To leave such samples out would understate the size where it is largest.
-        """
-        sqr = self.squared_gradient or self.gradient_error
-        if not sqr or self.variance is None or self.squared_gradient is None:
-            return None
-        return self.variance * self.init_batch_size / sqr
-
-    @property
-    def model(self) -> GoodputFunction | None:
-        """Goodput as predicted at this time; None if no curve was fitted or no noise was measured."""
-        if self.curve is None or not (self.squared_gradient or self.variance):
-            return None
-        return GoodputFunction(self.curve, (self.squared_gradient, self.variance), self.init_batch_size)
-
-    @property
-    def critical_range(self) -> tuple[float, float] | None:
-        """The critical batch size for |G|² a standard error larger, and smaller; None: not known."""
-        size, error, sqr = self.critical_batch_size, self.gradient_error, self.squared_gradient
-        if size is None or error is None or sqr is None:
-            return None
-        if not sqr:
-            return size, math.inf
-        return size / (1 + error / sqr), size / (1 - error / sqr) if error < sqr else math.inf
-
-
-@validated
-class _Generation:
-    replicas: _Count
-    pause_s: _Amount | None = None
-
-
-@validated
-class _BatchSize:
-    batch_size: _Count
-    atomic_bsz: _Count | None = None
-    accumulation_steps: Annotated[int, Field(strict=True, ge=0, le=10**9)] | None = None
-    lr_factor: _Amount | None = None
-    goodput: _Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -184,109 +96,25 @@ class Report:
     estimators: tuple[str, ...] = ()  # how the gradient's noise was measured, in the order of time
 
 
-def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """Read the last run in an event log.
-
-    Args:
-        path: The log.
-        warn: Called with one line if the log was cut in the middle. The other lines are read all the same. A
-            last line that was cut short is left out.
-
-    Raises:
-        ReportError: there is no such file, it is empty, or it is no event log.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise ReportError(
-            f"{path}: {error.strerror}; start a job with adaptdl-run --event-log FILE to get a log"
-        ) from None
-    found = [(number, _event(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    events = [event for _, event in found if event is not None]
-    damaged = [number for number, event in found if event is None and number < len(lines)]
-    if len(damaged) >= max(len(events), 1):
-        raise ReportError(f"{path}: line {damaged[0]} is no event of adaptdl-run")
-    if not events:
-        raise ReportError(f"{path}: the log is empty; has the job begun to train?")
-    if damaged:
-        which = "line" if len(damaged) == 1 else f"{len(damaged)} lines, the first of them line"
-        warn(f"{path}: left out {which} {damaged[0]}, no event of adaptdl-run (a log that was cut there?)")
-    return events[_begin_of_last_run(events) :]
-
-
-def _event(line: str) -> dict[str, Any] | None:
-    """Return the event in a line of a log; None if there is none."""
-    try:
-        event = json.loads(line)
-        json.dumps(event, ensure_ascii=False).encode()  # no half of a character
-        valid = isinstance(event["event"], str) and 0 <= event["time"] <= _LAST_TIME
-        if event["event"] in _KINDS:
-            _KINDS[event["event"]](event)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return event if valid else None
-
-
-def _begin_of_last_run(events: list[dict[str, Any]]) -> int:
-    """Return the index of the first event of the last run.
-
-    A run follows an `exit`. It also begins where generations are counted from the beginning again: the run
-    before was killed, and the same log was used again.
-    """
-    begin, newest = 0, -1
-    for index, event in enumerate(events):
-        if event["event"] == "exit":
-            if index + 1 < len(events):
-                begin, newest = index + 1, -1
-        elif event["event"] == "started" and isinstance(generation := event.get("generation"), int):
-            if generation <= newest:
-                begin = index
-            newest = generation
-    return begin
-
-
-def samples_of(events: Iterable[dict[str, Any]]) -> list[Sample]:
-    """Return what the job said about itself, in the order of time; older versions said too little."""
-    samples = (_sample(event) for event in events if event["event"] == "goodput")
-    return sorted((sample for sample in samples if sample is not None), key=lambda sample: sample.time)
-
-
-def _sample(event: dict[str, Any]) -> Sample | None:
-    if "init_batch_size" not in event:
-        return None
-    squared_gradient, variance = event["grad_params"] or (None, None)
-    known = {name: value for name, value in event.items() if value is not None or name != "estimator"}
-    return Sample(**known, squared_gradient=squared_gradient, variance=variance)
-
-
-_KINDS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "goodput": _sample,
-    "generation": lambda event: _Generation(**event),
-    "batch_size": lambda event: _BatchSize(**event),
-}
-
-
-def report(events: Sequence[dict[str, Any]], price: float | None = None) -> Report:
+def report(run: Run, price: float | None = None) -> Report:
     """Report on a run.
 
     Args:
-        events: As `read_events` returns them.
+        run: As `read_run` returns it.
         price: Price of one replica for an hour, in any currency; None: no cost is computed.
 
     Raises:
-        ReportError: the job has never trained, or an older version has written the log.
+        RunLogError: the job has never trained, or an older version has written the log.
     """
-    samples = samples_of(events)
+    samples = sorted(run.samples, key=lambda sample: sample.time)
     if not samples:
-        raise ReportError(_nothing(events))
-    began, ended = events[0]["time"], max(event["time"] for event in events)
-    generations = [event for event in events if event["event"] == "generation"]
-    pauses = sum(event.get("pause_s") or 0.0 for event in generations)
-    starting = max(0.0, generations[0]["time"] - began) if generations else 0.0
-    ends = [event for event in events if event["event"] == "exit"]
+        raise RunLogError(_nothing(run.kinds))
+    pauses = sum(one.pause_s or 0.0 for one in run.generations)
+    starting = max(0.0, run.generations[0].time - run.began) if run.generations else 0.0
     ratios = [one.goodput / one.predicted_goodput for one in samples if one.predicted_goodput]
     calibration = statistics.median(ratios) if ratios else None
-    periods, alternatives = _periods(samples, began), _alternatives(samples, ended, calibration, price)
+    periods = _periods(samples, run.began)
+    alternatives = _alternatives(samples, run.ended, calibration, price)
     missing = []
     if not periods:
         why = "no gradient was found in the noise, and its error is not known"
@@ -297,15 +125,15 @@ def report(events: Sequence[dict[str, Any]], price: float | None = None) -> Repo
         missing.append(
             "no other sizes: no curve of step times was fitted; train longer, or with other batches"
         )
-    changes = _changes(events, samples, began)
+    changes = _changes(run, samples)
     rates = {one.batch_size: one.lr_factor for one in reversed(changes)}
     return Report(
-        seconds=ended - began,
-        training=max(0.0, ended - began - pauses - starting),
+        seconds=run.ended - run.began,
+        training=max(0.0, run.ended - run.began - pauses - starting),
         pauses=pauses,
         starting=starting,
-        ended="still running, or killed" if not ends else _how(ends[-1]),
-        replicas=tuple(int(event["replicas"]) for event in generations),
+        ended=run.outcome or "still running, or killed",
+        replicas=tuple(one.replicas for one in run.generations),
         periods=periods,
         alternatives=alternatives,
         changes=changes,
@@ -317,9 +145,8 @@ def report(events: Sequence[dict[str, Any]], price: float | None = None) -> Repo
     )
 
 
-def _nothing(events: Sequence[dict[str, Any]]) -> str:
+def _nothing(kinds: set[str]) -> str:
     """Return why there is nothing to report on, and the remedy."""
-    kinds = {event["event"] for event in events}
     if "goodput" in kinds:
         return "an older version has written this log: it has no gradient statistics to report on"
     if "batch_size" in kinds and not kinds & {"started", "generation"}:
@@ -330,21 +157,45 @@ def _nothing(events: Sequence[dict[str, Any]]) -> str:
     return "the job has reported nothing yet: train for some seconds with AdaptiveDataParallel"
 
 
-def _how(event: dict[str, Any]) -> str:
-    code, reason = event.get("code", event.get("exit_code")), event.get("reason")
-    return f"exit code {code}" + (f": {reason}" if reason else "")
+def _critical_batch_size(sample: Sample) -> float | None:
+    """Return the samples of a batch whose noise equals its gradient; None if that is not known.
+
+    Where nothing of |G|² was left (it cannot be negative), it is the size for one standard error of |G|²,
+    the lower end of its range. To leave such samples out would understate the size where it is largest.
+    """
+    sqr = sample.squared_gradient or sample.gradient_error
+    if not sqr or sample.variance is None:
+        return None
+    return sample.variance * sample.init_batch_size / sqr
+
+
+def _critical_range(sample: Sample, size: float) -> tuple[float, float] | None:
+    """Return the critical batch size for |G|² a standard error larger, and smaller; None: not known."""
+    error, sqr = sample.gradient_error, sample.squared_gradient
+    if error is None:
+        return None
+    if not sqr:
+        return size, math.inf
+    return size / (1 + error / sqr), size / (1 - error / sqr) if error < sqr else math.inf
+
+
+def _model(sample: Sample) -> GoodputFunction | None:
+    """Return the goodput as predicted then; None if no curve was fitted or no noise was measured."""
+    if sample.curve is None or not (sample.squared_gradient or sample.variance):
+        return None
+    return GoodputFunction(sample.curve, (sample.squared_gradient, sample.variance), sample.init_batch_size)
 
 
 def _periods(samples: Sequence[Sample], began: float) -> tuple[Period, ...]:
-    known = [sample for sample in samples if sample.critical_batch_size is not None]
+    sized = [(sample, _critical_batch_size(sample)) for sample in samples]
+    known = [(sample, size) for sample, size in sized if size is not None]
     if not known:
         return ()
     length = -(-len(known) // _PERIODS)
     found = []
     for at in range(0, len(known), length):
-        part = known[at : at + length]
-        values = [sample.critical_batch_size or 0.0 for sample in part]
-        ranges = [one for one in (sample.critical_range for sample in part) if one is not None]
+        part, values = zip(*known[at : at + length], strict=True)
+        ranges = [one for one in map(_critical_range, part, values) if one is not None]
         lows, highs = zip(*ranges, strict=True) if ranges else ([min(values)], [max(values)])
         start, end = part[0].time - began, part[-1].time - began
         # a mean of two upper ends could be infinite
@@ -389,32 +240,30 @@ def _alternatives(
     return tuple(found)
 
 
-def _changes(events: Sequence[dict[str, Any]], samples: Sequence[Sample], began: float) -> tuple[Change, ...]:
+def _changes(run: Run, samples: Sequence[Sample]) -> tuple[Change, ...]:
     found = list[Change]()
-    # a script may report values of its own with that name
-    own = [one for one in events if one["event"] in ("batch_size", "goodput")]
-    measurements = [(one["time"], one["goodput"]) for one in own if one.get("goodput")]
+    measurements = [(time, goodput) for time, goodput, _ in run.goodputs if goodput]
     # older versions have not logged all of it
-    whole = [one for one in own if None not in (one.get("atomic_bsz"), one.get("accumulation_steps"))]
-    logged = [one for one in whole if one["event"] == "batch_size"]
-    times, tried = [*(one["time"] for one in logged), math.inf], set[tuple[int, ...]]()
+    logged = [one for one in run.batch_sizes if None not in (one.atomic_bsz, one.accumulation_steps)]
+    times, tried = [*(one.time for one in logged), math.inf], set[tuple[int, ...]]()
     # replicas, samples of a pass and further passes, and goodput, of the size before
     old, earlier = tuple[int, ...](), list[float]()
-    for event, time, end in zip(logged, times, times[1:], strict=False):
-        batch, atomic, passes = event["batch_size"], event["atomic_bsz"], event["accumulation_steps"]
+    for one, time, end in zip(logged, times, times[1:], strict=False):
+        batch, atomic, passes = one.batch_size, one.atomic_bsz or 1, one.accumulation_steps or 0
         new = (max(1, round(batch / atomic / (passes + 1))), atomic, passes)
         later = [goodput for at, goodput in measurements if time <= at < end]
         predicted = measured = None
-        last = next((one for one in reversed(samples) if one.time < time), None)
-        if last is not None and last.model is not None and old[:1] == new[:1]:
-            predicted = float(last.model(last.nodes, *new) / last.model(last.nodes, *old))
+        last = next((sample for sample in reversed(samples) if sample.time < time), None)
+        model = _model(last) if last is not None else None
+        if last is not None and model is not None and old[:1] == new[:1]:
+            predicted = float(model(last.nodes, *new) / model(last.nodes, *old))
         if earlier and later:
             measured = statistics.median(later[:_MEASUREMENTS]) / statistics.median(earlier[-_MEASUREMENTS:])
         doubtful = "may be better than predicted" if new in tried else "not tried in this run"
         why = "predicted to be better" if (predicted or 0) > 1 else doubtful
         if old[:1] != new[:1]:
             why = f"{pluralize(new[0], 'replica')} instead of {old[0]}" if old else "first measured"
-        found.append(Change(time - began, batch, event.get("lr_factor") or 1.0, predicted, measured, why))
+        found.append(Change(time - run.began, batch, one.lr_factor or 1.0, predicted, measured, why))
         tried.add(new)
         old, earlier = new, later
     return tuple(found)
@@ -465,10 +314,11 @@ def _advice(
 
 def _is_proportional(last: Sample) -> bool:
     """Return whether twice the initial batch would take about twice the time."""
-    if last.model is None:
+    model = _model(last)
+    if model is None:
         return False
     sizes = np.array([1, 2]) * last.init_batch_size / last.replicas
-    one, two = last.model.throughput(last.nodes, last.replicas, sizes, 0)
+    one, two = model.throughput(last.nodes, last.replicas, sizes, 0)
     return bool(two < _PROPORTIONAL * one)
 
 

@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 from typing import TypeVar
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, Signal, SignalKind
-from adaptdl_elastic.autoscaler.scaling.bill import bill
 from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
 from adaptdl_elastic.autoscaler.scaling.pool_account import FORGET_TURN_HOURS, given_back, lost
 from adaptdl_elastic.autoscaler.scaling.scaling_types import (
@@ -33,6 +32,8 @@ KEEP_BILLS = 86400.0
 _FORGET_PRICE = 86400.0
 # A released instance counts as gone for so long, though the provider may still list it.
 _STALE_LISTING_SECONDS = 60.0
+# An instance that the provider lists so late after its launch is still charged from its launch.
+_LATE_LISTING_SECONDS = 60.0
 # A new spot pool is credited with so many node hours without an interruption.
 PRIOR_HOURS = 6.0
 
@@ -102,7 +103,7 @@ def account(memory: Memory, seen: Observation) -> Memory:
     billed = {name: entry for name, entry in memory.billed.items() if entry.until > seen.now - KEEP_BILLS}
     start = seen.now if memory.updated is None else memory.updated
     for instance in (*seen.capacity.instances, *seen.capacity.ended):
-        billed[instance.id], elapsed, cost = bill(instance, memory.billed.get(instance.id), start, seen)
+        billed[instance.id], elapsed, cost = _bill(instance, memory.billed.get(instance.id), start, seen)
         pool = pools.get(instance.pool, PoolMemory())
         if instance.hourly_price >= pool.highest_price or seen.now - pool.highest_seen > _FORGET_PRICE:
             pool = replace(pool, highest_price=instance.hourly_price, highest_seen=seen.now)
@@ -113,6 +114,37 @@ def account(memory: Memory, seen: Observation) -> Memory:
         for job, share in shares(seen.nodes.get(instance.id), short).items():
             jobs[job] = jobs.get(job, 0.0) + cost * share
     return replace(memory, pools=pools, job_costs=jobs, cost=total, billed=billed)
+
+
+def _bill(
+    instance: Instance, before: Billed | None, start: float, seen: Observation
+) -> tuple[Billed, float, float]:
+    """Charge an instance from its launch to its end, as its provider reports them.
+
+    An observation charges the time until its own moment. Price changes become known later: the prices are
+    read every few minutes. So the time since the last reading is charged at the latest price, and charged
+    again, with all changes, after the next reading.
+
+    Args:
+        instance: The instance, which may have ended.
+        before: What of it was on the bill before; None: nothing.
+        start: When the charge of an instance begins that was not on the bill and that was launched earlier.
+        seen: The observation.
+
+    Returns:
+        What of the instance is on the bill now, hours added, cost added; these may be negative.
+    """
+    end = seen.now if instance.ended is None else instance.ended or (before.until if before else start)
+    until = max(end, instance.launched)
+    first = instance.launched if instance.launched > start - _LATE_LISTING_SECONDS else start
+    old = before or Billed(min(until, first), min(until, first))
+    # an instance that was stopped and started again has a new launch
+    since = max(old.final, instance.launched)
+    if instance.launched > old.until:  # what is on the bill of the time before its stop remains
+        old = Billed(instance.launched, instance.launched)
+    final = max(since, min(until, seen.capacity.priced))
+    new = Billed(until, final, instance.cost(final, until))
+    return new, (until - old.until) / 3600, instance.cost(since, final) + new.estimate - old.estimate
 
 
 def _forget(memory: Memory, seen: Observation) -> Memory:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from adaptdl_elastic.agent.terminal import event_log
-from adaptdl_elastic.agent.terminal.event_log import Event, EventLog
+from adaptdl_elastic.agent.terminal.event_log import EventLog
+from adaptdl_elastic.rendezvous.run_record import Event
 
 
 def test_a_file_gets_a_line_for_each(tmp_path: Path) -> None:

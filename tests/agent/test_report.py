@@ -16,10 +16,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from adaptdl_elastic.agent.launch import complain
-from adaptdl_elastic.agent.terminal import display, run_summary
-from adaptdl_elastic.agent.terminal.event_log import Event
+from adaptdl_elastic.agent.terminal import display
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.rendezvous.run_record import Event, Run
 from adaptdl_elastic.rendezvous.schema.records import Cause, Failure, Placement, Plan, Transition
 from adaptdl_elastic.rendezvous.text import duration
 
@@ -42,22 +42,28 @@ RUN: list[Event] = [
 ]  # fmt: skip
 
 
-def test_a_summary_says_when_and_why_each_generation_began() -> None:
-    summary = run_summary.summarise(RUN)
-    assert summary.seconds == 20.0
-    first, second = summary.generations
-    assert (first.start, first.end, first.pause) == (1.0, 10.0, None)
-    assert (second.start, second.end, second.pause, second.cause) == (10.0, 20.0, 2.5, "policy")
-    assert summary.pauses == (2.5,)
-    assert summary.final_metrics == {"accuracy": 0.9, "loss": 0.3}
-    assert summary.failures == ((15.0, "replica 1: SIGKILL"),)
-    assert summary.goodputs[-1] == (12.0, 440.0, 450.0)
-    assert summary.exit_code == 0
+def run_of(events: list[Event], run: Run | None = None) -> Run:
+    run = run or Run()
+    for event in sorted(events, key=lambda event: float(event["time"])):
+        run.add(event)
+    return run
+
+
+def test_a_run_says_when_and_why_each_generation_began() -> None:
+    run = run_of(RUN)
+    assert (run.began, run.ended) == (100.0, 120.0)
+    (first, first_end), (second, second_end) = run.spans
+    assert (first.time, first_end, first.pause_s) == (101.0, 110.0, None)
+    assert (second.time, second_end, second.pause_s, second.cause) == (110.0, 120.0, 2.5, "policy")
+    assert run.final_metrics == {"accuracy": 0.9, "loss": 0.3}
+    assert run.failures == [(115.0, "replica 1: SIGKILL")]
+    assert run.goodputs[-1] == (112.0, 440.0, 450.0)
+    assert (run.exit_code, run.outcome) == (0, "exit code 0: done")
 
 
 def test_it_is_printed_for_people() -> None:
     text = io.StringIO()
-    display.print_summary(Console(file=text, width=100), "job", run_summary.summarise(RUN))
+    display.print_summary(Console(file=text, width=100), "job", run_of(RUN))
     for word in ("goodput 300 → 450", "2.5 s", "accuracy 0.9", "replica 1: SIGKILL", "32", "64"):
         assert word in text.getvalue()
 
@@ -82,7 +88,7 @@ def test_the_summary_fits_the_terminal_and_keeps_words_whole(
     events = [{**event, **change.get(event["event"], {})} for event in RUN]
     text = io.StringIO()
     console = Console(file=text, width=width, soft_wrap=soft_wrap)
-    display.print_summary(console, "job", run_summary.summarise(events))
+    display.print_summary(console, "job", run_of(events))
     assert max(map(cell_len, text.getvalue().splitlines())) <= width
     for word in (*REASON.split(), "replicas", "batch size", str(batch), str(replicas), "2.5 s"):
         assert word in text.getvalue()
@@ -120,9 +126,9 @@ def test_the_live_line_does_not_show_replicas_that_are_not_there() -> None:
 
 @given(st.lists(st.sampled_from(RUN), unique_by=id))
 def test_any_part_of_a_log_can_be_summed_up_and_printed(events: list[Event]) -> None:
-    summary = run_summary.summarise(events)
-    display.print_summary(Console(file=io.StringIO()), "job", summary)
-    assert all(g.start <= g.end for g in summary.generations)
+    run = run_of(events)
+    display.print_summary(Console(file=io.StringIO()), "job", run)
+    assert all(generation.time <= end for generation, end in run.spans)
 
 
 @pytest.mark.parametrize("events", [RUN, RUN[:2], []], ids=["whole", "just begun", "empty"])
@@ -131,7 +137,7 @@ def test_a_picture_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eve
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from draw_run import draw
 
-    draw(run_summary.summarise(events), tmp_path / "new" / "run.png", "job")
+    draw(run_of(events), tmp_path / "new" / "run.png", "job")
     assert (tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -144,7 +150,7 @@ def test_both_curves_of_goodput_are_named_though_the_first_replicas_predicted_no
 
     events = [event if event["time"] != 105.0 else {**event, "predicted_goodput": None} for event in RUN]
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw(run_summary.summarise(events), tmp_path / "run.svg", "job")
+        draw(run_of(events), tmp_path / "run.svg", "job")
     text = (tmp_path / "run.svg").read_text()
     assert text.count(">measured<") == text.count(">predicted<") == 1
 
@@ -153,7 +159,7 @@ def test_an_error_message_with_brackets_is_no_markup() -> None:
     message = "rank 1 failed: [/__w/gloo/pair.cc:537] Read error [127.0.0.1]:43191"
     events = [{**e, "cause": "failure", "reason": message} if e["event"] == "generation" else e for e in RUN]
     text = io.StringIO()
-    display.print_summary(Console(file=text, width=200), "[job]", run_summary.summarise(events))
+    display.print_summary(Console(file=text, width=200), "[job]", run_of(events))
     assert message in text.getvalue()
 
 
@@ -209,16 +215,11 @@ def test_texts_of_other_nodes_are_shown_without_control_characters(
         assert not re.search("\x1b\\]|\x1b\\[2J|[\x07\x7f-\x9f\u202e]", text)
 
 
-def test_a_long_run_does_not_fill_the_memory_and_all_its_checkpoints_count() -> None:
-    collector = run_summary.Collector(most=200)
-    for i in range(5000):
-        collector.add({"time": float(i), "event": "goodput", "goodput": 1.0})
-        if i % 1000 == 0:
-            collector.add({"time": float(i), "event": "generation", "generation": i, "replicas": 1})
-        collector.add({"time": float(i), "event": "checkpoint", "id": str(i)})
-    assert len(collector.events) < 1000
-    assert len([e for e in collector.events if e["event"] == "generation"]) == 5
-    assert collector.summary.checkpoints == 5000
+def test_a_run_without_history_keeps_no_measurement() -> None:
+    run = run_of(RUN, Run(history=False))
+    assert (run.samples, run.goodputs, run.metrics) == ([], [], [])
+    assert run.final_metrics == {"accuracy": 0.9, "loss": 0.3}
+    assert len(run.generations) == 2
 
 
 @pytest.mark.parametrize(

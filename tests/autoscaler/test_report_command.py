@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from adaptdl_elastic.autoscaler.cli import adaptdl
 from adaptdl_elastic.autoscaler.diagnostics import run_report
 from adaptdl_elastic.goodput import GoodputFunction
+from adaptdl_elastic.rendezvous.run_record import Run, read_run
 
 CURVE = (0.01, 0.0001, 0.002, 0.0001, 0.001, 0.00001, 2.0)  # seconds; a replica more costs little
 INIT, MOST = 32, 1024
@@ -45,6 +46,13 @@ def log(noises: list[float], **other: Any) -> list[dict[str, Any]]:
     return [*found, {"time": 10.0 + 2 * len(noises), "event": "exit", "code": 0, "reason": "done"}]
 
 
+def reported(events: list[dict[str, Any]], price: float | None = None) -> run_report.Report:
+    run = Run()
+    for event in events:
+        run.add(event)
+    return run_report.report(run, price)
+
+
 def written(folder: Path, events: list[dict[str, Any]]) -> Path:
     path = folder / "events.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -56,17 +64,15 @@ def ask(*arguments: str | Path) -> Result:
 
 
 def test_the_critical_batch_size_is_that_of_the_logged_statistics() -> None:
-    found = run_report.report(log([100.0] * 10 + [300.0] * 10))
+    found = reported(log([100.0] * 10 + [300.0] * 10))
     assert [round(one.critical_batch_size) for one in found.periods] == [100] * 5 + [300] * 5
     assert found.periods[0].lowest == found.periods[0].highest == pytest.approx(100)
-    mixed = run_report.report(log([90.0, 100.0, 110.0] * 10))
+    mixed = reported(log([90.0, 100.0, 110.0] * 10))
     assert (mixed.periods[0].lowest, mixed.periods[0].highest) == pytest.approx((90, 110))
 
 
 def test_the_range_is_a_standard_error_of_the_squared_gradient() -> None:
-    [period, *_] = run_report.report(
-        log([100.0] * 20, grad_error=0.25, estimator="gradients of replicas")
-    ).periods
+    [period, *_] = reported(log([100.0] * 20, grad_error=0.25, estimator="gradients of replicas")).periods
     assert period.standard_error
     assert (period.lowest, period.highest) == pytest.approx((100 / 1.25, 100 / 0.75))
 
@@ -89,23 +95,23 @@ def test_a_gradient_that_vanishes_in_the_noise_counts_as_one_of_a_standard_error
     half = {"grad_params": (0.0, 100.0 / INIT), "grad_error": 0.25}
     events = log([100.0] * 20, grad_error=0.25)
     events[4:-1] = [{**e, **half} if place % 2 else e for place, e in enumerate(events[4:-1])]
-    found = run_report.report(events)
+    found = reported(events)
     [period, *_] = found.periods
     # 100 and at least 400, of which no sample is left out
     assert period.critical_batch_size == pytest.approx(250)
     assert period.highest == float("inf")
     assert len(found.samples) == 20
-    nothing = run_report.report(log([100.0] * 20, **half))
+    nothing = reported(log([100.0] * 20, **half))
     assert [one.critical_batch_size for one in nothing.periods] == pytest.approx([400.0] * 10)
     assert nothing.alternatives
     assert not nothing.missing
-    unknown = run_report.report(log([100.0] * 20, grad_params=(0.0, 3.0)))
+    unknown = reported(log([100.0] * 20, grad_params=(0.0, 3.0)))
     assert "in the noise" in unknown.missing[0]
     assert ask(written(tmp_path, events), "--html", tmp_path / "a.html").exit_code == 0
 
 
 def test_another_size_takes_the_progress_at_its_own_best_goodput() -> None:
-    found = run_report.report(log([500.0] * 20), price=3.0)
+    found = reported(log([500.0] * 20), price=3.0)
     own = float(GoodputFunction(CURVE, (1.0, 500 / INIT), INIT)(1, 1, 64, 0))
     for one in found.alternatives:
         model = GoodputFunction(CURVE, (1.0, 500 / INIT), INIT)
@@ -119,12 +125,12 @@ def test_another_size_takes_the_progress_at_its_own_best_goodput() -> None:
 
 
 def test_a_prediction_that_was_too_high_is_scaled_to_what_was_measured() -> None:
-    right = run_report.report(log([500.0] * 20))
+    right = reported(log([500.0] * 20))
     half = log([500.0] * 20)
     for event in half:
         if event["event"] == "goodput":
             event["predicted_goodput"] *= 2
-    wrong = run_report.report(half)
+    wrong = reported(half)
     assert wrong.calibration == pytest.approx(0.5)
     assert wrong.alternatives[0].seconds == pytest.approx(2 * right.alternatives[0].seconds)
 
@@ -132,7 +138,7 @@ def test_a_prediction_that_was_too_high_is_scaled_to_what_was_measured() -> None
 def test_the_time_is_divided_into_start_changes_and_training() -> None:
     events = log([100.0] * 20)
     events.insert(4, {"time": 9.0, "event": "generation", "generation": 2, "replicas": 1, "pause_s": 1.5})
-    found = run_report.report(events)
+    found = reported(events)
     assert (found.seconds, found.starting, found.pauses, found.training) == (50.0, 4.0, 2.0, 44.0)
     assert found.replicas == (1, 2, 1)
 
@@ -149,14 +155,14 @@ def test_the_time_is_divided_into_start_changes_and_training() -> None:
 def test_the_initial_batch_size_of_the_next_run_follows_the_noise_at_the_beginning(
     noise: float, advice: str
 ) -> None:
-    found = run_report.report(log([noise] * 20))
+    found = reported(log([noise] * 20))
     assert found.advice[0].startswith(advice)
 
 
 def test_replicas_are_recommended_while_each_doubling_is_worth_it() -> None:
-    little = run_report.report(log([20.0] * 20))  # hardly any noise: larger batches help nobody
+    little = reported(log([20.0] * 20))  # hardly any noise: larger batches help nobody
     assert any(line.startswith("replicas: 1,") for line in little.advice)
-    much = run_report.report(log([10_000.0] * 20))
+    much = reported(log([10_000.0] * 20))
     assert any(line.startswith(("replicas: 2,", "replicas: 4,")) for line in much.advice)
 
 
@@ -171,14 +177,14 @@ def test_a_size_that_was_not_tried_is_marked(tmp_path: Path) -> None:
     assert text.count("replica hours (not tried)") == 3
     assert "<td>2</td>" in (page := (tmp_path / "page.html").read_text())
     assert "<td>4 (not tried)</td>" in page
-    only = run_report.report(log([10_000.0] * 20, replicas=3, max_profiled_replicas=3))
+    only = reported(log([10_000.0] * 20, replicas=3, max_profiled_replicas=3))
     assert [one.replicas for one in only.alternatives if one.tried] == [3]
     assert only.advice[-1].startswith("replicas: 3, since the same progress takes ")
     # 1.5 times the replicas need not give 1.5 times the goodput
-    both = run_report.report(log([10_000.0] * 20, replicas=2, max_profiled_replicas=3))
+    both = reported(log([10_000.0] * 20, replicas=2, max_profiled_replicas=3))
     assert both.advice[-1].startswith("replicas: 3, since")
     used = [*log([256.0] * 20)[:-1], chosen(49, 128, 10.0)]
-    assert run_report.report(used).advice[0].startswith("initial batch size: 128 instead of 32")
+    assert reported(used).advice[0].startswith("initial batch size: 128 instead of 32")
 
 
 def test_no_batch_size_comes_from_a_gradient_of_zero(tmp_path: Path) -> None:
@@ -186,20 +192,20 @@ def test_no_batch_size_comes_from_a_gradient_of_zero(tmp_path: Path) -> None:
     text = ask(path, "--html", tmp_path / "page.html").output
     assert "initial batch size: keep 32; no gradient was found in the noise at first (|G|² is 0)\n" in text
     assert "largest batch size" not in text
-    found = run_report.report(run_report.read_events(path))
+    found = run_report.report(read_run(path))
     assert {one.batch_size for one in found.alternatives} == {None}
     assert "<td>–</td>" in (tmp_path / "page.html").read_text()
     # samples without a gradient take no part in the mean size
     some = log([100.0] * 20)
     without = [dict(event, grad_params=(0.0, 3.0)) if event["time"] > 30 else event for event in some]
-    sizes = [one.batch_size for one in run_report.report(some).alternatives]
-    assert [one.batch_size for one in run_report.report(without).alternatives] == pytest.approx(sizes)
+    sizes = [one.batch_size for one in reported(some).alternatives]
+    assert [one.batch_size for one in reported(without).alternatives] == pytest.approx(sizes)
 
 
 @pytest.mark.parametrize("constant", [0.0, 0.01])
 def test_a_size_is_kept_where_the_time_of_a_step_is_proportional_to_it(constant: float) -> None:
     curve = (constant, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0)
-    advice = run_report.report(log([1_700.0] * 20, perf_params=curve, max_batch_size=None)).advice
+    advice = reported(log([1_700.0] * 20, perf_params=curve, max_batch_size=None)).advice
     if constant:
         assert advice[0].startswith("initial batch size: 1024 (not tried) instead of 32")
         assert any(line.startswith("batch size: let it grow") for line in advice)
@@ -214,12 +220,12 @@ def test_the_learning_rate_of_the_next_run_is_that_of_the_scaling_rule() -> None
     events = log([256.0] * 20)
     # the square-root rule gave 2 at four times the initial size
     used = [*events[:2], {**chosen(5, 128, 10.0), "lr_factor": 2.0}, *events[4:]]
-    assert run_report.report(used).advice[1] == "learning rate: × 2.00 (the scaling rule gave × 2.00 at 128)"
+    assert reported(used).advice[1] == "learning rate: × 2.00 (the scaling rule gave × 2.00 at 128)"
     less = [*events[:2], {**chosen(5, 64, 10.0), "lr_factor": 2.0**0.5}, *events[4:]]
-    assert run_report.report(less).advice[1] == "learning rate: × 2.00 (the scaling rule gave × 1.41 at 64)"
+    assert reported(less).advice[1] == "learning rate: × 2.00 (the scaling rule gave × 1.41 at 64)"
     fixed = [*events[:2], *events[4:]]
-    assert "the scaling rule was not used in this run" in run_report.report(fixed).advice[1]
-    kept = run_report.report(log([40.0] * 20)).advice
+    assert "the scaling rule was not used in this run" in reported(fixed).advice[1]
+    kept = reported(log([40.0] * 20)).advice
     assert not any(line.startswith("learning rate") for line in kept)
 
 
@@ -238,7 +244,7 @@ def test_a_change_has_its_gain_over_the_size_before_it_and_why_it_was_made(tmp_p
         {"time": 6.5, "event": "metrics", "goodput": "good"},
         chosen(7, 64, 105.0), chosen(8, 1024, 70.0), chosen(9, 1024, 140.0, replicas=2), end,
     ]  # fmt: skip
-    first, large, back, again, wider = run_report.report(events).changes
+    first, large, back, again, wider = reported(events).changes
     assert (first.predicted, first.measured, first.why) == (None, None, "first measured")
     worse = model(1, 1, 1024, 0) / model(1, 1, 32, 0)
     assert worse < 0.9

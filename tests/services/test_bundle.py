@@ -16,9 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaptdl_elastic.agent.service.archives import unpack
+from adaptdl_elastic.agent.service.archives import read_private, unpack
 from adaptdl_elastic.agent.service.blobs import KEPT_SECONDS, BlobError, Blobs
-from adaptdl_elastic.agent.service.private_archive import read_private
 from adaptdl_elastic.autoscaler.provisioning import bundle
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.submissions import OWNER_HEADER

@@ -215,7 +215,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "stopped-time-is-billed",
         "an instance that was stopped and started again is charged for the time between",
-        "autoscaler/scaling/bill.py",
+        "autoscaler/scaling/observed_history.py",
         "since = max(old.final, instance.launched)",
         "since = (before or old).final",
         tests="tests/scaling/test_bill.py",
@@ -232,8 +232,8 @@ PLANTED: tuple[Planted, ...] = (
         "longest-pause-for-the-sum",
         "`adaptdl report` shows the longest pause for the sum of all",
         "autoscaler/diagnostics/run_report.py",
-        'sum(event.get("pause_s") or 0.0 for event in generations)',
-        'max([event.get("pause_s") or 0.0 for event in generations], default=0.0)',
+        "sum(one.pause_s or 0.0 for one in run.generations)",
+        "max([one.pause_s or 0.0 for one in run.generations], default=0.0)",
         tests="tests/autoscaler/test_report_command.py",
     ),
     Planted(
