@@ -91,6 +91,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.agent.own_records": "agents.AgentProcess takes its place",
     "adaptdl_elastic.agent.cluster.run_secret": "only `launch` asks for a secret",
     "adaptdl_elastic.agent.cluster.usage_reporter": "only `launch` reports a node's load",
+    "adaptdl_elastic.agent.cluster.link_probe": "only `launch` measures links",
     "adaptdl_elastic.agent.machine.node_end": "a process of its own on a cloud's node",
     "adaptdl_elastic.agent.machine.device_locks": "inside a replica's process",
     "adaptdl_elastic.agent.machine.devices": "only `launch` asks for devices; each machine has its own",
