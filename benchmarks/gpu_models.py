@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import tempfile
@@ -134,6 +135,7 @@ def against_ddp(work: Work, steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": steps}
     for label in ("ddp", "ours"):
         torch.manual_seed(0)
+        gc.collect()
         before = allocated()
         model = work.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=work.inputs.is_cuda)
@@ -171,7 +173,11 @@ def stalls(work: Work, saves: int = 3) -> dict[str, Any]:
 
     Each save begins after the one before has been written.
     """
-    folder = Path(tempfile.mkdtemp(prefix="gpu-checks-"))
+    with tempfile.TemporaryDirectory(prefix="gpu-checks-", ignore_cleanup_errors=True) as folder:
+        return _stalls(work, saves, Path(folder))
+
+
+def _stalls(work: Work, saves: int, folder: Path) -> dict[str, Any]:
     os.environ["ADAPTDL_CHECKPOINT_PATH"] = str(folder)
     model = work.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -22,9 +22,11 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._spare: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        self._copying = False  # a copy has begun
 
     def take(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return a buffer of the same shape and type, or None."""
+        self._copying = True
         spare = self._spare.get(_layout(like))
         return spare.pop() if spare else None
 
@@ -43,7 +45,7 @@ class HostBuffers:
         # without memory the first copy tries again, and tells why it fails
         with contextlib.suppress(RuntimeError):
             for source in sources:
-                if self._spare is not spare:  # a copy has been made meanwhile
+                if self._copying:
                     return
                 spare.setdefault(_layout(source), []).append(pinned_like(source))
 

@@ -7,5 +7,8 @@ from __future__ import annotations
 
 FILES = "selftest-*.json"
 
+AGAIN = 3600.0
+"""Seconds after which a failed test is repeated, since memory may have been short."""
+
 NOT_ENDED = "self-test has not ended"
 """End of the reason why a job cannot change in place yet."""

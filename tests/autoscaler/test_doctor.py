@@ -140,8 +140,10 @@ def test_the_verdict_of_the_self_test(tmp_path: Path, monkeypatch: pytest.Monkey
     assert said() == [(Level.OK, "has never run; the first job with NCCL runs it")]
     (folder / "selftest-0.json").write_text('{"why": "it hangs", "time": 1.0}')
     assert said() == [(Level.WARNING, "has failed: it hangs")]
-    (folder / "selftest-1.json").write_text('{"why": null, "time": 2.0}')
     os.utime(folder / "selftest-0.json", (1.0, 1.0))
+    assert said() == [(Level.OK, "has never run; the first job with NCCL runs it")], "it is repeated"
+    (folder / "selftest-1.json").write_text('{"why": null, "time": 2.0}')
+    (folder / "selftest-2.json").write_text('{"why": nul')
     assert said() == [(Level.OK, "has passed")]
     folder.chmod(0o777)
     assert said(tmp_path / "no driver") == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -393,11 +394,11 @@ def test_a_failure_is_kept_for_an_hour_and_a_success_for_good(tmp_path: Path) ->
 
     for _ in range(2):
         assert verdict(run) == "it hangs"
-        now += selftest.AGAIN - 1
+        now += self_test.AGAIN - 1
     assert asked == [("deferred", selftest.LIMIT)]
     now += 1
     assert verdict(lambda *_: None) is None
-    now += 1000 * selftest.AGAIN
+    now += 1000 * self_test.AGAIN
     assert verdict(run) is None
     (path,) = folder.glob(self_test.FILES)
     assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o077) == (0o700, 0o044)
@@ -405,6 +406,26 @@ def test_a_failure_is_kept_for_an_hour_and_a_success_for_good(tmp_path: Path) ->
         path.write_text(torn)
         assert verdict(run) == "it hangs"
         assert json.loads(path.read_text())["why"] == "it hangs"
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_forked_during_the_test_does_not_keep_its_lock(tmp_path: Path) -> None:
+    workers = list[int]()
+
+    def run(*_: object) -> str | None:
+        workers.append(os.fork())
+        if not workers[-1]:
+            signal.pause()
+        return "it hangs"
+
+    try:
+        for clock in (lambda: 0.0, lambda: self_test.AGAIN):
+            assert selftest.verdict("deferred", tmp_path / "kept", run, clock) == "it hangs"
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+    assert len(workers) == 2
 
 
 def test_a_test_with_two_devices_counts_for_one_but_not_the_other_way_round(

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed
@@ -50,9 +50,6 @@ log = logging.getLogger(__name__)
 LIMIT = 180.0
 """Seconds that a self-test may take, imports included."""
 
-AGAIN = 3600.0
-"""Seconds after which a failed test is repeated, since memory may have been short."""
-
 _NAME = "adaptdl_elastic.torch._process_group.selftest"  # also needed when this module is __main__
 _PATIENCE = timedelta(seconds=60)  # time limit of a group's members for each other
 _SEVERAL = 2  # devices of a test in which a process is killed
@@ -70,7 +67,8 @@ def verdict(
 ) -> str | None:
     """Return why groups of `backend` cannot be formed again on this node; None if they can.
 
-    Waits while another process of this user runs the test. Runs the test where no result can be kept.
+    Waits while another process of this user runs the test, at most as long as a test may take. Runs the test
+    where no result can be kept.
 
     Args:
         backend: name of the backend.
@@ -82,19 +80,37 @@ def verdict(
     try:
         path = _path(backend, folder, _visible(backend))
         lock = path.with_suffix(".lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if its holder dies
     except (OSError, RuntimeFileError):
         return ask(backend, LIMIT)
     with lock:
-        known = remembered(backend, folder, clock)
-        if known is not None:
-            return known or None
-        why = ask(backend, LIMIT)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        with contextlib.suppress(OSError):
-            fresh.write_text(json.dumps({"why": why, "time": clock()}))
-            fresh.replace(path)
-        return why
+        known, end = remembered(backend, folder, clock), time.monotonic() + LIMIT
+        while known is None and not _locked(lock) and time.monotonic() < end:
+            time.sleep(0.1)
+            known = remembered(backend, folder, clock)
+        try:
+            known = remembered(backend, folder, clock) if known is None else known
+            if known is not None:
+                return known or None
+            why = ask(backend, LIMIT)
+            fresh = path.with_suffix(f".{os.getpid()}")
+            with contextlib.suppress(OSError):
+                fresh.write_text(json.dumps({"why": why, "time": clock()}))
+                fresh.replace(path)
+            return why
+        finally:
+            with contextlib.suppress(OSError):  # a worker that was forked meanwhile would keep the lock
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _locked(file: IO[str]) -> bool:
+    """Try to lock a file; return whether nothing is left to wait for."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # this file system has no locks
+        pass
+    return True
 
 
 def remembered(backend: str, folder: Path | None = None, clock: Clock = time.time) -> str | None:
@@ -106,9 +122,9 @@ def remembered(backend: str, folder: Path | None = None, clock: Clock = time.tim
         try:
             found = json.loads(_path(backend, folder, devices).read_text())
             why, age = found["why"], clock() - float(found["time"])
-        except (OSError, RuntimeFileError, ValueError, KeyError, TypeError):
+        except (OSError, RuntimeFileError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
             continue
-        if why is None or 0 <= age < AGAIN:
+        if why is None or 0 <= age < self_test.AGAIN:
             return str(why or "")
     return None
 
