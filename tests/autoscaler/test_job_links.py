@@ -63,6 +63,26 @@ def test_measured_steps_replace_the_prediction_from_the_link() -> None:
     assert set(pump.placed("a")) == {"n0", "n1"}
 
 
+def test_a_change_that_the_next_report_refutes_is_taken_back_within_two_seconds() -> None:
+    pump = Pump(policy=allocate)
+    grown(pump, 500e6)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    first = next(agent for agent in pump.agents if agent.node == "n0")
+    slow = ProfileEntry(2, 2, 8, 4.0, 4.0, 0, 3)
+    first.report(
+        pump.plan("a"),
+        init_batch_size=16,
+        max_batch_size=None,
+        local_bsz_bounds=None,
+        perf_params=(0.02, 0.015, 3.86, 0.0, 0.0, 0.0, 1.0),
+        profile=(ONE, slow),
+        max_profiled_replicas=2,
+        inplace=True,
+    )
+    pump.later(2.0)
+    assert set(pump.placed("a")) == {"n0"}
+
+
 def test_nodes_are_shown_with_their_links() -> None:
     pump = Pump(policy=allocate)
     grown(pump, 12.3e6)

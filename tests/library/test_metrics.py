@@ -610,3 +610,20 @@ def test_a_newcomer_to_adamw_needs_three_times_the_bytes_of_the_gradients() -> N
     assert gradients == 4 * 300
     assert state == 3 * 4 * 300 + 4, "and the number of steps"
     assert exchanged_bytes([SimpleNamespace(module=module)]) == (None, None)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("first", "others", "believed"), [(4.0, 4.0, [2, 1]), (4.0, 0.1, [1])])
+def test_steps_on_more_replicas_that_refute_the_prediction_are_reported_in_the_second_of_them(
+    script: Script, first: float, others: float, believed: list[int]
+) -> None:
+    machine = Machine(lambda _: 0.1)
+    machine.train(20, 32)
+    machine.metrics.refresh()
+    session = current_session()
+    session.identity = dataclasses.replace(session.identity, nodes=2, replicas=2)
+    assert machine.metrics.throughput() is None  # not that of one replica
+    machine.train(1, 32, sync=first)
+    machine.metrics.profile_step_start(32)
+    machine.now += min(others, 1.0)
+    machine.metrics.refresh()
+    assert sorted((entry.replicas for entry in machine.metrics.entries()), reverse=True) == believed

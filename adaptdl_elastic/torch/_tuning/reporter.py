@@ -29,6 +29,7 @@ from adaptdl_elastic.protocol.hints import MANY, MOST, JobHints, ProfileEntry, S
 from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits, accumulation_ratio
 from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
+from adaptdl_elastic.torch._tuning.refutation import Refutation
 from adaptdl_elastic.torch._tuning.step_times import ENOUGH, Estimates, Key, StepTimes, estimates, robust_mean
 from adaptdl_elastic.torch._tuning.training_warnings import TrainingWarnings, data_problem
 
@@ -102,6 +103,7 @@ class Metrics:
         self._interval = env.report_interval()
         self._node_type = os.environ.get(environment.NODE_TYPE, "")
         self._times = StepTimes()  # on nodes of this type
+        self._refutation = Refutation(self._times)
         self._elsewhere: dict[str, _OnType] = {}  # node type → measurements on it
         self._grads: dict[str, tuple[float, float]] = {}
         self._errors: dict[str, float] = {}  # standard errors of |G|²
@@ -172,6 +174,8 @@ class Metrics:
             self._recent.append((self._window_time, self._window_samples))
             self._window_time, self._window_samples = 0.0, 0
             self._reached = self._batch_size()
+            if self._refutation.step_ended(key, elapsed, now, self._skip > 0):
+                self._wake.set()
         if self._skip > 0:
             self._skip -= 1
         else:  # on every replica, since any of them may become rank 0
@@ -328,8 +332,9 @@ class Metrics:
 
     def throughput(self) -> float | None:
         """Return samples per second over the last steps; None before there are any."""
-        recent = list(self._recent)
-        if len(recent) <= ENOUGH:
+        recent, where, session = list(self._recent), self._where, self._session
+        # the steps of other replicas do not count
+        if len(recent) <= ENOUGH or where is None or where[:2] != (session.nodes, session.replicas):
             return None
         seconds = robust_mean(seconds for seconds, _ in recent[1:])  # the first may be a warm-up step
         return sum(n for _, n in recent[1:]) / (len(recent) - 1) / seconds if seconds > 0 else None
@@ -452,7 +457,8 @@ class Metrics:
     def _run(self) -> None:
         pause = SOON
         while not self._closed:
-            pause = SOON if self._wake.wait(min(pause, self._interval)) else 2 * pause
+            pause = min(pause, self._interval, self._refutation.interval)
+            pause = SOON if self._wake.wait(pause) else 2 * pause
             self._wake.clear()
             try:
                 self.refresh()
@@ -464,6 +470,7 @@ class Metrics:
         session = self._session
         if session.rank != 0:
             return
+        self._refutation.check(self._ended, self._clock())
         self._refit()
         chooser = self._chooser()
         self._suggestion = None if chooser is None else chooser.better()
@@ -485,6 +492,7 @@ class Metrics:
                     for name in ("nodes", "replicas", "atomic_bsz", "accum_step_time", "optim_step_time")
                 )
             )
+            self._refutation.model = self._perf_params, entries
         except ValueError as error:
             logger.debug("no model from these step times: %s", error)
 
