@@ -94,12 +94,13 @@ class World:
                 next(changes)
 
     def reported(self) -> bool:
-        """Whether the agent's own report of the present generation is there: it comes after `running`."""
+        """Whether the agent has reported the present generation, and the coordinator that the job runs."""
         plan, hints = (self.store.get(self.keys.job("mnist", name)) for name in ("plan", "hints"))
         if plan is None or hints is None:
             return False
         generation = records.decode(Plan, plan.value).generation
-        return sched_hints.decode(hints.value).generation == generation
+        told = sched_hints.decode(hints.value).generation == generation
+        return told and self.json("ls")[0]["state"] == "running"
 
     def json(self, *arguments: str) -> Any:
         result = self.run(*arguments, "--json")

@@ -508,11 +508,11 @@ class Metrics:
         self._session.emit("batch_size", **{name: getattr(hints, name) for name in names})
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. One that runs while the interpreter ends can abort the process."""
         self._closed = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(timeout=1)
+            self._thread.join(timeout=10)
 
     # Saving
 
