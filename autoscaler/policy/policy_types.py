@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple
 
 from adaptdl_elastic.autoscaler.policy.learning import Corrections
 from adaptdl_elastic.goodput import GradParams, PerfParams
@@ -42,7 +41,8 @@ class GoodputModel:
     network: NetworkPrior = NetworkPrior()  # nothing: a measurement counts, or the link is not known
 
 
-class NodeLimit(NamedTuple):
+@dataclass(frozen=True)
+class NodeLimit:
     """The smallest and largest number of replicas of one job on one node, if it has any there."""
 
     min_slots: int = 1
