@@ -83,12 +83,11 @@ def verdict(
     except (OSError, RuntimeFileError):
         return ask(backend, LIMIT)
     with lock:
-        known, end = remembered(backend, folder, clock), time.monotonic() + LIMIT
-        while known is None and not _locked(lock) and time.monotonic() < end:
+        end = time.monotonic() + LIMIT
+        while remembered(backend, folder, clock) is None and not _locked(lock) and time.monotonic() < end:
             time.sleep(0.1)
-            known = remembered(backend, folder, clock)
         try:
-            known = remembered(backend, folder, clock) if known is None else known
+            known = remembered(backend, folder, clock)  # the process that had the lock may have left it
             if known is not None:
                 return known or None
             why = ask(backend, LIMIT)
