@@ -161,15 +161,18 @@ def test_one_of_two_dies(start: Any, tmp_path: Path, dies: int) -> None:
 
 @pytest.mark.processes
 def test_deaths_leave_no_tensors_behind(start: Any, tmp_path: Path) -> None:
-    """A second and a third death, in the step in which DDP arranges its buckets, keep none of them."""
+    """Deaths in the step in which DDP arranges its buckets keep none of them.
+
+    The first one may come before that step has made any, so the later ones are compared with the second.
+    """
     job = start(2, counted=True)
-    for _ in range(3):
+    for _ in range(4):
         job.recover(1)
         job.rescale(2)
         job.wait_for("step")
     held = [int(line) for line in (tmp_path / "held-1").read_text().splitlines()]
-    assert len(held) == 3
-    assert max(held) - held[0] < 8 * SIZE, held
+    assert len(held) == 4
+    assert max(held[2:]) - held[1] < 8 * SIZE, held
 
 
 @pytest.mark.slow
