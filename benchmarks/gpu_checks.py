@@ -46,18 +46,16 @@ from step_overhead import CASES, Options
 
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._elastic import state_transfer as transfer
-from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch._process_group import backends, selftest
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
-EVERY = Schedule(longest=1)
 SMALL = bool({"cpu", "--device=cpu"} & set(sys.argv[1:]))
 DEVICE, BACKEND = ("cpu", "deferred") if SMALL else ("cuda", "nccl")
 
 
 def adaptive(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, **options: Any) -> Any:
     adp = AdaptiveDataParallel(model, optimizer, name=name, **options)
-    adp.gns.cheap_schedule = adp.gns.costly_schedule = EVERY
+    adp.gns.gap = 1
     adp._sampler._generator.manual_seed(0)
     return adp
 

@@ -2,7 +2,8 @@
 
     python benchmarks/noise.py [--only PART …] [--seeds N] [--json]
 
-Each case trains a model at a fixed batch size of 64 samples with the default schedule. At every 10th step
+Each case trains a model at a fixed batch size of 64 samples, and measures as often as the library would if a
+measurement cost --cost of a plain step. At every 10th step
 from the 20th on, what the library says is compared with the true |G|² and tr Σ at the present parameters, in
 Adam's metric for AdamW. The truth is a closed form for linear regression (`Regression`), the moments of all
 samples' own gradients for models of a finite data set (batches are drawn from it with replacement), and the
@@ -44,6 +45,7 @@ from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.comm_hook import Norms
 from adaptdl_elastic.torch._gradient.estimator import Measurement, variance_from_parts
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch._gradient.pace import gap_of
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 BATCH = 64
@@ -360,7 +362,7 @@ class Together:
             total = self._norm(zip(parameters, mean, strict=True))
             variance = variance_from_parts(own, total, self.case.replicas)
             self.gns.record(Measurement(total, variance, 1.0), self.gns.steps)
-            self.gns.measured(self.gns.cheap_schedule)
+            self.gns.measured(1)
         for parameter, gradient in zip(parameters, mean, strict=True):
             parameter.grad = gradient
         self.optimizer.step()
@@ -390,7 +392,7 @@ def goodput(sqr: float, var: float) -> Any:
     return SIZES * BATCH / (OVERHEAD + SIZES * BATCH) * gain(sqr, var, SIZES) / SIZES
 
 
-def train(case: Case, seed: int) -> dict[str, float]:
+def train(case: Case, seed: int, cost: float) -> dict[str, float]:
     """Train once; return the figures that the module's docstring names."""
     torch.manual_seed(seed)
     task = case.task()
@@ -410,6 +412,7 @@ def train(case: Case, seed: int) -> dict[str, float]:
             ratios.append(best[ours.argmax()] / best.max())
             began = time.process_time()
         x, y = task.batch(BATCH, generator)
+        gns.gap = gap_of(cost, step)
         trainee.step(list(zip(x.chunk(case.parts), y.chunk(case.parts), strict=True)))
     training += time.process_time() - began
     figures = {"goodput": float(np.mean(ratios)), "seconds": training}
@@ -428,9 +431,9 @@ def _divisors(gns: GradientNoiseScale, optimizer: Any, task: Task) -> list[torch
     return [divisor(slice(None)) for divisor in divisors if divisor is not None]
 
 
-def measure(case: Case, seeds: int) -> dict[str, float]:
+def measure(case: Case, seeds: int, cost: float) -> dict[str, float]:
     """Return the means over seeds; of `rms…` the root of the mean square."""
-    runs = [train(case, seed) for seed in range(seeds)]
+    runs = [train(case, seed, cost) for seed in range(seeds)]
     figures = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
     for name in ("rms4", "rms16"):
         figures[name] = float(np.sqrt(np.mean([run[name] ** 2 for run in runs])))
@@ -442,6 +445,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="PART", help="cases whose name contains one of these")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--cost", type=float, default=0.2, help="a transformer on one replica of a CPU")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     names = [n for n in CASES if not arguments.only or any(part in n for part in arguments.only)]
@@ -456,7 +460,7 @@ def main() -> None:
             print(f"{'case':<30}  bias4  rms4  bias16  rms16  goodput  worst  B, median  CPU s")
         for name in names:
             _session.reset()
-            found = measure(CASES[name], arguments.seeds)
+            found = measure(CASES[name], arguments.seeds, arguments.cost)
             if arguments.json:
                 print(
                     json.dumps({"case": name, **asdict(CASES[name], dict_factory=_plain), **found}),

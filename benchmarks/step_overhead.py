@@ -10,8 +10,8 @@ second time), too few to be measured as they come: `cpu` is
     (1 − 1/gap) · plain + 1/gap · sampled
 
 of the medians over rounds of each block's CPU time (of the process, all its threads) over DDP's; `wall` the
-same of wall time. `gap` is the one after --age steps, when sampling has settled. `low` and `high` hold 95 %
-of `cpu` with rounds drawn again (bootstrap). One torch thread per process.
+same of wall time. `gap` is the one that the library chooses for this cost after --age steps. `low` and
+`high` hold 95 % of `cpu` with rounds drawn again (bootstrap). One torch thread per process.
 
 With --loop each round is a fresh run of so many steps of both from their data loaders, sampled as they come,
 and the costs of the library's data loop count. --age 0 takes the first steps of a job.
@@ -43,8 +43,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot
-from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch._gradient.out_of_memory import unguarded
+from adaptdl_elastic.torch._gradient.pace import gap_of
 from adaptdl_elastic.torch.data import AdaptiveDataLoader
 from adaptdl_elastic.torch.epoch import remaining_epochs_until
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
@@ -220,14 +220,8 @@ class Trainee:
         """From now on measure every step, or none."""
         assert isinstance(self.model, AdaptiveDataParallel)
         gns = self.model.gns
-        gns.cheap_schedule = gns.costly_schedule = Schedule(longest=1)
+        gns.gap = 1
         gns.load_state_dict({**gns.state_dict(), "next": 0 if every_step else sys.maxsize})
-
-    def gap(self, replicas: int, age: int) -> int:
-        """Steps from one sample to the next after `age` steps, by AdaptiveDataParallel's own schedule."""
-        assert isinstance(self.model, AdaptiveDataParallel)
-        kind = type(self.model.gns)
-        return (kind.costly_schedule if replicas == 1 else kind.cheap_schedule).gap(age)
 
     def loop(self, data: TensorDataset, local: int, age: int) -> tuple[float, float]:
         """CPU and wall seconds of one step of an epoch, on average."""
@@ -279,7 +273,10 @@ def measure(options: Options, seed: int = 0) -> Ratios:
     while len(rounds) < options.rounds and (len(rounds) < 5 or _go_on(end, device)):
         names = order.sample(list(blocks), len(blocks))
         rounds.append({name: blocks[name]() for name in names})
-    gap = 1 if options.loop else adaptive.gap(options.nproc, options.age)
+    gap = 1
+    if not options.loop:
+        cost = _medians(rounds, "sampled", 0) / _medians(rounds, "plain", 0) - 1.0
+        gap = gap_of(max(cost, 0.0), options.age)
     again = sorted(_amortised(order.choices(rounds, k=len(rounds)), gap, 0) for _ in range(1000))
     return Ratios(
         cpu=_amortised(rounds, gap, 0),

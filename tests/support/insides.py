@@ -42,6 +42,11 @@ def seed_signs(adp: Any, seed: int) -> None:
     adp._sampler._generator.manual_seed(seed)
 
 
+def walk_only(adp: Any) -> None:
+    """Let one replica measure by walks through the whole graph, never from the rows of a few samples."""
+    adp._sampler._rows = lambda *_: None
+
+
 def run_halves(adp: Any) -> None:
     """Let one replica measure its gradient by running the model on half of a batch."""
     adp._sampler.can_not_split("for a test")

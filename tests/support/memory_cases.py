@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic.torch._gradient import comm_hook
-from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 WIDTH, LAYERS, BATCH = 1024, 8, 4
@@ -45,7 +44,7 @@ def _net() -> nn.Module:
 
 def _adaptive(net: nn.Module, optimizer: torch.optim.Optimizer, sampled: bool) -> AdaptiveDataParallel:
     adp = AdaptiveDataParallel(net, optimizer)
-    adp.gns.cheap_schedule = adp.gns.costly_schedule = Schedule(longest=1)
+    adp.gns.gap = 1
     if not sampled:
         insides.measure_no_more(adp)
     return adp

@@ -19,7 +19,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic.torch._gradient import comm_hook
-from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale
@@ -82,7 +81,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, first:
 
 
 def measure_always(adp: AdaptiveDataParallel) -> None:
-    adp.gns.cheap_schedule = adp.gns.costly_schedule = Schedule(longest=1)
+    adp.gns.gap = 1
     adp.gns.settles_after = 0
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from fake_loader import FakeLoader
 
-from adaptdl_elastic.torch._gradient.estimator import Array, Measurement, Schedule
+from adaptdl_elastic.torch._gradient.estimator import Array, Measurement
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 SCALE = 8.0
@@ -98,6 +98,7 @@ class Run:
     micro_batches: int = 1
     settle: int = 0  # steps that are not compared: 1/P of Adam's first ones has no mean
     every_step: bool = True
+    rows: bool = False  # measured from the rows of a few samples, with twice the error of all of them
     adam: bool = False
     by_group: bool = False  # two parameter groups, told apart
     loss_scale: float | None = None  # a GradScaler's
@@ -119,8 +120,9 @@ def train(run: Run, seed: int) -> dict[str, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=run.loss_scale or 1.0, enabled=run.loss_scale is not None)
     adp = AdaptiveDataParallel(model, optimizer, mp_scaler=scaler, name=f"seed {seed}")
     insides.seed_signs(adp, seed)
-    if run.every_step:
-        adp.gns.cheap_schedule = adp.gns.costly_schedule = Schedule(longest=1)
+    if not run.rows:
+        insides.walk_only(adp)
+    adp.gns.gap = 1 if run.every_step else 4
     batch = run.local * replicas * run.micro_batches
     parts = model.parts if run.by_group else [slice(None)]
     measured: dict[int, dict[str, Array]] = {}

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint
-from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch._process_group.backends import Gloo
 from adaptdl_elastic.torch._sharded import fully_shard as private
 from adaptdl_elastic.torch._sharded import reshard
@@ -136,7 +135,7 @@ def noise(kind: str, passes: int, shard: bool, mixed: dict[str, Any]) -> dict[st
         model: Any = adl.AdaptiveFSDP(net, optimizer, name=name)
     else:
         model = adl.AdaptiveDataParallel(net, optimizer, name=name, find_unused_parameters=True)
-    model.gns.cheap_schedule = model.gns.costly_schedule = Schedule(longest=1)
+    model.gns.gap = 1
     generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
     for _ in range(20):
         for _ in range(passes):
@@ -181,7 +180,7 @@ def _windows(
     wrap: Any = adl.AdaptiveFSDP if shard else adl.AdaptiveDataParallel
     # not AdaScale, which depends on what is measured
     model = wrap(net, optimizer, name=f"{shard} {first} {set_to_none}", scaling_rule=SqrtScale())
-    model.gns.cheap_schedule = model.gns.costly_schedule = Schedule(longest=1)
+    model.gns.gap = 1
     samples = torch.randn(1000, 5, generator=torch.Generator().manual_seed(7))
     position = 0
     for window in plan:

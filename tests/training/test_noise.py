@@ -14,7 +14,6 @@ from adaptdl_elastic.torch._gradient.comm_hook import Recording
 from adaptdl_elastic.torch._gradient.estimator import (
     Measurement,
     Moments,
-    Schedule,
     balanced_signs,
     lr_gain,
 )
@@ -275,10 +274,3 @@ def test_an_overflow_is_not_finite() -> None:
     assert measurement(1.0, 1.0).finite
     assert not measurement(float("inf"), 1.0).finite
     assert not measurement(1.0, float("nan")).finite
-
-
-@given(st.integers(0, 10**6), st.integers(1, 100))
-def test_gaps_grow_to_the_longest(step: int, longest: int) -> None:
-    schedule = Schedule(longest)
-    assert 1 <= schedule.gap(step) <= schedule.gap(step + 1) <= longest
-    assert schedule.gap(0) == 1

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Identity
 from adaptdl_elastic.torch import scaling_rules
-from adaptdl_elastic.torch._gradient.estimator import Measurement, Schedule
+from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 DDP_OPTIONS: list[dict[str, Any]] = [
@@ -722,7 +722,7 @@ def test_adamscale_for_an_optimizer_without_second_moments_is_said_once(
     model = cases.linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     adp = AdaptiveDataParallel(model, optimizer, scaling_rule=scaling_rules.AdamScale())
-    adp.gns.costly_schedule = Schedule(longest=40, patience=1)
+    adp.gns.gap = 40
     for step in range(70):
         x, y = cases.samples(16, step)
         optimizer.zero_grad()
@@ -733,7 +733,7 @@ def test_adamscale_for_an_optimizer_without_second_moments_is_said_once(
     assert adp.gns.lr_gain(8.0).tolist() == [1.0]
     assert caplog.text.count("SGD keeps no second moment") == 1
     assert "AdaScale()" in caplog.text
-    assert adp.gns._next == 80, "it is not tried in every step"
+    assert adp.gns._next == 90, "it is not tried in every step"
 
 
 @pytest.mark.usefixtures("alone")

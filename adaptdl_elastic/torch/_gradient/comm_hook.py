@@ -159,6 +159,8 @@ class Recording:
         work: the all-reduce of that sum.
         whole: of the mean gradient after this pass; None: that of `average`. They differ if `average` is of
             this pass alone, and earlier passes of the step have left gradients.
+        cost: what measuring costs on this replica, in plain steps.
+        mean_cost: the mean over replicas, a 0-d tensor, once `work` has ended.
     """
 
     own: list[torch.Tensor] = field(default_factory=list)
@@ -167,6 +169,8 @@ class Recording:
     reduced: torch.Tensor | None = None
     work: Any = None
     whole: torch.Tensor | None = None
+    cost: float = 0.0
+    mean_cost: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -434,8 +438,10 @@ def _replace(bucket: GradBucket, instead: GradientSubstitute) -> None:
 
 def _reduce_own(state: HookState, recording: Recording) -> None:
     """Start to sum the small vector of own norms; the step does not wait for it."""
-    recording.reduced = _or_nan(state, recording.own[0], lambda: torch.stack(recording.own).sum(0))
-    recording.work = state.queue(recording.reduced)
+    own = _or_nan(state, recording.own[0], lambda: torch.stack(recording.own).sum(0))
+    sums = torch.cat([own, torch.full_like(own[:1], recording.cost / state.world_size)])
+    recording.reduced, recording.mean_cost = sums[:-1], sums[-1]
+    recording.work = state.queue(sums)
     if state.absorb:
         state.works = [work for work in state.works if not work.is_completed()]
         state.works.append(recording.work)

@@ -380,26 +380,6 @@ class Moments:
         self._group, self._averages = group[0] if group else None, None
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Choose the steps that are measured: every step at first, at last only every `longest`-th.
-
-    The gap is a fixed fraction of the steps taken so far. So the number of measurements keeps growing
-    (logarithmically) until the gap is `longest`, and the estimates of the early, fast changing gradients are
-    recent. It depends on the step only, so all replicas agree.
-
-    The first 2·`patience` steps are all measured. If a measurement costs another backward pass, `patience` is
-    small, so that the first hundred steps do not cost much more than later ones.
-    """
-
-    longest: int
-    patience: int = 32  # a gap of g after patience·g steps
-
-    def gap(self, step: int) -> int:
-        """Return the steps from a measurement at `step` to the next one."""
-        return max(1, min(self.longest, step // self.patience))
-
-
 def as_array(values: Sequence[float]) -> Array:
     """Return a float64 array, shape [len(values)]."""
     return np.asarray(values, dtype=np.float64)

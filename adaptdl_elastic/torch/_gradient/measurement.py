@@ -7,7 +7,9 @@ running. They are read when the next step begins; by then they are complete.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +24,8 @@ from adaptdl_elastic.torch._gradient.comm_hook import HookState, Recording
 from adaptdl_elastic.torch._gradient.estimator import Measurement, balanced_signs
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
+from adaptdl_elastic.torch._gradient.pace import Pace
+from adaptdl_elastic.torch._gradient.row_gradients import FewSigns, RowGradients, UnknownRowsError
 from adaptdl_elastic.torch._process_group.backends import Group
 
 logger = logging.getLogger(__name__)
@@ -29,14 +33,20 @@ logger = logging.getLogger(__name__)
 # names of the estimators in reports; see `estimator`
 REPLICAS = "gradients of replicas"
 MICRO_BATCHES = "first micro-batch"
+ROWS = "a few samples of the batch by signs"
 SIGNS = "two halves of the batch by signs"
 HALF = "half of the batch again"
 SUCCESSIVE = "successive steps"
+
+# costs in plain steps until they have been seen
+_COSTS = {REPLICAS: 0.08, MICRO_BATCHES: 0.08, ROWS: 0.2, SIGNS: 0.8, HALF: 0.8, SUCCESSIVE: 0.08}
 
 _PATIENCE = timedelta(seconds=60)
 
 # successive batches of one sample that cannot be ends of epochs: a loss of shape [1], or all are
 _SINGLES = 3
+
+_MOST_GRAPHS = 64  # forms of the graph that are remembered
 
 
 class _SingleSampleError(Exception):
@@ -50,7 +60,8 @@ class _Pending:
     step: int
     scale: float
     estimator: str
-    finish: Callable[[], torch.Tensor]  # returns [2, groups] on the host: |ḡ|², V
+    # returns [2, groups] on the host: |ḡ|², V; of several replicas [3, groups]: the mean of their costs, too
+    finish: Callable[[], torch.Tensor]
 
 
 class Sampler:
@@ -61,10 +72,21 @@ class Sampler:
         hook: the communication hook.
         scaler: the GradScaler in use, or None.
         again: whether a batch can be walked or run again on a part of its samples.
+        now: returns the time in seconds.
     """
 
-    def __init__(self, gns: GradientNoiseScale, hook: HookState, scaler: Any, *, again: bool = True) -> None:
-        self._gns, self._hook, self._scaler = gns, hook, scaler
+    def __init__(
+        self,
+        gns: GradientNoiseScale,
+        hook: HookState,
+        scaler: Any,
+        *,
+        again: bool = True,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gns, self._hook, self._scaler, self._now = gns, hook, scaler, now
+        self._pace, self._ended = Pace(_COSTS), math.nan  # the latter: when the last step ended
+        self._agreed: float | None = None  # cost of measuring that the replicas have agreed on
         self._batch = Batch()
         self._sampled = False
         self._recordings: list[Recording] = []
@@ -74,6 +96,10 @@ class Sampler:
         self._pending: _Pending | None = None
         self._generator = torch.Generator()  # its own: measuring must not change the script's random numbers
         self._split_works = self._half_works = again
+        # whether the rows of a graph of this form give the same as a walk through it
+        self._known_rows: dict[Hashable, bool] = {}
+        self._by_rows = False  # this step's gradients are taken from the rows of a few samples
+        self._compared = False  # they are taken so and by a walk
         self._passes: dict[object, ForwardPass] = {}  # forward passes to run again on half of their samples
         self._kept_step, self._kept_size = -1, 0.0  # the step whose gradient the hook has kept
         self._singles = 0  # successive batches that seemed to have one sample
@@ -86,12 +112,13 @@ class Sampler:
         """Begin a forward pass; return whether its gradient is to be split by signs."""
         self._batch = batch
         self._sampled, self._halves = batch.measurable and self._gns.due(), False
+        self._by_rows = self._compared = False
         self._hook.recording = None
         if not self._sampled:
             return False
         self._hook.norms.lacking.clear()
         if synchronised:
-            self._hook.recording = Recording()
+            self._hook.recording = Recording(cost=self._pace.cost(REPLICAS))
             self._recordings.append(self._hook.recording)
         single = batch.replicas == 1 and batch.micro_batches == 1
         split = single and self._split_works and batch.local != 1
@@ -109,7 +136,7 @@ class Sampler:
     def split(
         self, key: object, edges: list[Any], gradients: Sequence[torch.Tensor | None], local: int | None
     ) -> None:
-        """Measure V = |g±|²: walk the graph below `edges` once more with the samples' signs flipped.
+        """Measure V = |g±|²: from the rows of a few samples, or by a walk through the graph below `edges`.
 
         Args:
             key: the forward pass.
@@ -121,11 +148,19 @@ class Sampler:
         if not self._split_works:
             return
         reached = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
+        below, signals = [edge for edge, _ in reached], [gradient for _, gradient in reached]
         params = [p for group in self._gns.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
-            signed = self._signed([g for _, g in reached], local)
+            count, dims = self._samples(signals, local)
+            few = FewSigns(count, self._generator) if count > 1 else None
+            # a further pass through the same output is walked with the sum of its gradients
+            rows = self._rows(below, signals, dims, few) if few and key not in self._variances else None
+            if rows is not None and self._known_rows.get(rows.key):
+                self._listen(key, rows, None)
+                return
+            signs = balanced_signs(count, self._generator) if rows is None or few is None else few.each
             grads = torch.autograd.grad(
-                [e for e, _ in reached], params, signed, retain_graph=True, allow_unused=True
+                below, params, _signed(signals, dims, signs), retain_graph=True, allow_unused=True
             )
         except _SingleSampleError:
             self._sampled = False  # not measured: the next step is sampled instead
@@ -136,8 +171,41 @@ class Sampler:
                 return
             self.can_not_split(str(error).splitlines()[0])
             return
-        pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
-        self._variances[key] = self._hook.norms.squares(pairs)
+        pairs = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
+        self._variances[key] = self._hook.norms.squares(pairs.items())
+        if rows is not None:
+            self._listen(key, rows, pairs)
+
+    def _rows(
+        self, edges: list[Any], gradients: list[torch.Tensor], dims: list[int], signs: FewSigns
+    ) -> RowGradients | None:
+        """Return what takes a few samples' gradient from this pass; None if their rows are not known."""
+        try:
+            rows = RowGradients(edges, list(zip(gradients, dims, strict=True)), signs)
+        except (UnknownRowsError, AttributeError, RuntimeError, IndexError, StopIteration):
+            return None
+        return rows if self._known_rows.get(rows.key, True) else None
+
+    def _listen(
+        self, key: object, rows: RowGradients, walked: dict[torch.Tensor, torch.Tensor] | None
+    ) -> None:
+        """Take the gradients of a few samples, or compare them with those of a walk with the same signs."""
+        stop, self._compared = rows.listen(), walked is not None
+
+        def ended() -> None:
+            stop()
+            if rows.error is not None and is_out_of_memory(rows.error):
+                self._sampled = self._sampled and walked is not None
+            elif walked is None and rows.error is None:
+                self._by_rows = True
+                self._variances[key] = self._hook.norms.squares(rows.sums.items())
+            else:
+                if len(self._known_rows) >= _MOST_GRAPHS:
+                    self._known_rows.clear()
+                self._known_rows[rows.key] = rows.error is None and walked is not None and rows.agree(walked)
+                self._sampled = self._sampled and walked is not None
+
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     @property
     def halves(self) -> bool:
@@ -195,13 +263,13 @@ class Sampler:
             return
         self._variances["halves"] = found
 
-    def _signed(self, gradients: list[torch.Tensor], local: int | None) -> list[torch.Tensor]:
+    def _samples(self, gradients: list[torch.Tensor], local: int | None) -> tuple[int, list[int]]:
+        """Return the number of samples, and their dimension in each gradient."""
         count = local if local is not None else gradients[0].shape[0] if gradients[0].ndim else 0
         self._singles = self._singles + 1 if count == 1 else 0
         if 0 < self._singles < _SINGLES:
             raise _SingleSampleError
-        signs = balanced_signs(count, self._generator)
-        signed = []
+        found = []
         for gradient in gradients:
             dims = [d for d, size in enumerate(gradient.shape) if size == count]
             if not dims:
@@ -209,10 +277,8 @@ class Sampler:
                     f"an output of shape {list(gradient.shape)} has no dimension of {count} samples"
                 )
             known = self._batch.dimension
-            shape = [1] * gradient.ndim
-            shape[known if known in dims else dims[0]] = count
-            signed.append(gradient * signs.to(gradient.device, gradient.dtype).view(shape))
-        return signed
+            found.append(known if known in dims else dims[0])
+        return count, found
 
     def first_part(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Measure the gradient of the window's first micro-batch, a part if there is one replica."""
@@ -241,6 +307,8 @@ class Sampler:
 
     def close(self, scale: float) -> None:
         """Start to collect the measurements of a step that was taken."""
+        now, way = self._now(), None
+        seconds, self._ended = now - self._ended, now
         recordings = [r for r in self._recordings if r.own]
         step = self._gns.steps
         if recordings and self._sampled and self._complete():
@@ -248,12 +316,20 @@ class Sampler:
             if found is None and self._hook.kept:
                 self._kept_step, self._kept_size = step, scale  # the next step's gradient is compared with it
             else:
-                costly = bool(self._variances)
-                self._gns.measured(self._gns.costly_schedule if costly else self._gns.cheap_schedule)
+                way = SUCCESSIVE if found is None else found[0]
+                self._gns.measured(self._pace.gap(self._cost(way), step))
             if found is not None:
                 estimator, moments = found
                 self._pending = _Pending(step, scale, estimator, self._unscaled(moments, recordings[0]))
+        if math.isfinite(seconds) and not self._compared:
+            self._pace.stepped(seconds, way)
         self.drop()
+
+    def _cost(self, way: str) -> float:
+        """Return the cost of a measurement in plain steps; the same on all replicas."""
+        if self._batch.replicas == 1:
+            return self._pace.cost(way)
+        return _COSTS[way] if self._agreed is None else self._agreed
 
     def _complete(self) -> bool:
         """Return after the step whether every gradient had its divisor before the step. All replicas agree.
@@ -275,7 +351,7 @@ class Sampler:
                 "scaling_rule=AdaScale(), LinearScale() or SqrtScale() instead",
                 type(self._gns.optimizer).__name__,
             )
-        self._gns.measured(self._gns.costly_schedule)
+        self._gns.measured(self._pace.gap(_COSTS[SIGNS], self._gns.steps))
         return False
 
     def collect(self) -> None:
@@ -284,13 +360,15 @@ class Sampler:
         if pending is None:
             return
         try:
-            mean_sqr, variance = pending.finish().numpy().copy()
+            mean_sqr, variance, *costs = pending.finish().numpy().copy()
         except RuntimeError as error:  # the small all-reduce lost a replica after the gradients' own
             if not self._hook.absorb:
                 raise
             logger.info("the statistics of step %d are lost with a replica: %s", pending.step, error)
             return
         self.estimator = pending.estimator
+        for cost in costs:
+            self._agreed = float(cost[0])
         self.news |= self._gns.record(Measurement(mean_sqr, variance, pending.scale), pending.step)
 
     def report(self, reporter: Reporter, name: str) -> None:
@@ -306,7 +384,8 @@ class Sampler:
     def _moments(self, recordings: list[Recording]) -> tuple[str, Callable[[], torch.Tensor]] | None:
         """Return the estimator's name, and a function that returns |ḡ|² and V; None: not measured.
 
-        The function's result has shape [2, groups] and is on the device.
+        The function's result has shape [2, groups] and is on the device. That of several replicas has a third
+        row, the mean of their costs.
         """
         replicas, parts = self._batch.replicas, self._batch.parts
         first, variances = self._first, self._variances
@@ -316,7 +395,7 @@ class Sampler:
         if self._batch.micro_batches > 1 and first is not None:
             return MICRO_BATCHES, lambda: torch.stack([mean, (first - mean) / (parts - 1)])
         if variances:
-            name = HALF if self._halves else SIGNS
+            name = HALF if self._halves else ROWS if self._by_rows else SIGNS
             return name, lambda: torch.stack([mean, _total(list(variances.values()))])
         change = recordings[-1].change
         if change and len(change) == len(recordings[-1].own):
@@ -330,9 +409,15 @@ class Sampler:
         """Return `moments` without the present loss scale, on the host; on a GPU the copy starts now."""
         loss_scale = grad_scaler.loss_scale(self._scaler)
         square = loss_scale * loss_scale  # a new tensor, because the scaler updates its own in place
+
+        def unscaled() -> torch.Tensor:
+            result = moments()
+            result[:2] /= square
+            return result
+
         if not recording.own[0].is_cuda:
-            return lambda: moments() / square
-        device = moments() / square
+            return unscaled
+        device = unscaled()
         host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True)
         host.copy_(device, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -345,12 +430,18 @@ class Sampler:
         return finish
 
 
+def _signed(gradients: list[torch.Tensor], dims: list[int], signs: torch.Tensor) -> list[torch.Tensor]:
+    """Return gradients with each sample's multiplied by its sign."""
+    shapes = [[-1 if d == dim else 1 for d in range(g.ndim)] for g, dim in zip(gradients, dims, strict=True)]
+    return [g * signs.to(g.device, g.dtype).view(shape) for g, shape in zip(gradients, shapes, strict=True)]
+
+
 def _total(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(rows).sum(0)
 
 
 def of_replicas(recordings: list[Recording], parts: float, link: Group | None = None) -> torch.Tensor:
-    """Return |ḡ|² of the last backward pass, and the sum of V over all backward passes.
+    """Return |ḡ|² of the last backward pass, the sum of V over all backward passes, and the cost if known.
 
     Replica r has the part p_r of the N samples, so ḡ = Σ p_r g_r. G is the true gradient, S the variance of
     one sample's gradient. The expectation of |ḡ|² is |G|² + S/N. With P = 1 / Σ p_r² (`parts`, which is R if
@@ -376,4 +467,5 @@ def of_replicas(recordings: list[Recording], parts: float, link: Group | None = 
         variance = variance + (parts * recording.reduced - mean) / (parts - 1)
         if recording.whole is not None:
             mean = recording.whole
-    return torch.stack([mean, torch.as_tensor(variance)])
+    rows = [mean, torch.as_tensor(variance)]
+    return torch.stack(rows if recording.mean_cost is None else [*rows, recording.mean_cost.expand_as(mean)])

@@ -15,7 +15,6 @@ from adaptdl_elastic.torch._gradient.estimator import (
     Array,
     Measurement,
     Moments,
-    Schedule,
     lr_gain,
 )
 from adaptdl_elastic.torch._gradient.gradient_health import GradientHealth
@@ -48,10 +47,8 @@ class GradientNoiseScale:
     SGD*, ICML 2020; Qiao et al., *Pollux*, OSDI 2021.
     """
 
-    #: Gaps, in steps, between two measurements that cost two passes over the gradient …
-    cheap_schedule = Schedule(longest=4)
-    #: … and between two that cost another backward pass (one replica, no accumulation).
-    costly_schedule = Schedule(longest=24, patience=6)
+    #: Steps from a measurement to the next one; None: as its cost allows.
+    gap: int | None = None
     #: Steps before the first measurement.
     settles_after = 0
 
@@ -197,9 +194,9 @@ class GradientNoiseScale:
         """Return whether this step is to be measured. The same on every replica."""
         return self._steps >= self._next and self._steps >= self.settles_after
 
-    def measured(self, schedule: Schedule) -> None:
-        """Record that the present step is being measured; `schedule` says when the next one is due."""
-        self._next = self._steps + schedule.gap(self._steps)
+    def measured(self, gap: int) -> None:
+        """Record that the present step is being measured, and after how many steps the next one is due."""
+        self._next = self._steps + (gap if self.gap is None else self.gap)
 
     def record(self, measurement: Measurement, step: int) -> bool:
         """Add the measurement of `step`; return whether the means have changed.
@@ -287,8 +284,6 @@ class AdamGradientNoiseScale(GradientNoiseScale):
     scale in its metric: Pollux (OSDI 2021), section 3.1, and its implementation.
     """
 
-    #: Rarer than in the base class: a norm of preconditioned gradients costs as much as an optimizer step.
-    cheap_schedule = Schedule(longest=8)
     #: Steps before the first measurement: P² is then within a fifth of its later value, on average.
     settles_after = 10
 
