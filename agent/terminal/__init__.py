@@ -4,8 +4,7 @@
 |---|---|
 | Which options are there, and how are they shown? | `run_parser`, `torchrun_options` |
 | What do the given options mean, and are they valid? | `run_options` |
-| Where does the output of replicas go? | `replica_output` |
-| Which lines of torch's C++ code are not shown after a death? | `torch_stacks` |
+| Where does the output of replicas go, and which lines of it are not shown? | `replica_output` |
 | Which traceback is shown when replicas fail? | `traceback_display` |
 | What is on the terminal while the job runs, and at its end? | `display` |
 | Which events are written to the event log? | `event_recorder`, `event_log` |

@@ -5,8 +5,9 @@ They are kept when the generation and the run are over. Output that is shown and
 that is shown above a live line, and output that gets the rank before every line, because several replicas
 write to one terminal, goes through pipes, which one thread reads.
 
-After a death torch's C++ code writes its stacks to stderr. They are not shown (`torch_stacks`); without
-`--tee`, a replica's `stderr.log` has them.
+After a death torch's C++ code writes the loss of connections and its stacks to stderr: 20 to 40 lines for
+each replica, where the agent has one. They are not shown (`StackFilter`); without `--tee`, a replica's
+`stderr.log` has them.
 
 Tracebacks of errors that nobody caught are left to `traceback_display`: replicas write them to
 `traceback.log` beside their other logs.
@@ -31,7 +32,6 @@ from string import Template
 from typing import BinaryIO
 
 from adaptdl_elastic._private import RuntimeFileError, check_private
-from adaptdl_elastic.agent.terminal.torch_stacks import StackFilter
 from adaptdl_elastic.protocol.uncaught_error import TRACEBACK
 from adaptdl_elastic.rendezvous.local.safe_stream import Unshown
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
@@ -48,6 +48,16 @@ UNSHOWN = "unshown.log"
 LINE_END = re.compile(rb"\r?\n|\r")
 MOMENT = 1.0  # seconds after which the beginning of a line is shown without its end
 LONGEST = 1 << 16  # most bytes that are shown at once
+# torch's times have months without a leading zero, as in W929 05:54:49
+_LOST_CONNECTION = (
+    r"\[[WEF]\d{3,4} [\d:.]+ (ProcessGroup\w+|TCPStore\w*)\.cpp:\d+\] .*"
+    r"(Broken pipe|Connection (reset|closed)|got 0 bytes|remote process exited|server has shut down)"
+)
+_STACK = (
+    r"(?P<stack>Exception raised from .+ at \S+:\d+ \(most recent call first\):$"
+    r"|frame #\d+: .+ \(0x[0-9a-f]+ in .+\)$|<omitting python frames>$)"
+)
+_OF_TORCH = re.compile(rf"(\[rank\d+\]: ?)?({_LOST_CONNECTION}|{_STACK})")
 
 
 class StreamOptionError(ValueError):
@@ -117,6 +127,19 @@ class _Label:
     """The rank of the replica that has a LOCAL_RANK: it changes while the process lives."""
 
     rank: int
+
+
+class StackFilter:
+    """Tells which lines of one stream torch's C++ code has written after a death."""
+
+    def __init__(self) -> None:
+        self._in_stack = False
+
+    def hides(self, line: str) -> bool:
+        """Return whether a line is one of them, or the empty line that ends a stack."""
+        found, ends = _OF_TORCH.match(line), self._in_stack and not line
+        self._in_stack = found is not None and found["stack"] is not None
+        return ends or found is not None
 
 
 class Output:

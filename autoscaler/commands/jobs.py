@@ -34,8 +34,7 @@ from adaptdl_elastic.autoscaler.commands.tables import (
     show,
     wait_until,
 )
-from adaptdl_elastic.autoscaler.coordinator.slots import fewest
-from adaptdl_elastic.autoscaler.diagnostics.rows import LOST, Row, job_row
+from adaptdl_elastic.autoscaler.diagnostics.rows import LOST, Row, job_details, job_row
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest
@@ -55,7 +54,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
     with where.open(place) as store:
         view, rows = read_rows(store, place)
     begun = job not in rows or (job in view.jobs and view.jobs[job].spec is not None)
-    details = _details(view, find_job(view, job, place.cluster)) if begun else {}
+    details = job_details(view, find_job(view, job, place.cluster)) if begun else {}
     row = {**rows[job], **details}
     if as_json:
         click.echo(json.dumps(row, indent=2))
@@ -93,29 +92,6 @@ def status(job: str, where: Where, as_json: bool) -> None:
     lines += [("failure", text) for text in row["failures"]]
     for name, text in lines:
         echo(f"{name:<13} {text}")
-
-
-def _details(view: View, job: JobView) -> Row:
-    assert job.spec is not None
-    spec = job.spec.record
-    status = job.status_now
-    request = job.request.record if job.request and job.request.record.run in ("", spec.run) else None
-    return {
-        "run": spec.run,
-        "command": list(spec.command),
-        "bounds": {
-            "nodes": [spec.min_nodes, spec.max_nodes],
-            "replicas": [fewest(view, job), spec.max_replicas],
-        },
-        "requested": request.replicas if request else None,
-        "pauses": list(status.pauses) if status else [],
-        "failures": [
-            f"rank {f.rank} exit code {f.exit_code} {f.message}".strip()
-            for f in (status.failures if status else ())
-        ],
-        "checkpoint_path": spec.checkpoint_path,
-        "ran_on": list(status.ran_on) if status else [],
-    }
 
 
 @click.command()

@@ -16,7 +16,7 @@
 | What is a job's goodput at other sizes? | `job_models`, on other types of nodes `node_types` |
 | Which slots are free? | `slots` |
 | What does a job's status say? | `status` |
-| How does a leader exclude an older one? | `fence` |
+| How does a leader exclude an older one? | `decide` (`fence_off`) |
 | Which keys are deleted? | `garbage_collection` |
 | How does a process run all that? | `process`, `following` |
 """

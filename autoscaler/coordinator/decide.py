@@ -31,6 +31,7 @@ from adaptdl_elastic.autoscaler.coordinator import garbage_collection, reactive,
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_builder import DecisionBuilder
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
+    Action,
     CompareAndSwap,
     CoordinatorSettings,
     Decided,
@@ -39,11 +40,10 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     PolicyRound,
     Say,
 )
-from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
 from adaptdl_elastic.autoscaler.coordinator.job_models import declared_ends
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask, described
-from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, rooms
+from adaptdl_elastic.autoscaler.coordinator.slots import holding, in_plan, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import (
     ITS_TURN,
     WAITED_STEP,
@@ -56,7 +56,7 @@ from adaptdl_elastic.autoscaler.coordinator.status import (
 )
 from adaptdl_elastic.protocol.self_test import NOT_ENDED
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, JobState, JobStatus, Transition
+from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, JobState, JobStatus, Plan, Transition
 from adaptdl_elastic.rendezvous.text import pluralize
 
 SELF_TEST_WAIT = 15.0
@@ -405,3 +405,45 @@ class _Deciding:
             self.actions.append(
                 Say("prediction", garbage_collection.prediction_event(job, status.prediction_error))
             )
+
+
+def fence_off(view: View, job: JobView, keys: Keys, fence: int) -> list[Action]:
+    """Return the writes that give the job's plan this `fence`; none if it has it.
+
+    After them the compare-and-swap of an older leader fails, since its revision of the plan is outdated.
+    A job without a plan gets a claim. A new run of a job gets a claim over the plan of the previous run.
+    """
+    assert job.spec is not None
+    spec, key = job.spec.record, keys.job(job.job, "plan")
+    garbage = job.unreadable.get("plan")
+    if job.plan is None:
+        last = max(job.generations, default=-1)
+        claim = _claim(spec, last, fence, view.wall)
+        return [CompareAndSwap(key, claim, garbage or 0)]
+    plan = job.plan.record
+    if garbage is not None:  # the last valid plan is still in force
+        return [CompareAndSwap(key, replace(plan, fence=fence), garbage)]
+    if plan.run != spec.run:
+        claim = _claim(spec, plan.generation, fence, view.wall)
+        claim = replace(claim, leaving=tuple(holding(view, job)))
+        said = Say("rerun", {"job": job.job, "run": spec.run})
+        return [CompareAndSwap(key, claim, job.plan.revision), said]
+    if plan.fence != fence:
+        return [CompareAndSwap(key, replace(plan, fence=fence), job.plan.revision)]
+    return []
+
+
+def _claim(spec: JobSpec, last: int, fence: int, wall: float) -> Plan:
+    """Return a plan that defines no generation: the run's first generation will be the one after `last`."""
+    return Plan(
+        job=spec.job,
+        run=spec.run,
+        generation=last,
+        placements=(),
+        cause=Cause.START,
+        transition=Transition.RESTART,
+        reason="no plan yet",
+        fence=fence,
+        created=wall,
+        first=last + 1,
+    )

@@ -18,8 +18,9 @@ from adaptdl_elastic.autoscaler.coordinator.job_models import model, own_hints
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Phase
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask, expected_pause
 from adaptdl_elastic.autoscaler.coordinator.rounds import ask_policy
-from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import typical_pause, waiting_since, why_pending
+from adaptdl_elastic.autoscaler.diagnostics.rows import job_row
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo, PolicySettings
 from adaptdl_elastic.rendezvous.text import pluralize
@@ -99,9 +100,8 @@ def explain(
     ledger = Ledger(view)
     condition = jobs.condition_of(view, job, settings)
     assert job.spec is not None
-    spec, now = job.spec.record, in_plan(condition.plan)
-    if condition.phase is Phase.OVER:
-        now = {}
+    spec, row = job.spec.record, job_row(view, job)
+    now = row["placements"]
     conditions = {name: jobs.condition_of(view, one, settings) for name, one in view.jobs.items()}
     memory = Memory(waiting=waiting_since(view, conditions, {}))
     question = ask(view, conditions, memory, ledger, settings)
@@ -126,9 +126,9 @@ def explain(
     waits = why_pending(spec, everywhere, free, ledger) if condition.phase is Phase.EMPTY else ""
     return Explanation(
         job=job.job,
-        state=status.state.value if status else "pending",
+        state=row["state"],
         reason="; ".join([(status.reason if status else "") or waits, *(view.drained if waits else ())]),
-        cause=condition.plan.cause.value if condition.plan else None,
+        cause=row["cause"],
         replicas=size,
         placements=now,
         bounds={
@@ -147,7 +147,7 @@ def explain(
         pause_from=_pause_from(job, pause),
         rivals=_rivals(view, job, ledger, known, reasons),
         free_slots=sum(max(0, room.most - now.get(node, 0)) for node, room in free.items()),
-        prediction_error=status.prediction_error if status else None,
+        prediction_error=row["prediction_error"],
     )
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import errno
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from socket import AF_INET, AF_INET6
 from threading import Thread
-from typing import cast
+from typing import Any, cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -29,11 +28,16 @@ from prometheus_client.registry import Collector
 
 from adaptdl_elastic.autoscaler.cluster_view import BILL_SECONDS, JobView, View, failed_jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CompareAndSwap, Decided, Say
-from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
-from adaptdl_elastic.autoscaler.diagnostics.rows import ENDED_STATES, STATES, WAITING_STATES, job_rows
-from adaptdl_elastic.protocol.hints import JobHints
-from adaptdl_elastic.rendezvous.schema.records import JobCost, JobStatus, Plan
+from adaptdl_elastic.autoscaler.diagnostics.rows import (
+    ENDED_STATES,
+    STATES,
+    WAITING_STATES,
+    Row,
+    job_rows,
+    last_hints,
+)
+from adaptdl_elastic.rendezvous.schema.records import Plan
 from adaptdl_elastic.rendezvous.services.connections import BoundedServer
 from adaptdl_elastic.rendezvous.services.submitted import Submitted
 from adaptdl_elastic.rendezvous.store.base import StoreError
@@ -44,64 +48,31 @@ DEFAULT_PORTS = range(9300, 9310)
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What is known of one job that runs or waits."""
-
-    status: JobStatus
-    plan: Plan | None
-    hints: JobHints | None
-    cost: JobCost | None
-    max_restarts: int
-
-
-_Reader = Callable[[_Facts], float | None]
-
-
-def _hint(name: str) -> _Reader:
-    """Return a reader of one field of the job's own report."""
-
-    def read(facts: _Facts) -> float | None:
-        value = getattr(facts.hints, name, None)
-        return None if value is None else float(value)
-
-    return read
-
-
-_FACTS: dict[str, tuple[str, _Reader]] = {
-    "adaptdl_job_replicas": ("Replicas in the current plan.", lambda f: f.plan.replicas if f.plan else 0),
-    "adaptdl_job_nodes": ("Nodes in the current plan.", lambda f: f.plan.nodes if f.plan else 0),
-    "adaptdl_job_generation": ("The current generation.", lambda f: f.plan.generation if f.plan else None),
-    "adaptdl_job_batch_size_samples": ("Global batch size.", _hint("batch_size")),
-    "adaptdl_job_goodput_samples_per_second": ("Measured goodput.", _hint("goodput")),
+_OF_ROWS: dict[str, tuple[str, str]] = {  # metric → text, name of the value in the row of a job
+    "adaptdl_job_replicas": ("Replicas in the current plan.", "replicas"),
+    "adaptdl_job_nodes": ("Nodes in the current plan.", "nodes"),
+    "adaptdl_job_generation": ("The current generation.", "generation"),
+    "adaptdl_job_batch_size_samples": ("Global batch size.", "batch_size"),
+    "adaptdl_job_goodput_samples_per_second": ("Measured goodput.", "goodput"),
     "adaptdl_job_goodput_predicted_samples_per_second": (
         "Goodput that the model predicts for what the job has.",
-        lambda f: f.status.predicted_goodput or _hint("predicted_goodput")(f),
+        "predicted_goodput",
     ),
     "adaptdl_job_prediction_error_ratio": (
         "Measured over predicted goodput of this generation, minus one.",
-        lambda f: f.status.prediction_error,
+        "prediction_error",
     ),
-    "adaptdl_job_throughput_samples_per_second": ("Samples per second.", _hint("throughput")),
-    "adaptdl_job_efficiency_ratio": ("Statistical efficiency, 0 to 1.", _hint("efficiency")),
-    "adaptdl_job_gain": ("Gain of the batch size, in steps.", _hint("gain")),
-    "adaptdl_job_lr_factor": ("Factor on the learning rate.", _hint("lr_factor")),
-    "adaptdl_job_progress_ratio": ("Fraction of the job that is done.", _hint("progress")),
-    "adaptdl_job_steps_total": ("Steps of the optimizer.", _hint("step")),
-    "adaptdl_job_last_pause_seconds": (
-        "Seconds without a step at the last change.",
-        lambda f: f.status.last_pause if f.status.last_pause is not None else (f.status.pauses or [None])[-1],
-    ),
-    "adaptdl_job_restarts_used": ("Restarts that failures have cost.", lambda f: f.status.restarts_used),
-    "adaptdl_job_restarts_allowed": ("Restarts that failures may cost.", lambda f: f.max_restarts),
-    "adaptdl_job_cost_total": (
-        "What the job's nodes have cost so far, by the autoscaler.",
-        lambda f: f.cost.so_far if f.cost else None,
-    ),
-    "adaptdl_job_cost_forecast": (
-        "What they will have cost at its end, by the autoscaler.",
-        lambda f: f.cost.forecast if f.cost else None,
-    ),
+    "adaptdl_job_throughput_samples_per_second": ("Samples per second.", "throughput"),
+    "adaptdl_job_efficiency_ratio": ("Statistical efficiency, 0 to 1.", "efficiency"),
+    "adaptdl_job_gain": ("Gain of the batch size, in steps.", "gain"),
+    "adaptdl_job_lr_factor": ("Factor on the learning rate.", "lr_factor"),
+    "adaptdl_job_progress_ratio": ("Fraction of the job that is done.", "progress"),
+    "adaptdl_job_steps_total": ("Steps of the optimizer.", "step"),
+    "adaptdl_job_last_pause_seconds": ("Seconds without a step at the last change.", "last_pause"),
+    "adaptdl_job_restarts_used": ("Restarts that failures have cost.", "restarts_used"),
+    "adaptdl_job_restarts_allowed": ("Restarts that failures may cost.", "max_restarts"),
+    "adaptdl_job_cost_total": ("What the job's nodes have cost so far, by the autoscaler.", "cost.so_far"),
+    "adaptdl_job_cost_forecast": ("What they will have cost at its end, by the autoscaler.", "cost.forecast"),
 }
 
 _LABELLED: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -134,7 +105,7 @@ _CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
     "adaptdl_node_gpu_memory_size_bytes": ("Memory of a GPU.", ("node", "gpu")),
 }
 
-JOB_METRICS = (*_FACTS, *_LABELLED)
+JOB_METRICS = (*_OF_ROWS, *_LABELLED)
 """Names of the metrics that have the label `job_name`. (Prometheus uses `job` for the scraped service.)"""
 
 CLUSTER_METRICS = tuple(_CLUSTER)
@@ -199,25 +170,22 @@ class CoordinatorMetrics(Collector):
         yield _family("adaptdl_leader", *_CLUSTER["adaptdl_leader"], [((), float(self._leads))])
         if view is None:
             return
-        states = [row["state"] for row in job_rows(view, self._submitted(view)).values()]
+        rows = job_rows(view, self._submitted(view))
+        states = [row["state"] for row in rows.values()]
         unfinished = sum(state not in ENDED_STATES for state in states)
         yield _family("adaptdl_unfinished_jobs", *_CLUSTER["adaptdl_unfinished_jobs"], [((), unfinished)])
         if not self._leads:
             return
-        samples = {**_of_cluster(view, states), **_of_nodes(view)}
-        for name, (text, labels) in _CLUSTER.items():
+        live = {name: job for name, job in sorted(view.jobs.items()) if job.spec and job.status_now}
+        live = {name: job for name, job in live.items() if not job.over}
+        samples = {**_of_cluster(view, states), **_of_nodes(view), **_of_reports(live)}
+        for name, (text, labels) in (_CLUSTER | _LABELLED).items():
             if name in samples:
                 yield _family(name, text, labels, samples[name])
-        facts = {
-            name: found for name, job in sorted(view.jobs.items()) if (found := _facts(view, job)) is not None
-        }
-        for name, (text, read) in _FACTS.items():
-            values = [(job, read(fact)) for job, fact in facts.items()]
+        for name, (text, key) in _OF_ROWS.items():
+            values = [(job, _value(rows[job], key)) for job in live]
             known: list[_Sample] = [((job,), float(value)) for job, value in values if value is not None]
             yield _family(name, text, ("job_name",), known)
-        labelled = _of_reports(facts)
-        for name, (text, labels) in _LABELLED.items():
-            yield _family(name, text, labels, labelled[name])
 
     def _submitted(self, view: View) -> Submitted | None:
         """Return the submissions; None if there are none, or if the store may not answer in time."""
@@ -272,8 +240,16 @@ def _of_nodes(view: View) -> dict[str, list[_Sample]]:
     }
 
 
-def _of_reports(facts: Mapping[str, _Facts]) -> dict[str, list[_Sample]]:
-    hints = {job: fact.hints for job, fact in facts.items() if fact.hints is not None}
+def _value(row: Row, key: str) -> float | None:
+    """Return a value of a row, or of the row of its cost; None if it is not known."""
+    whole, _, part = key.partition(".")
+    value: Any = row[whole]
+    found: float | None = value[part] if part and value is not None else value
+    return found
+
+
+def _of_reports(live: Mapping[str, JobView]) -> dict[str, list[_Sample]]:
+    hints = {name: found for name, job in live.items() if (found := last_hints(job)) is not None}
     return {
         "adaptdl_job_straggler_ratio": [
             ((job, str(one.rank), one.host, one.part), one.ratio)
@@ -295,17 +271,6 @@ def _family(name: str, text: str, labels: Sequence[str], samples: Iterable[_Samp
     for values, value in samples:
         family.add_metric(values, value)
     return family
-
-
-def _facts(view: View, job: JobView) -> _Facts | None:
-    status = job.status_now
-    if job.spec is None or status is None or status.state.ended:
-        return None
-    plan = this_run(job)
-    hints = job.hints.record if job.hints else None
-    if hints is not None and plan is not None and hints.generation < plan.first:
-        hints = None
-    return _Facts(status, plan, hints, view.cost(job.job), job.spec.record.max_restarts)
 
 
 class PortsTakenError(OSError):

@@ -1,12 +1,13 @@
-"""Rows of plain values made from a view: what commands and pages show of jobs and nodes. Pure."""
+"""Documents of plain values made from a view, from which commands, page and metrics select. Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
-from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
-from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan
+from adaptdl_elastic.autoscaler.coordinator.job_phase import requested_replicas, this_run
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, fewest, in_plan
+from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.schema.records import JobState, JobStatus, NodeRecord
 from adaptdl_elastic.rendezvous.services.submitted import Submitted, state_of, waits_because
 from adaptdl_elastic.rendezvous.text import clock
@@ -30,6 +31,8 @@ _OF_HINTS = (
     *("batch_size", "atomic_bsz", "accumulation_steps", "gain", "lr_factor"),
     *("goodput", "throughput", "efficiency", "epochs", "step"),
 )
+
+_OF_NODES = ("node_type", "instance", "instance_type", "zone", "preemptible", "version")
 
 
 def is_lost(view: View, job: JobView) -> bool:
@@ -80,14 +83,14 @@ def job_row(view: View, job: JobView) -> Row:
     """Return one job as the coordinator sees it."""
     spec = job.spec.record if job.spec else None
     status = job.status_now
-    hints = job.hints.record if job.hints else None
-    plan = this_run(job)
-    if hints is not None and plan is not None and hints.generation < plan.first:
-        hints = None  # hints of an earlier run
+    hints, plan = last_hints(job), this_run(job)
     lost = is_lost(view, job)
     running = status is not None and not status.state.ended and not lost
     done = status is not None and status.state is JobState.DONE
     pauses = status.pauses if status else ()
+    last_pause = status.last_pause if status else None
+    if last_pause is None and pauses:
+        last_pause = pauses[-1]
     reason = status.reason if status else "the coordinator has not seen it yet"
     return {
         "job": job.job,
@@ -105,7 +108,7 @@ def job_row(view: View, job: JobView) -> Row:
         "progress": 1.0 if done else hints.progress if hints else None,
         "cause": plan.cause.value if plan else None,
         "reason": why_lost(job) if lost else reason,
-        "last_pause": (status.last_pause if status else None) or (pauses[-1] if pauses else None),
+        "last_pause": last_pause,
         "restarts_used": status.restarts_used if status else 0,
         "max_restarts": spec.max_restarts if spec else None,
         "min_replicas": spec.min_replicas if spec else None,
@@ -115,12 +118,37 @@ def job_row(view: View, job: JobView) -> Row:
         "loss": hints.reported.get("loss") if hints else None,
         "exit_code": status.exit_code if status else None,
         "memory_limit": hints.memory_limit if hints and running else None,
-        "warnings": [
-            *(hints.warnings if hints and running else ()),
-            *view.weight_problems(job),
-        ],
+        "warnings": [*(hints.warnings if hints and running else ()), *view.weight_problems(job)],
         "checkpoint": job.checkpoint.record.id if job.checkpoint else None,
         "cost": cost_row(view, job.job),
+    }
+
+
+def last_hints(job: JobView) -> JobHints | None:
+    """Return the last valid report; None if it is of a run before the one that has the present plan."""
+    hints, plan = job.hints.record if job.hints else None, this_run(job)
+    return None if hints is not None and plan is not None and hints.generation < plan.first else hints
+
+
+def job_details(view: View, job: JobView) -> Row:
+    """Return what is shown of one job only, and not in a list."""
+    assert job.spec is not None
+    spec, status = job.spec.record, job.status_now
+    return {
+        "run": spec.run,
+        "command": list(spec.command),
+        "bounds": {
+            "nodes": [spec.min_nodes, spec.max_nodes],
+            "replicas": [fewest(view, job), spec.max_replicas],
+        },
+        "requested": requested_replicas(job),
+        "pauses": list(status.pauses) if status else [],
+        "failures": [
+            f"rank {f.rank} exit code {f.exit_code} {f.message}".strip()
+            for f in (status.failures if status else ())
+        ],
+        "checkpoint_path": spec.checkpoint_path,
+        "ran_on": list(status.ran_on) if status else [],
     }
 
 
@@ -135,13 +163,8 @@ def cost_row(view: View, job: str) -> Row | None:
     found = view.cost(job)
     if found is None:
         return None
-    return {
-        "so_far": found.so_far,
-        "hourly": found.hourly,
-        "forecast": found.forecast,
-        "seconds_left": found.seconds_left,
-        "seconds_old": round(view.bill_age),
-    }
+    values = {name: getattr(found, name) for name in ("so_far", "hourly", "forecast", "seconds_left")}
+    return {**values, "seconds_old": round(view.bill_age)}
 
 
 def node_rows(view: View, ledger: Ledger) -> list[Row]:
@@ -182,12 +205,7 @@ def _node_row(record: NodeRecord, ledger: Ledger) -> Row:
         "host": record.host,
         "jobs": {},
         "state": "ok",
-        "node_type": record.node_type,
-        "instance": record.instance,
-        "instance_type": record.instance_type,
-        "zone": record.zone,
-        "preemptible": record.preemptible,
-        "version": record.version,
+        **{name: getattr(record, name) for name in _OF_NODES},
         "unusable": [],
         "links": {},  # other node → seconds of one way, bytes per second
     }

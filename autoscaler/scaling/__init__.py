@@ -8,7 +8,6 @@
 | Which size is a job worth? | `economics` |
 | What is there, and what can be bought? | `node_market` |
 | Which node is exchanged for a cheaper one? | `exchange` |
-| Which jobs have cost their limit? | `job_budget` |
-| Which actions follow? (pure) | `step` |
+| Which actions follow, and which jobs have cost their limit? (pure) | `step` |
 | How does the loop run? | `autoscaler_loop` |
 """

@@ -161,6 +161,16 @@ def _forget(memory: Memory, seen: Observation) -> Memory:
     return replace(memory, job_costs=costs, job_runs=runs)
 
 
+def hourly_costs(seen: Observation, memory: Memory) -> dict[str, float]:
+    """Return for every job what its share of the nodes costs per hour, idle ones included."""
+    short = lacking(seen, memory)
+    hourly = {job.name: 0.0 for job in seen.jobs}
+    for instance in seen.capacity.instances:
+        for job, share in shares(seen.nodes.get(instance.id), short).items():
+            hourly[job] = hourly.get(job, 0.0) + share * instance.hourly_price
+    return hourly
+
+
 def shares(node: NodeUse | None, short: Mapping[str, int]) -> dict[str, float]:
     """Return each job's share of a node's price, idle slots included, in proportion to its replicas.
 

@@ -9,16 +9,27 @@ pauses, and growing and shrinking wait for each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState
-from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings, Target, Want, deadline_of, going
+from adaptdl_elastic.autoscaler.scaling.economics import (
+    HOUR,
+    ScalingSettings,
+    Target,
+    Want,
+    deadline_of,
+    going,
+)
 from adaptdl_elastic.autoscaler.scaling.exchange import begin_exchange, follow_exchange
 from adaptdl_elastic.autoscaler.scaling.idle_nodes import jobs_to_serve, release_idle
-from adaptdl_elastic.autoscaler.scaling.job_budget import hourly_costs, jobs_to_stop, unknown_jobs
 from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, cost_of_loss, learn_types
-from adaptdl_elastic.autoscaler.scaling.observed_history import released, remember, running_replicas
+from adaptdl_elastic.autoscaler.scaling.observed_history import (
+    hourly_costs,
+    released,
+    remember,
+    running_replicas,
+)
 from adaptdl_elastic.autoscaler.scaling.pool_account import turns_told
 from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Action,
@@ -34,6 +45,7 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Release,
     Request,
     Step,
+    StopJob,
 )
 
 # A draining node counts as gone after so long without a registration.
@@ -45,7 +57,7 @@ _SETTLE_SECONDS = 2.0
 def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     """Return the actions that follow from `seen`, and the memory for the next step."""
     memory = learn_types(remember(memory, seen, settings), seen)
-    stopped = jobs_to_stop(seen, memory, settings)
+    stopped = _jobs_to_stop(seen, memory, settings)
     ending = {stop.job for stop in stopped}
     seen = replace(seen, jobs=tuple(job for job in seen.jobs if job.name not in ending))
     everything = seen
@@ -71,7 +83,7 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     late = _late(wanted, everything, settings)
     short = _short(market, worth)
     notes = [*seen.capacity.warnings, *seen.warnings, *unserved, *short, *warnings, *overdue, *late]
-    notes += [*_misjudged(seen), *unknown_jobs(everything, settings)]
+    notes += [*_misjudged(seen), *_unknown_jobs(everything, "--max-job-cost", settings.max_job_costs)]
     return Step(
         replace(memory, low_since=_low_since(seen, memory, goal, settings)),
         tuple(actions),
@@ -309,11 +321,7 @@ def _protect(seen: Observation, memory: Memory) -> list[Action]:
 
 def _late(wanted: Sequence[Want], seen: Observation, settings: ScalingSettings) -> list[str]:
     """Return warnings about deadlines that will be missed, or that have no effect."""
-    found = []
-    there = {job.name for job in seen.jobs}
-    for name in sorted(set(settings.deadlines) - {"*", *seen.runs, *there}):
-        known = ", ".join(sorted({*seen.runs, *there})) or "none"
-        found.append(f"--deadline {name}: there is no such job; there are: {known}")
+    found = _unknown_jobs(seen, "--deadline", settings.deadlines)
     for job in seen.jobs:
         if deadline_of(settings, job.name) is None:
             continue
@@ -390,4 +398,38 @@ def _forecast(hourly: float, running: int, want: Want | None, slot_price: float)
         later = hourly + (want.replicas - running) * slot_price
     else:
         later = hourly * want.replicas / running
-    return Forecast(hourly, want.seconds_left, later * want.seconds_left / 3600)
+    return Forecast(hourly, want.seconds_left, later * want.seconds_left / HOUR)
+
+
+def _jobs_to_stop(seen: Observation, memory: Memory, settings: ScalingSettings) -> list[StopJob]:
+    """Return the jobs that have cost their limit (`--max-job-cost`), or will have once their state is saved.
+
+    While a job saves its state, its nodes go on to cost.
+
+    Args:
+        seen: jobs that were already asked to stop are not among its jobs.
+        memory: its bills include the time until `seen`.
+        settings: `max_job_costs` and `stop_reserve` are used.
+    """
+    hourly, found = hourly_costs(seen, memory), []
+    for job in seen.jobs:
+        limit = settings.max_job_costs.get(job.name, settings.max_job_costs.get("*"))
+        run = seen.runs.get(job.name)
+        if limit is None or run is None:
+            continue
+        cost, saving = memory.job_costs.get(job.name, 0.0), hourly[job.name] * settings.stop_reserve / HOUR
+        if cost + saving >= limit:
+            reason = (
+                f"{job.name} has cost {cost:.2f}, and up to {saving:.2f} more until its state is saved: it "
+                f"stops because of --max-job-cost {limit:g}"
+            )
+            found.append(StopJob(job.name, run, reason))
+    return found
+
+
+def _unknown_jobs(seen: Observation, option: str, names: Iterable[str]) -> list[str]:
+    """Return warnings about jobs that an option names and that do not exist."""
+    there = {*seen.runs, *(job.name for job in seen.jobs)}
+    known = ", ".join(sorted(there)) or "none"
+    missing = sorted(set(names) - {"*", *there})
+    return [f"{option} {name}: there is no such job; there are: {known}" for name in missing]

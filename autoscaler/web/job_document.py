@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adaptdl_elastic.autoscaler.cluster_view import View
-from adaptdl_elastic.autoscaler.coordinator.slots import fewest
-from adaptdl_elastic.autoscaler.diagnostics.rows import ENDED_STATES, job_row
+from adaptdl_elastic.autoscaler.diagnostics.rows import ENDED_STATES, job_details, job_row
 from adaptdl_elastic.autoscaler.web.history import History
 from adaptdl_elastic.autoscaler.web.overview import Document
 from adaptdl_elastic.rendezvous.schema.records import JobState
@@ -15,6 +14,15 @@ from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.submitted import Submitted
 
 _MOST_EVENTS = 100  # most events of a job in one document
+
+_SHOWN = (
+    *("generation", "atomic_bsz", "accumulation_steps", "prediction_error", "throughput", "step"),
+    *("placements", "warnings", "checkpoint", "cost"),
+)
+_NOT_BEGUN: Document = {
+    **{"pauses": [], "failures": [], "warnings": [], "placements": {}},
+    **{"asked": None, "bounds": None, "checkpoint": None, "cost": None},
+}
 
 
 def job_document(view: View, history: History, row: Document, submitted: Submitted | None) -> Document:
@@ -29,51 +37,35 @@ def job_document(view: View, history: History, row: Document, submitted: Submitt
     name = str(row["job"])
     request = submitted.find(name) if submitted is not None else None
     over = row["state"] in ENDED_STATES
+    job = view.jobs.get(name)
+    begun = job is not None and job.spec is not None
     found: Document = {
         **row,
         "command": list(request.submission.command) if request is not None else [],
         "curves": history.curves(name),
         "allocations": allocations(history.events(name)),
         "events": history.events(name)[-_MOST_EVENTS:],
-        "pauses": [],
-        "failures": [],
-        "warnings": [],
-        "placements": {},
-        "asked": None,
-        "bounds": None,
-        "checkpoint": None,
-        "cost": None,
+        **_NOT_BEGUN,
         "can": {
-            "scale": False,
-            "stop": False,
+            "scale": begun and not over,
+            "stop": begun and not over,
             "cancel": request is not None and not over,
             "resume": request is not None and _can_go_on(request),
             "logs": request is not None,
         },
     }
-    job = view.jobs.get(name)
-    if job is None or job.spec is None:
+    if job is None or not begun:
         return found
-    spec, status, full = job.spec.record, job.status_now, job_row(view, job)
-    asked = job.request.record if job.request and job.request.record.run in ("", spec.run) else None
+    full, details, status = job_row(view, job), job_details(view, job), job.status_now
+    fewest, most = details["bounds"]["replicas"]
     return {
         **found,
-        "command": list(spec.command) or found["command"],
-        "generation": full["generation"],
-        "atomic_bsz": full["atomic_bsz"],
-        "accumulation_steps": full["accumulation_steps"],
-        "prediction_error": full["prediction_error"],
-        "throughput": full["throughput"],
-        "step": full["step"],
-        "placements": full["placements"],
-        "warnings": full["warnings"],
-        "checkpoint": full["checkpoint"],
-        "cost": full["cost"],
-        "pauses": list(status.pauses) if status else [],
+        **{key: full[key] for key in _SHOWN},
+        "command": details["command"] or found["command"],
+        "pauses": details["pauses"],
         "failures": [f"rank {one.rank}: {one.message}" for one in status.failures] if status else [],
-        "asked": asked.replicas if asked else None,
-        "bounds": [fewest(view, job), min(spec.max_replicas, 1 << 16)],
-        "can": {**found["can"], "scale": not over, "stop": not over},
+        "asked": details["requested"],
+        "bounds": [fewest, min(most, 1 << 16)],
     }
 
 

@@ -7,25 +7,14 @@ from typing import Any
 from adaptdl_elastic.autoscaler.cluster_view import View
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.diagnostics.rows import WAITING_STATES, job_rows, node_rows
+from adaptdl_elastic.rendezvous.schema.records import NodeUsage
 from adaptdl_elastic.rendezvous.services.submitted import Submitted
 
 Document = dict[str, Any]
 
 _SHOWN = (
-    "job",
-    "owner",
-    "state",
-    "reason",
-    "replicas",
-    "nodes",
-    "batch_size",
-    "epoch",
-    "epochs",
-    "restarts_used",
-    "max_restarts",
-    "created",
-    "started",
-    "ended",
+    *("job", "owner", "state", "reason", "replicas", "nodes", "batch_size", "epoch", "epochs"),
+    *("restarts_used", "max_restarts", "created", "started", "ended"),
 )
 _ROUNDED = ("goodput", "predicted_goodput", "progress", "efficiency", "lr_factor", "loss")
 
@@ -45,7 +34,8 @@ def overview(view: View, submitted: Submitted | None, problem: str = "") -> Docu
     """
     ledger = Ledger(view)
     jobs = {name: _job_summary(row) for name, row in job_rows(view, submitted).items()}
-    nodes = {row["node"]: _node_summary(view, row) for row in node_rows(view, ledger)}
+    usage = {node: seen.record for node, seen in view.usage.items()}
+    nodes = {row["node"]: _node_summary(row, usage.get(row["node"])) for row in node_rows(view, ledger)}
     if submitted is not None:
         _add_services(nodes, submitted)
     states = [row["state"] for row in jobs.values()]
@@ -68,10 +58,8 @@ def _job_summary(row: Document) -> Document:
     return {**{name: row[name] for name in _SHOWN}, **{name: significant(row[name]) for name in _ROUNDED}}
 
 
-def _node_summary(view: View, row: Document) -> Document:
-    usage = view.usage.get(row["node"])
-    record = usage.record if usage is not None else None
-    gpus = record.gpus if record is not None else ()
+def _node_summary(row: Document, usage: NodeUsage | None) -> Document:
+    gpus = usage.gpus if usage is not None else ()
     return {
         "node": row["node"],
         "slots": row["slots"],
@@ -79,30 +67,16 @@ def _node_summary(view: View, row: Document) -> Document:
         "host": row["host"],
         "state": row["state"],
         "kind": row["instance_type"] or "",
-        "cpu": round(record.cpu, 2) if record is not None else None,
-        "memory": round(record.memory_used / record.memory, 2)
-        if record is not None and record.memory
-        else None,
+        "cpu": round(usage.cpu, 2) if usage is not None else None,
+        "memory": round(usage.memory_used / usage.memory, 2) if usage is not None and usage.memory else None,
         "gpu": round(sum(gpu.utilization for gpu in gpus) / len(gpus), 2) if gpus else None,
     }
 
 
 def _add_services(nodes: dict[str, Document], submitted: Submitted) -> None:
     for name, service in submitted.services.items():
-        node = nodes.setdefault(
-            name,
-            {
-                "node": name,
-                "slots": service.slots,
-                "jobs": {},
-                "host": service.host,
-                "state": "ok",
-                "kind": "",
-                "cpu": None,
-                "memory": None,
-                "gpu": None,
-            },
-        )
+        alone = {"node": name, "slots": service.slots, "jobs": {}, "host": service.host, "state": "ok"}
+        node = nodes.setdefault(name, _node_summary({**alone, "instance_type": None}, None))
         node["kind"] = node["kind"] or service.gpu_model
         node["slots"] = node["slots"] or service.slots  # a drained node without agents
 

@@ -98,7 +98,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "no-fence",
         "a new leader does not write plans again with its fence",
-        f"{_CORE}/fence.py",
+        f"{_CORE}/decide.py",
         "if plan.fence != fence:",
         "if False:",
     ),
