@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from adaptdl_elastic.autoscaler.policy import (
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.objective import after_pause, horizon
 from adaptdl_elastic.autoscaler.policy.policy_types import NetworkPrior
+from adaptdl_elastic.autoscaler.policy.solver.placement import Board
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
 MODEL = GoodputModel(
@@ -137,6 +139,32 @@ def test_every_promise_is_kept_again_and_again(
             nodes = [*nodes[1:], NodeInfo("late", 4)]
             jobs = [job("late"), *jobs[1:]]
             current = {name: a for name, a in current.items() if name in {j.name for j in jobs}}
+
+
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
+def test_finding_free_nodes_at_once_gives_what_trying_every_node_gives(
+    problem: tuple[list[JobInfo], list[NodeInfo]], how: PolicySettings, random: Random
+) -> None:
+    jobs, nodes = problem
+    jobs = [replace(j, limits=None if random.random() < 0.2 else limits_of(nodes, random)) for j in jobs]
+    current: Mapping[str, Allocation] = {}
+    for now in (1000.0, 2000.0):
+        found = allocate(jobs, nodes, current, now, how)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Board, "single", lambda *_: None)
+            patch.setattr(Board, "several", lambda *_: {})
+            tried = allocate(jobs, nodes, current, now, how)
+        assert found.objective == pytest.approx(tried.objective, abs=1e-9)
+        assert found.allocations == tried.allocations
+        current = found.allocations
+        nodes = [*nodes[1:], NodeInfo("late", 4)]
+
+
+def limits_of(nodes: Sequence[NodeInfo], random: Random) -> dict[str, NodeLimit]:
+    """Return limits on most of the nodes."""
+    chosen = [node for node in nodes if random.random() < 0.8]
+    return {node.name: NodeLimit(random.randint(1, 2), random.randint(2, node.slots + 2)) for node in chosen}
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
