@@ -31,7 +31,7 @@ from adaptdl_elastic.autoscaler.policy import (
     PolicySettings,
     allocate,
 )
-from adaptdl_elastic.autoscaler.policy.solver.tables import build, room_of
+from adaptdl_elastic.autoscaler.policy.solver.tables import build, rooms_of
 from adaptdl_elastic.autoscaler.policy.solver.typed_knapsack import choose
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
@@ -170,8 +170,8 @@ def problem(instance: Instance, types: int = 1) -> tuple[list[JobInfo], list[Nod
 
 def bound_of(jobs: list[JobInfo], nodes: list[NodeInfo]) -> float:
     """Return an upper bound of the sum of speedups: that of the choice of sizes, regardless of places."""
-    common = room_of(JobInfo(""), nodes)
-    rooms, nothing = {job.name: common for job in jobs}, {job.name: {} for job in jobs}
+    rooms = {job.name: room for job, room in zip(jobs, rooms_of(jobs, nodes), strict=True)}
+    nothing = {job.name: {} for job in jobs}
     tables = build(jobs, nodes, rooms, nothing, set(), 0.0, SETTINGS)
     capacity = [sum(n.slots for n in nodes if n.node_type == name) for name in tables.sizes.types]
     speedups = np.where(tables.allowed, tables.speedup, 0.0)

@@ -100,12 +100,8 @@ def _in_the_way(full: Board, want: Want, worth: dict[str, float]) -> Iterator[li
         return
     sets = []
     for node in full.nodes:
-        bound = limit(want.job, node.name)
-        if (
-            full.is_open(want, node.name)
-            and bound is not None
-            and bound.min_slots <= want.replicas <= bound.max_slots
-        ):
+        least, most = limit(want.job, node.name)
+        if full.is_open(want, node.name) and least <= want.replicas <= most:
             names = _cheapest(full.here[node.name], want.replicas - full.free[node.name], worth)
             if names is not None:
                 sets.append((sum(worth[name] for name in names), full.position(node.name), names))
@@ -153,7 +149,7 @@ def _put_back(tables: Tables, trial: Board, row: int, was: Allocation) -> Alloca
 def _fits(board: Board, job: str, allocation: Allocation) -> bool:
     several = len(allocation) > 1
     return all(
-        board.free[node] >= replicas and not (several and board.shared_by_spanning(node, job))
+        board.free[node] >= replicas and not (several and board.has_spanning(node))
         for node, replicas in allocation.items()
     )
 

@@ -138,8 +138,8 @@ def _add_job(
             choice[variable] = 1.0
             continue
         for node in (node for node in holds if kinds[node] == kind):
-            bound = limit(job, node)
-            if bound and bound.min_slots <= replicas <= min(bound.max_slots, board.free[node]):
+            least, most = limit(job, node)
+            if least <= replicas <= min(most, board.free[node]):
                 variable = program.variable(worth)
                 mine.one[variable] = node, replicas
                 holds[node][variable] = replicas
@@ -165,17 +165,17 @@ def _add_several(
     job = tables.jobs[row]
     uses_here, on_here = {}, {}
     for node in nodes:
-        bound = limit(job, node)
-        if bound is None or board.free[node] < bound.min_slots:
+        least, most = limit(job, node)
+        most = min(most, board.free[node])
+        if most < least:
             continue
-        most = min(bound.max_slots, board.free[node])
         uses, on = program.variable(), program.variable(0.0, most)
         mine.on[node] = on
         uses_here[node], on_here[node] = uses, on
         holds[node][on] = 1.0
         spans[node][uses] = 1.0
         program.row({on: 1.0, uses: -float(most)}, -np.inf, 0)
-        program.row({on: 1.0, uses: -float(max(bound.min_slots, 1))}, 0, np.inf)
+        program.row({on: 1.0, uses: -float(max(least, 1))}, 0, np.inf)
     program.row({**dict.fromkeys(on_here.values(), 1.0), **{v: -r for v, r in many.items()}}, 0, 0)
     used = dict.fromkeys(uses_here.values(), 1.0)
     program.row({**used, **dict.fromkeys(many, -float(max(job.min_nodes, 2)))}, 0, np.inf)

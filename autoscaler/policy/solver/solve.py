@@ -177,7 +177,7 @@ def _place(
             board.put(job.name, board.current[job.name])
             if tables.sizes.kinds[column] == tables.sizes.mixed and not tables.possible[row, column]:
                 continue  # it may keep this size, but could not change to it
-            board.movable[job.name] = float(tables.kept_value[row] - tables.changed[row, column])
+            board.let_move(job.name, float(tables.kept_value[row] - tables.changed[row, column]))
         else:
             wants.append(want_of(tables, row, column))
     failed = place(board, wants, {job.name: job for job in tables.jobs})
