@@ -147,6 +147,7 @@ def test_finding_free_nodes_at_once_gives_what_trying_every_node_gives(
     problem: tuple[list[JobInfo], list[NodeInfo]], how: PolicySettings, random: Random
 ) -> None:
     jobs, nodes = problem
+    how = replace(how, time_limit=600.0)
     jobs = [replace(j, limits=None if random.random() < 0.2 else limits_of(nodes, random)) for j in jobs]
     current: Mapping[str, Allocation] = {}
     for now in (1000.0, 2000.0):

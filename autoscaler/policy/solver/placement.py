@@ -118,13 +118,15 @@ class Board:
     def _facts(self, want: Want) -> NDArray[Any]:
         """Return the fewest and the most replicas on each node, and the job's dislike, shape (3, nodes)."""
         job = want.job
-        key = want.node_type, id(job.limits), job.avoid_preemptible_nodes
+        kind = want.node_type, job.avoid_preemptible_nodes
+        key = *kind, id(job.limits)
+        if kind not in self._known:
+            nodes = [(self.is_open(want, node.name), *self.dislike(job, node.name)) for node in self.nodes]
+            self._known[kind] = np.array(nodes, dtype=int).reshape(-1, 3).T
         if key not in self._known:
-            rows = []
-            for node, (low, high) in zip(self.nodes, bounds_of(job.limits, self.nodes), strict=True):
-                at_risk, kind = self.dislike(job, node.name)
-                rows.append((low, high if self.is_open(want, node.name) else 0, 2 * at_risk + kind))
-            self._known[key] = np.array(rows, dtype=int).reshape(-1, 3).T
+            is_open, at_risk, disliked = self._known[kind]
+            low, high = np.array(bounds_of(job.limits, self.nodes), dtype=int).reshape(-1, 2).T
+            self._known[key] = np.array((low, high * is_open, 2 * at_risk + disliked))
         return self._known[key]
 
     def _is_new(self, before: Allocation) -> NDArray[Any]:
