@@ -141,7 +141,7 @@ def test_every_promise_is_kept_again_and_again(
             current = {name: a for name, a in current.items() if name in {j.name for j in jobs}}
 
 
-@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
 def test_finding_free_nodes_at_once_gives_what_trying_every_node_gives(
     problem: tuple[list[JobInfo], list[NodeInfo]], how: PolicySettings, random: Random
@@ -156,9 +156,10 @@ def test_finding_free_nodes_at_once_gives_what_trying_every_node_gives(
             patch.setattr(Board, "single", lambda *_: None)
             patch.setattr(Board, "several", lambda *_: {})
             tried = allocate(jobs, nodes, current, now, how)
-        assert found.objective == pytest.approx(tried.objective, abs=1e-9)
         assert found.allocations == tried.allocations
         current = found.allocations
+        # a job that runs does not wait
+        jobs = [replace(j, waiting_since=None) if current[j.name] else j for j in jobs]
         nodes = [*nodes[1:], NodeInfo("late", 4)]
 
 

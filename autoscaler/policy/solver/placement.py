@@ -242,7 +242,7 @@ def _find(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
         if evicted is None:
             continue
         cost = sum(board.movable[name] for name in evicted)
-        key = (cost, *board.dislike(job, node), node not in before, free, board.position(node))
+        key = (cost, len(evicted), *board.dislike(job, node), node not in before, free, board.position(node))
         if best is None or key < best[0]:
             best = key, node, evicted
     return ({best[1]: want.replicas}, best[2]) if best else (None, [])
@@ -282,7 +282,7 @@ def _find_several(board: Board, want: Want) -> tuple[dict[str, int] | None, list
         if room >= least:
             cost = sum(board.movable[n] for n in evictable) if room > free else 0.0
             rooms[node] = room, least
-            keys[node] = cost, *board.dislike(job, node), -min(free, most), node not in before
+            keys[node] = cost, room > free, *board.dislike(job, node), -min(free, most), node not in before
     # the second order prefers nodes with the most room, even if jobs must move
     by_cost = sorted(rooms, key=keys.__getitem__)
     by_room = sorted(rooms, key=lambda n: (-rooms[n][0], keys[n][0], keys[n][-1]))
