@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from adaptdl_elastic.autoscaler.policy import (
@@ -143,6 +143,16 @@ def test_every_promise_is_kept_again_and_again(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
+# moving a job costs nothing, and nothing has to move; with this seed no job has limits
+@example(([JobInfo("a", 3, 3), JobInfo("b", 2, 2)], cluster(3, 3)), PLAIN_SUM, Random(28))
+@example(
+    (
+        [JobInfo("a", 2, 2, min_nodes=2), JobInfo("b", 4, 4)],
+        [NodeInfo("n0", 1), NodeInfo("n1", 4), NodeInfo("n2", 1, at_risk=True)],
+    ),
+    PLAIN_SUM,
+    Random(28),
+)
 def test_finding_free_nodes_at_once_gives_what_trying_every_node_gives(
     problem: tuple[list[JobInfo], list[NodeInfo]], how: PolicySettings, random: Random
 ) -> None:
