@@ -143,7 +143,7 @@ def test_every_promise_is_kept_again_and_again(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
-# moving a job costs nothing, and nothing has to move; with this seed no job has limits
+# moving a job costs nothing, and nothing has to move; with this seed there are no limits and no types
 @example(([JobInfo("a", 3, 3), JobInfo("b", 2, 2)], cluster(3, 3)), PLAIN_SUM, Random(28))
 @example(
     (
@@ -159,6 +159,8 @@ def test_finding_free_nodes_at_once_gives_what_trying_every_node_gives(
     jobs, nodes = problem
     how = replace(how, time_limit=600.0)
     jobs = [replace(j, limits=None if random.random() < 0.2 else limits_of(nodes, random)) for j in jobs]
+    if random.random() < 0.5:
+        nodes = [replace(node, node_type=random.choice("ab")) for node in nodes]
     current: Mapping[str, Allocation] = {}
     for now in (1000.0, 2000.0):
         found = allocate(jobs, nodes, current, now, how)

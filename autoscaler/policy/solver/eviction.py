@@ -68,8 +68,9 @@ def value(tables: Tables, row: int, found: Allocation | None, board: Board) -> f
 def want_of(tables: Tables, row: int, column: int) -> Want:
     """Return the request for the size in this column by the job in this row."""
     sizes = tables.sizes
-    replicas, several = int(sizes.replicas[column]), bool(sizes.several[column])
-    return Want(tables.jobs[row], replicas, several, sizes.name(column))
+    replicas, several, name = int(sizes.replicas[column]), bool(sizes.several[column]), sizes.name(column)
+    uses = {} if name is not None else dict(zip(sizes.types, sizes.uses[column].tolist(), strict=True))
+    return Want(tables.jobs[row], replicas, several, name, uses)
 
 
 def _trials(tables: Tables, full: Board, rows: dict[str, int], row: int) -> Iterator[tuple[Board, list[int]]]:
@@ -84,7 +85,7 @@ def _trials(tables: Tables, full: Board, rows: dict[str, int], row: int) -> Iter
         if not open_to_it.size:
             continue
         column = int(open_to_it[np.argmin(sizes.replicas[open_to_it])])
-        want = Want(tables.jobs[row], int(sizes.replicas[column]), several, sizes.name(column))
+        want = want_of(tables, row, column)
         for names in _in_the_way(full, want, worth):
             trial = full.copy()
             for name in names:

@@ -17,21 +17,14 @@ _MOST_SLOTS = 1 << 32  # more than a node has
 
 
 def share_limits(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo]) -> list[JobInfo]:
-    """Return the jobs with one mapping for all equal limits, and without limits that have no effect.
+    """Return the jobs with one mapping for all limits that are equal on these nodes.
 
-    So what follows from limits on these nodes is computed once, and not for each job.
+    So what follows from limits is computed once, and not for each job.
     """
-    names, unlimited = [node.name for node in nodes], bounds_of(None, nodes)
-    known: dict[tuple[NodeLimit | None, ...], Mapping[str, NodeLimit] | None] = {}
-    found = []
-    for job in jobs:
-        if job.limits is not None:
-            key = tuple(map(job.limits.get, names))
-            if key not in known:
-                known[key] = None if bounds_of(job.limits, nodes) == unlimited else job.limits
-            job = replace(job, limits=known[key])
-        found.append(job)
-    return found
+    names = [node.name for node in nodes]
+    known: dict[tuple[NodeLimit | None, ...], Mapping[str, NodeLimit]] = {}
+    limits = [j.limits and known.setdefault(tuple(map(j.limits.get, names)), j.limits) for j in jobs]
+    return [replace(job, limits=shared) for job, shared in zip(jobs, limits, strict=True)]
 
 
 def bounds_of(limits: Mapping[str, NodeLimit] | None, nodes: Sequence[NodeInfo]) -> list[tuple[int, int]]:
@@ -55,6 +48,8 @@ class Want:
     replicas: int
     several: bool
     node_type: str | None = None  # type of its nodes; None: any
+    # by type: the slots with which a size on several types was chosen; empty for a size on one type
+    uses: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -182,8 +177,19 @@ class Board:
         settled = (self._evictable == 0) | (high <= self._room)
         fits = np.flatnonzero((room >= low) & (self._spanning == 0) & settled)
         key = ((dislike * _MOST_SLOTS - room) * 2 + self._is_new(before))[fits]
-        best = fits[np.argsort(key, kind="stable")][: want.replicas]
+        best = fits[np.argsort(key, kind="stable")][: None if want.uses else want.replicas]
         return {self.nodes[i].name: (int(room[i]), int(low[i])) for i in best}
+
+    def shared(self, want: Want, rooms: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Return the rooms without slots of a type beyond those with which the size was chosen."""
+        left, found = dict(want.uses), {}
+        for node, (room, low) in rooms.items():
+            kind = self._info[node].node_type
+            most = min(room, left.get(kind, 0))
+            if most >= max(low, 1):
+                found[node] = most, low
+                left[kind] -= most
+        return found
 
     def position(self, node: str) -> int:
         """Return the node's index in the given order, which breaks ties."""
@@ -269,7 +275,8 @@ def _make_room(board: Board, node: str, missing: int, size: int) -> list[str] | 
 def _find_several(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
     """Place a job on few nodes, empty ones and its own first, each filled before the next."""
     job, before = want.job, board.current.get(want.job.name, {})
-    found = _fill(board.several(want, before), want)
+    idle = board.several(want, before)
+    found = _fill(board.shared(want, idle) if want.uses else idle, want)
     if found is not None:
         return found, []
     rooms, keys = dict[str, tuple[int, int]](), dict[str, tuple[float, ...]]()
@@ -286,9 +293,11 @@ def _find_several(board: Board, want: Want) -> tuple[dict[str, int] | None, list
     # the second order prefers nodes with the most room, even if jobs must move
     by_cost = sorted(rooms, key=keys.__getitem__)
     by_room = sorted(rooms, key=lambda n: (-rooms[n][0], keys[n][0], keys[n][-1]))
-    ordered = ({node: rooms[node] for node in order} for order in (by_cost, by_room))
-    tried = (how(these, want) for these in ordered for how in (_fill, _even))
-    found = next((found for found in tried if found is not None), None)
+    ordered = [{node: rooms[node] for node in order} for order in (by_cost, by_room)]
+    # a job that uses other types than it was chosen with takes slots that other jobs were chosen with
+    ways = [(_fill, board.shared(want, these)) for these in ordered]
+    ways += [(how, these) for these in ordered for how in (_fill, _even)]
+    found = next((found for how, these in ways if (found := how(these, want)) is not None), None)
     evicted: list[str] = []
     for node, replicas in (found or {}).items():
         leaving = _make_room(board, node, replicas - board.free[node], replicas + 1_000_000)

@@ -66,16 +66,13 @@ def rooms_of(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo]) -> list[Room]:
     """Return the room of each job without other jobs. Jobs share the work if they share their limits."""
     # by limits: the sums of the lower and upper bounds of 0, 1, 2, ... nodes, first those with low minima,
     # then those with most room
-    orders: dict[int, list[tuple[list[int], list[int]]]] = {}
+    orders: dict[int, list[list[list[int]]]] = {}
     found = []
     for job in jobs:
         if id(job.limits) not in orders:
             bounds = [(low, high) for low, high in bounds_of(job.limits, nodes) if low <= high]
             orders[id(job.limits)] = [
-                (
-                    list(accumulate((low for low, _ in order), initial=0)),
-                    list(accumulate((high for _, high in order), initial=0)),
-                )
+                [list(accumulate(ends)) for ends in zip((0, 0), *order, strict=True)]
                 for order in (sorted(bounds), sorted(bounds, key=lambda bound: (-bound[1], bound[0])))
             ]
         (lows, _), (_, highs) = known = orders[id(job.limits)]
@@ -85,7 +82,7 @@ def rooms_of(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo]) -> list[Room]:
     return found
 
 
-def _least(job: JobInfo, orders: Sequence[tuple[list[int], list[int]]]) -> int:
+def _least(job: JobInfo, orders: Sequence[Sequence[list[int]]]) -> int:
     """Return the smallest size that fits when nodes are taken in one of the orders."""
     wanted = max(job.min_replicas, job.min_nodes)
     found = []
