@@ -1,4 +1,4 @@
-"""Solve sizes and places together as one integer program, for small and irregular clusters.
+"""Solve sizes and places together as one integer program, for small clusters.
 
 Sizes that were chosen by slots alone may find no room: nodes of several sizes, jobs that cannot use every
 node, odd numbers of replicas. With few jobs and nodes, HiGHS (`scipy.optimize.milp`) finds the exact
