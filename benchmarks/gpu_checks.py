@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -253,11 +254,11 @@ class _Loop(backends.Group):
     def here(self) -> Any:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else super().here()
 
-    def send(self, flat: torch.Tensor, peer: int) -> None:
+    def send(self, flat: torch.Tensor, peer: int, turn: timedelta = backends.ARRIVES) -> None:
         assert flat.device == self._device, flat.device
         self._sent.put(flat.clone())
 
-    def receive(self, flat: torch.Tensor, peer: int) -> None:
+    def receive(self, flat: torch.Tensor, peer: int, turn: timedelta = backends.ARRIVES) -> None:
         flat.copy_(self._sent.get())
 
 

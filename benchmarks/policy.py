@@ -1,11 +1,12 @@
-"""Solve allocation problems with the policy and say how long each took.
+"""Solve allocation problems with the policy, as the coordinator asks it, and say how long each took.
 
     python benchmarks/policy.py INSTANCE.json... [--bounds bounds.json] [--types 3] [--json]
     python benchmarks/policy.py --generate 1024 1024 8 > INSTANCE.json
 
-The objective is the plain sum of speedups, without a price of change. An instance holds `name`,
-`num_nodes`, `gpus_per_node` and `jobs`, each with `name`, `perf_params` (α_c β_c α_n β_n α_r β_r γ),
-`grad` (|G|², tr Σ), `init_batch_size`, `max_batch_size`, `min_local_bsz`, `max_local_bsz`,
+Every job is registered on every node. The coordinator makes its question of that; the goodput models are
+the instance's. The objective is the plain sum of speedups, without a price of change. An instance holds
+`name`, `num_nodes`, `gpus_per_node` and `jobs`, each with `name`, `perf_params` (α_c β_c α_n β_n α_r β_r
+γ), `grad` (|G|², tr Σ), `init_batch_size`, `max_batch_size`, `min_local_bsz`, `max_local_bsz`,
 `min_replicas` and `max_replicas`. Batch sizes may be accumulated.
 """
 
@@ -23,6 +24,12 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, Memory, PolicyQuestion
+from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask
+from adaptdl_elastic.autoscaler.coordinator.rounds import ask_policy
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.policy import (
     GoodputModel,
     JobInfo,
@@ -31,9 +38,10 @@ from adaptdl_elastic.autoscaler.policy import (
     PolicySettings,
     allocate,
 )
-from adaptdl_elastic.autoscaler.policy.solver.tables import build, room_of
+from adaptdl_elastic.autoscaler.policy.solver.tables import build, rooms_of
 from adaptdl_elastic.autoscaler.policy.solver.typed_knapsack import choose
 from adaptdl_elastic.goodput import GradParams, PerfParams
+from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, NodeRecord, Plan, Transition
 
 CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
 Count = Annotated[int, Field(ge=1, le=10**9)]
@@ -168,10 +176,36 @@ def problem(instance: Instance, types: int = 1) -> tuple[list[JobInfo], list[Nod
     return jobs, nodes
 
 
+def question_of(jobs: list[JobInfo], nodes: list[NodeInfo]) -> PolicyQuestion:
+    """Return the coordinator's question about jobs without replicas that are registered on every node."""
+    places = {
+        node.name: Observed(
+            NodeRecord(node.name, "", "", "", "", node.slots, node_type=node.node_type), 0, 0.0
+        )
+        for node in nodes
+    }
+    views = {}
+    for job in jobs:
+        bounds = {"min_replicas": job.min_replicas, "max_replicas": job.max_replicas, "max_nodes": len(nodes)}
+        plan = Plan(job.name, "", -1, (), Cause.START, Transition.RESTART, "")
+        spec = JobSpec(job.name, "", **bounds)
+        views[job.name] = JobView(job.name, Observed(spec, 0, 0.0), plan=Observed(plan, 0, 0.0))
+    view = View(0.0, 0.0, nodes=dict.fromkeys(views, places), jobs=views)
+    conditions = {name: Condition(Phase.EMPTY) for name in views}
+    asked = ask(view, conditions, Memory(), Ledger(view), CoordinatorSettings())
+    given = {job.name: job for job in jobs}
+    infos = []
+    for info in asked.jobs:
+        job = given[info.name]
+        most = job.max_profiled_replicas
+        infos.append(replace(info, model=job.model, models=job.models, max_profiled_replicas=most))
+    return replace(asked, jobs=tuple(infos))
+
+
 def bound_of(jobs: list[JobInfo], nodes: list[NodeInfo]) -> float:
     """Return an upper bound of the sum of speedups: that of the choice of sizes, regardless of places."""
-    common = room_of(JobInfo(""), nodes)
-    rooms, nothing = {job.name: common for job in jobs}, {job.name: {} for job in jobs}
+    rooms = {job.name: room for job, room in zip(jobs, rooms_of(jobs, nodes), strict=True)}
+    nothing = {job.name: {} for job in jobs}
     tables = build(jobs, nodes, rooms, nothing, set(), 0.0, SETTINGS)
     capacity = [sum(n.slots for n in nodes if n.node_type == name) for name in tables.sizes.types]
     speedups = np.where(tables.allowed, tables.speedup, 0.0)
@@ -180,10 +214,13 @@ def bound_of(jobs: list[JobInfo], nodes: list[NodeInfo]) -> float:
 
 def solve(instance: Instance, repeat: int, types: int = 1) -> dict[str, Any]:
     jobs, nodes = problem(instance, types)
+    started_asking = time.process_time()
+    question = question_of(jobs, nodes)
+    asking = time.process_time() - started_asking
     wall, cpu = [], []
     for _ in range(repeat):
         started = time.perf_counter(), time.process_time()
-        decision = allocate(jobs, nodes, {}, 0.0, SETTINGS)
+        decision = ask_policy(allocate, question, question.jobs, 0.0, SETTINGS)
         wall.append(time.perf_counter() - started[0])
         cpu.append(time.process_time() - started[1])
     allocation = {
@@ -195,6 +232,7 @@ def solve(instance: Instance, repeat: int, types: int = 1) -> dict[str, Any]:
         "objective": decision.objective,
         "seconds": min(wall),
         "cpu_seconds": min(cpu),
+        "question_cpu_seconds": asking,
         "allocation": allocation,
         **({"gap": 1 - decision.objective / bound_of(jobs, nodes)} if types > 1 else {}),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
@@ -31,7 +32,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import (
 )
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, typical_pause
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, NodeLimit
-from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, Rescale
+from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, NodeRecord, Rescale
 from adaptdl_elastic.rendezvous.text import pluralize
 
 Policy = Callable[[Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Any], Decision]
@@ -138,21 +139,22 @@ def _nodes(view: View, ledger: Ledger, asked_about: set[str], share: int) -> tup
         if name not in asked_about:
             for node, slots in ledger.held(name).items():
                 elsewhere[node] = elsewhere.get(node, 0) + slots
-    facts: dict[str, NodeInfo] = {}
+    found: dict[str, list[NodeRecord]] = {}
     for agents in view.nodes.values():
         for node, seen in agents.items():
-            record = seen.record
-            was = facts.get(node)
-            facts[node] = NodeInfo(
-                name=node,
-                slots=max(0, ledger.capacity[node] - elsewhere.get(node, 0)) // share,
-                preemptible=record.preemptible or (was is not None and was.preemptible),
-                # a node leaves only if the agents of all its jobs do
-                draining=view.draining(record) and (was is None or was.draining),
-                at_risk=record.at_risk or (was is not None and was.at_risk),
-                node_type=record.node_type,
-            )
-    return tuple(facts[node] for node in sorted(facts))
+            found.setdefault(node, []).append(seen.record)
+    return tuple(
+        NodeInfo(
+            name=node,
+            slots=max(0, ledger.capacity[node] - elsewhere.get(node, 0)) // share,
+            preemptible=any(record.preemptible for record in records),
+            # a node leaves only if the agents of all its jobs do
+            draining=all(view.draining(record) for record in records),
+            at_risk=any(record.at_risk for record in records),
+            node_type=records[-1].node_type,
+        )
+        for node, records in sorted(found.items())
+    )
 
 
 def _job(
@@ -184,7 +186,7 @@ def _job(
         max_replicas=spec.max_replicas,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
-        limits={name: NodeLimit(room.least, room.most) for name, room in places.items()},
+        limits=_limits(tuple((name, room.least, room.most) for name, room in places.items())),
         model=goodput_model,
         models=models if len(models) > 1 else {},
         measured=known.measured_on(spec.profile_key, hints),
@@ -208,6 +210,12 @@ def _job(
         last_change=job.plan.seen if now else None,
     )
     return info, None if fixed is None or fixed.cause is None else (fixed.cause, fixed.text)
+
+
+@lru_cache(maxsize=64)
+def _limits(places: tuple[tuple[str, int, int], ...]) -> Mapping[str, NodeLimit]:
+    """Return the limits of (node, fewest, most) replicas; jobs with the same ones share a mapping."""
+    return {name: NodeLimit(least, most) for name, least, most in places}
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from adaptdl_elastic.autoscaler.policy.policy_types import (
     NodeInfo,
     PolicySettings,
 )
-from adaptdl_elastic.autoscaler.policy.solver.placement import Board
+from adaptdl_elastic.autoscaler.policy.solver.placement import Board, share_limits
 from adaptdl_elastic.autoscaler.policy.solver.solve import Solution, solve
-from adaptdl_elastic.autoscaler.policy.solver.tables import Room, Tables, build, room_of
+from adaptdl_elastic.autoscaler.policy.solver.tables import Room, Tables, build, rooms_of
 
 
 def allocate(
@@ -36,6 +36,7 @@ def allocate(
     """
     started = time.process_time()
     usable = [node for node in nodes if not node.draining and node.slots > 0]
+    jobs = share_limits(jobs, usable)
     before = {job.name: dict(current.get(job.name, {})) for job in jobs}
     intact = _intact(jobs, usable, before)
     pinned = {
@@ -43,9 +44,7 @@ def allocate(
         for job in jobs
         if job.name in intact and _pinned(job, before[job.name])
     }
-    common = room_of(JobInfo(""), usable)
-    plain = {job.name: job.limits is None and job.max_nodes is None for job in jobs}
-    rooms = {job.name: common if plain[job.name] else room_of(job, usable) for job in jobs}
+    rooms = {job.name: room for job, room in zip(jobs, rooms_of(jobs, usable), strict=True)}
     pending = {job.name: why for job in jobs if (why := _impossible(job, len(usable), rooms[job.name]))}
     able = [job for job in jobs if job.name not in pending]
     problem = _Problem(able, usable, rooms, before, intact, now, settings)

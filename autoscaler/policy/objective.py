@@ -32,6 +32,7 @@ RUNNING_VALUE = 1e3  # value of having any replicas; makes the power mean finite
 STEP_BONUS = 10.0  # bonus of a step towards an unexplored size, in units of the largest value of a job
 PAUSES_PER_HORIZON = 15.0  # long jobs keep an allocation for 13 to 26 pauses in replays
 OUTLIVED_FACTOR = 4.0  # of the work so far that a job beyond its declared end is expected to need again
+_RANKED_TOGETHER = 64  # number of jobs that are compared with all others in one array operation
 _LEAST_VALUE_KEPT = 0.01  # least part of its value that a changed allocation keeps
 
 
@@ -102,8 +103,10 @@ def _rank(remaining: Array) -> Array:
     the remaining work does not make two jobs change places.
     """
     length = np.log(remaining)
-    longer = (length[np.newaxis, :] - length[:, np.newaxis]) / LENGTH_TOLERANCE
-    return np.asarray(0.5 + (1 / (1 + np.exp(np.clip(-longer, -50, 50)))).sum(axis=1))
+    # a few jobs at a time, so that the memory grows with the jobs and not with their square
+    parts = np.array_split(length, 1 + length.size // _RANKED_TOGETHER)
+    shorter = ((part[:, np.newaxis] - length) / LENGTH_TOLERANCE for part in parts)
+    return 0.5 + np.concatenate([(1 / (1 + np.exp(np.clip(by, -50, 50)))).sum(axis=1) for by in shorter])
 
 
 def utility(speedup: Array, settings: PolicySettings) -> Array:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import NamedTuple
 
 from adaptdl_elastic.autoscaler.policy.learning import Corrections
 from adaptdl_elastic.goodput import GradParams, PerfParams
@@ -41,8 +42,7 @@ class GoodputModel:
     network: NetworkPrior = NetworkPrior()  # nothing: a measurement counts, or the link is not known
 
 
-@dataclass(frozen=True)
-class NodeLimit:
+class NodeLimit(NamedTuple):
     """The smallest and largest number of replicas of one job on one node, if it has any there."""
 
     min_slots: int = 1

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import replicas
+import slow_link
 
 from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._process_group.backends import Gloo
@@ -61,3 +64,10 @@ def test_a_collective_that_ends_soon_after_a_death_has_its_result() -> None:
 def test_there_is_a_time_limit_without_a_session() -> None:
     with pytest.raises(RuntimeError, match=r"took more than 0:00:00\.01"):
         Gloo("gloo").wait([Work(float("inf"))], timedelta(milliseconds=10))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_transfer_over_a_slow_link_goes_on_and_one_to_a_stopped_replica_ends(tmp_path: Path) -> None:
+    error, _ = replicas.run(slow_link.slow_and_stopped, 2, str(tmp_path))
+    assert "Timed out waiting 3000ms for send" in error

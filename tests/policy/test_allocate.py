@@ -7,10 +7,11 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from adaptdl_elastic.autoscaler.policy import (
@@ -27,6 +28,7 @@ from adaptdl_elastic.autoscaler.policy import (
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.objective import after_pause, horizon
 from adaptdl_elastic.autoscaler.policy.policy_types import NetworkPrior
+from adaptdl_elastic.autoscaler.policy.solver.placement import Board
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
 MODEL = GoodputModel(
@@ -137,6 +139,46 @@ def test_every_promise_is_kept_again_and_again(
             nodes = [*nodes[1:], NodeInfo("late", 4)]
             jobs = [job("late"), *jobs[1:]]
             current = {name: a for name, a in current.items() if name in {j.name for j in jobs}}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
+# moving a job costs nothing, and nothing has to move; with this seed there are no limits and no types
+@example(([JobInfo("a", 3, 3), JobInfo("b", 2, 2)], cluster(3, 3)), PLAIN_SUM, Random(28))
+@example(
+    (
+        [JobInfo("a", 2, 2, min_nodes=2), JobInfo("b", 4, 4)],
+        [NodeInfo("n0", 1), NodeInfo("n1", 4), NodeInfo("n2", 1, at_risk=True)],
+    ),
+    PLAIN_SUM,
+    Random(28),
+)
+def test_finding_free_nodes_at_once_gives_what_trying_every_node_gives(
+    problem: tuple[list[JobInfo], list[NodeInfo]], how: PolicySettings, random: Random
+) -> None:
+    jobs, nodes = problem
+    how = replace(how, time_limit=600.0)
+    jobs = [replace(j, limits=None if random.random() < 0.2 else limits_of(nodes, random)) for j in jobs]
+    if random.random() < 0.5:
+        nodes = [replace(node, node_type=random.choice("ab")) for node in nodes]
+    current: Mapping[str, Allocation] = {}
+    for now in (1000.0, 2000.0):
+        found = allocate(jobs, nodes, current, now, how)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Board, "single", lambda *_: None)
+            patch.setattr(Board, "several", lambda *_: {})
+            tried = allocate(jobs, nodes, current, now, how)
+        assert found.allocations == tried.allocations
+        current = found.allocations
+        # a job that runs does not wait
+        jobs = [replace(j, waiting_since=None) if current[j.name] else j for j in jobs]
+        nodes = [*nodes[1:], NodeInfo("late", 4)]
+
+
+def limits_of(nodes: Sequence[NodeInfo], random: Random) -> dict[str, NodeLimit]:
+    """Return limits on most of the nodes."""
+    chosen = [node for node in nodes if random.random() < 0.8]
+    return {node.name: NodeLimit(random.randint(1, 2), random.randint(2, node.slots + 2)) for node in chosen}
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -102,6 +102,14 @@ def test_a_job_that_needs_more_than_any_type_has_uses_several_types() -> None:
     assert allocate([wide], cluster(1, 1), {"job": found}, 60.0).allocations["job"] == found
 
 
+def test_a_job_on_several_types_leaves_other_jobs_the_slots_that_were_counted_for_them() -> None:
+    nodes = [NodeInfo("fast-0", 4, node_type="fast"), *(replace(n, slots=2) for n in cluster(0, 4))]
+    jobs = [job("wide", min_replicas=10, max_replicas=10), job("small", min_replicas=2, max_replicas=2)]
+    found = allocate(jobs, nodes, {}, 0.0).allocations
+    assert found["small"] == {"fast-0": 2}
+    assert sum(found["wide"].values()) == 10
+
+
 def test_two_unlike_machines_are_both_used_if_together_they_are_faster() -> None:
     alike = job(slow=0.95, models={"fast": MODEL, "slow": slowed(0.95)})
     found = allocate([alike], cluster(1, 1), {}, 0.0).allocations["job"]

@@ -234,6 +234,22 @@ def test_an_overdue_job_comes_before_a_job_of_the_largest_weight(max_profiled_re
     assert found == {"heavy": {}, "late": {"n": 4}}
 
 
+def test_an_overdue_job_does_not_make_the_other_jobs_worse_off() -> None:
+    # sizes that fit only if they are placed exactly, in a large program
+    sizes = [3, 4, 3, 3, 4, 4]
+    jobs = [
+        rigid(f"j{i}", min_replicas=n, max_replicas=n, max_nodes=1, max_profiled_replicas=6)
+        for i, n in enumerate(sizes)
+    ]
+    nodes = [NodeInfo(f"n{i}", slots) for i, slots in enumerate((6, 6, 4, 3))]
+    late = rigid("late", min_replicas=1, max_replicas=1, max_profiled_replicas=1)
+    new, overdue = (
+        allocate([*jobs, replace(late, waiting_since=since)], nodes, {}, 10_000.0) for since in (None, 0.0)
+    )
+    assert overdue.allocations["late"]
+    assert overdue.objective == pytest.approx(new.objective)
+
+
 weights = st.floats(1e-6, HEAVIEST)
 
 

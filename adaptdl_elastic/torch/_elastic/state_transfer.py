@@ -17,7 +17,7 @@ import torch
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.checkpoint.state_copy import like
-from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
+from adaptdl_elastic.torch._process_group.backends import STALL, Group, patiently, present
 
 BUCKET = 1024 * 1024
 """Largest size of a bucket in bytes, unless a single tensor is larger."""
@@ -63,8 +63,9 @@ def give(session: Session, newcomers: list[int], donors: list[int], names: set[s
     group = _group(session)
 
     def send() -> None:
-        for newcomer in mine:
-            for bucket in _buckets(tensors):
+        # in turn, so that none of them takes the donor for stopped
+        for bucket in _buckets(tensors):
+            for newcomer in mine:
                 send_bucket(group, bucket, newcomer)
 
     if mine:
@@ -160,16 +161,16 @@ def _matching(skeleton: Any, own: list[torch.Tensor], body: Any) -> list[torch.T
 def send_bucket(group: Group, bucket: list[torch.Tensor], newcomer: int) -> None:
     """Send tensors of one dtype in one message. They may be on different devices, as an optimizer's are."""
     parts = [tensor.detach().to(group.device).reshape(-1) for tensor in bucket]
-    group.send(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous(), newcomer)
+    group.send(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous(), newcomer, STALL)
 
 
 def _receive(group: Group, bucket: list[torch.Tensor], donor: int) -> None:
     device = group.device
     if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == device:
-        group.receive(bucket[0].detach().view(-1), donor)
+        group.receive(bucket[0].detach().view(-1), donor, STALL)
         return
     flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=device)
-    group.receive(flat, donor)
+    group.receive(flat, donor, STALL)
     with torch.no_grad():
         for tensor, part in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
             tensor.copy_(part.view(tensor.shape))

@@ -68,8 +68,9 @@ def value(tables: Tables, row: int, found: Allocation | None, board: Board) -> f
 def want_of(tables: Tables, row: int, column: int) -> Want:
     """Return the request for the size in this column by the job in this row."""
     sizes = tables.sizes
-    replicas, several = int(sizes.replicas[column]), bool(sizes.several[column])
-    return Want(tables.jobs[row], replicas, several, sizes.name(column))
+    replicas, several, name = int(sizes.replicas[column]), bool(sizes.several[column]), sizes.name(column)
+    uses = {} if name is not None else dict(zip(sizes.types, sizes.uses[column].tolist(), strict=True))
+    return Want(tables.jobs[row], replicas, several, name, uses)
 
 
 def _trials(tables: Tables, full: Board, rows: dict[str, int], row: int) -> Iterator[tuple[Board, list[int]]]:
@@ -84,7 +85,7 @@ def _trials(tables: Tables, full: Board, rows: dict[str, int], row: int) -> Iter
         if not open_to_it.size:
             continue
         column = int(open_to_it[np.argmin(sizes.replicas[open_to_it])])
-        want = Want(tables.jobs[row], int(sizes.replicas[column]), several, sizes.name(column))
+        want = want_of(tables, row, column)
         for names in _in_the_way(full, want, worth):
             trial = full.copy()
             for name in names:
@@ -100,12 +101,8 @@ def _in_the_way(full: Board, want: Want, worth: dict[str, float]) -> Iterator[li
         return
     sets = []
     for node in full.nodes:
-        bound = limit(want.job, node.name)
-        if (
-            full.is_open(want, node.name)
-            and bound is not None
-            and bound.min_slots <= want.replicas <= bound.max_slots
-        ):
+        least, most = limit(want.job, node.name)
+        if full.is_open(want, node.name) and least <= want.replicas <= most:
             names = _cheapest(full.here[node.name], want.replicas - full.free[node.name], worth)
             if names is not None:
                 sets.append((sum(worth[name] for name in names), full.position(node.name), names))
@@ -153,7 +150,7 @@ def _put_back(tables: Tables, trial: Board, row: int, was: Allocation) -> Alloca
 def _fits(board: Board, job: str, allocation: Allocation) -> bool:
     several = len(allocation) > 1
     return all(
-        board.free[node] >= replicas and not (several and board.shared_by_spanning(node, job))
+        board.free[node] >= replicas and not (several and board.has_spanning(node))
         for node, replicas in allocation.items()
     )
 

@@ -1,4 +1,4 @@
-"""Solve sizes and places together as one integer program, for small and irregular clusters.
+"""Solve sizes and places together as one integer program, for small clusters.
 
 Sizes that were chosen by slots alone may find no room: nodes of several sizes, jobs that cannot use every
 node, odd numbers of replicas. With few jobs and nodes, HiGHS (`scipy.optimize.milp`) finds the exact
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from adaptdl_elastic.autoscaler.policy.policy_types import Allocation
 from adaptdl_elastic.autoscaler.policy.solver.placement import Board, limit
-from adaptdl_elastic.autoscaler.policy.solver.sizes import SMALL
 from adaptdl_elastic.autoscaler.policy.solver.tables import Tables
 
 Array = NDArray[np.float64]
@@ -76,17 +75,15 @@ def solve_exactly(
         seconds: Time limit.
     """
     nodes = [node.name for node in board.nodes]
-    regular = len({node.slots for node in board.nodes}) == 1 and all(j.limits is None for j in tables.jobs)
-    if regular and sum(node.slots for node in board.nodes) > SMALL:
-        return None  # powers of two and whole nodes find room, if need be by moving other jobs
     sizes = int((~tables.sizes.several).sum()) + 2
     if len(tables.jobs) * (len(nodes) * sizes + len(tables.sizes.replicas)) > limit_to or not nodes:
         return None
     program, jobs = _Program(), []
     holds: dict[str, dict[int, float]] = {node: {} for node in nodes}
     spans: dict[str, dict[int, float]] = {node: {} for node in nodes}
-    for row in range(len(tables.jobs)):
-        jobs.append(_add_job(program, tables, worths, board, row, holds, spans))
+    # by name, so that equal solutions do not depend on the order of the jobs
+    for row, job in sorted(enumerate(tables.jobs), key=lambda numbered: numbered[1].name):
+        jobs.append((job, _add_job(program, tables, worths, board, row, holds, spans)))
     for node in nodes:
         taken = sum(1 for name in board.here[node] if board.spans(name))
         program.row(holds[node], -np.inf, board.free[node])
@@ -96,7 +93,7 @@ def solve_exactly(
         return None
     # nodes with replicas that stay come first, so that one of these keeps rank 0
     placed = {name: dict(allocation) for name, allocation in board.placed.items()}
-    for job, variables in zip(tables.jobs, jobs, strict=True):
+    for job, variables in jobs:
         allocation = _read(found, variables, board.current.get(job.name, {}))
         if allocation:
             before = board.current.get(job.name, {})
@@ -138,8 +135,8 @@ def _add_job(
             choice[variable] = 1.0
             continue
         for node in (node for node in holds if kinds[node] == kind):
-            bound = limit(job, node)
-            if bound and bound.min_slots <= replicas <= min(bound.max_slots, board.free[node]):
+            least, most = limit(job, node)
+            if least <= replicas <= min(most, board.free[node]):
                 variable = program.variable(worth)
                 mine.one[variable] = node, replicas
                 holds[node][variable] = replicas
@@ -165,17 +162,17 @@ def _add_several(
     job = tables.jobs[row]
     uses_here, on_here = {}, {}
     for node in nodes:
-        bound = limit(job, node)
-        if bound is None or board.free[node] < bound.min_slots:
+        least, most = limit(job, node)
+        most = min(most, board.free[node])
+        if most < least:
             continue
-        most = min(bound.max_slots, board.free[node])
         uses, on = program.variable(), program.variable(0.0, most)
         mine.on[node] = on
         uses_here[node], on_here[node] = uses, on
         holds[node][on] = 1.0
         spans[node][uses] = 1.0
         program.row({on: 1.0, uses: -float(most)}, -np.inf, 0)
-        program.row({on: 1.0, uses: -float(max(bound.min_slots, 1))}, 0, np.inf)
+        program.row({on: 1.0, uses: -float(max(least, 1))}, 0, np.inf)
     program.row({**dict.fromkeys(on_here.values(), 1.0), **{v: -r for v, r in many.items()}}, 0, 0)
     used = dict.fromkeys(uses_here.values(), 1.0)
     program.row({**used, **dict.fromkeys(many, -float(max(job.min_nodes, 2)))}, 0, np.inf)

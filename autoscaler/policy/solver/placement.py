@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,21 +12,32 @@ from numpy.typing import NDArray
 
 from adaptdl_elastic.autoscaler.policy.policy_types import Allocation, JobInfo, NodeInfo, NodeLimit
 
-_ANY = NodeLimit()
+_ANY, _NONE = NodeLimit(), NodeLimit(1, 0)
+_MOST_SLOTS = 1 << 32  # more than a node has
 
 
-def rooms_of(job: JobInfo, nodes: Sequence[NodeInfo]) -> list[tuple[int, int]]:
-    """Return (fewest, most) replicas of `job` for each node that can take any."""
-    if job.limits is None:
-        return [(1, node.slots) for node in nodes if node.slots > 0]
-    bounds = ((node.slots, job.limits.get(node.name)) for node in nodes)
-    rooms = [(max(b.min_slots, 1), min(b.max_slots, slots)) for slots, b in bounds if b is not None]
-    return [(low, high) for low, high in rooms if low <= high]
+def share_limits(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo]) -> list[JobInfo]:
+    """Return the jobs with one mapping for all limits that are equal on these nodes.
+
+    So what follows from limits is computed once, and not for each job.
+    """
+    names = [node.name for node in nodes]
+    known: dict[tuple[NodeLimit | None, ...], Mapping[str, NodeLimit]] = {}
+    limits = [j.limits and known.setdefault(tuple(map(j.limits.get, names)), j.limits) for j in jobs]
+    return [replace(job, limits=shared) for job, shared in zip(jobs, limits, strict=True)]
 
 
-def limit(job: JobInfo, node: str) -> NodeLimit | None:
-    """Return the limits for replicas of `job` on `node`; None if the node may have none."""
-    return _ANY if job.limits is None else job.limits.get(node)
+def bounds_of(limits: Mapping[str, NodeLimit] | None, nodes: Sequence[NodeInfo]) -> list[tuple[int, int]]:
+    """Return the fewest and the most replicas on each node; the most is less where a job may have none."""
+    if limits is None:
+        return [(1, node.slots) for node in nodes]
+    bounds = ((node.slots, limits.get(node.name, _NONE)) for node in nodes)
+    return [(max(low, 1), min(high, slots)) for slots, (low, high) in bounds]
+
+
+def limit(job: JobInfo, node: str) -> NodeLimit:
+    """Return the limits for replicas of `job` on `node`; the largest number is 0 if it may have none."""
+    return _ANY if job.limits is None else job.limits.get(node, _NONE)
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,8 @@ class Want:
     replicas: int
     several: bool
     node_type: str | None = None  # type of its nodes; None: any
+    # by type: the slots with which a size on several types was chosen; empty for a size on one type
+    uses: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -60,12 +73,14 @@ class Board:
         self._order = {node.name: i for i, node in enumerate(self.nodes)}
         # free slots, as an array
         self._room: NDArray[Any] = np.array([node.slots for node in self.nodes], dtype=int)
-        self._alike = not any(node.at_risk or node.preemptible for node in self.nodes)
-        self._types: dict[str | None, NDArray[np.bool_]] = {}  # by wanted type: which nodes are of it
+        self._evictable = np.zeros_like(self._room)  # slots of movable jobs
+        self._spanning = np.zeros_like(self._room)  # number of multi-node jobs
+        self._known: dict[Hashable, NDArray[Any]] = {}  # what `_facts` has returned
 
     def copy(self) -> Board:
         """Return a copy for trials; the jobs on it cannot be moved."""
         other = Board(self.nodes, self.current, stable_wanted=self.stable_wanted)
+        other._known = self._known
         for job, allocation in self.placed.items():
             other.put(job, allocation)
         return other
@@ -74,19 +89,46 @@ class Board:
         """Place a job."""
         self.placed[job] = dict(allocation)
         for node, replicas in allocation.items():
-            self.free[node] -= replicas
-            self._room[self._order[node]] -= replicas
             self.here[node][job] = replicas
+        self._count(job, allocation, 1)
+
+    def let_move(self, job: str, cost: float) -> None:
+        """Allow to move a placed job, at a cost."""
+        self.movable[job] = cost
+        for node, replicas in self.placed[job].items():
+            self._evictable[self._order[node]] += replicas
+
+    def _count(self, job: str, allocation: Allocation, sign: int) -> None:
+        for node, replicas in allocation.items():
+            here = self._order[node]
+            self.free[node] -= sign * replicas
+            self._room[here] -= sign * replicas
+            self._evictable[here] += sign * replicas * (job in self.movable)
+            self._spanning[here] += sign * (len(allocation) > 1)
 
     def is_open(self, want: Want, node: str) -> bool:
         """Return whether the node is of the type that is wanted."""
         return want.node_type is None or self._info[node].node_type == want.node_type
 
-    def _of_type(self, want: Want) -> NDArray[np.bool_]:
-        """Return for each node whether it is of the type that is wanted."""
-        if want.node_type not in self._types:
-            self._types[want.node_type] = np.array([self.is_open(want, node.name) for node in self.nodes])
-        return self._types[want.node_type]
+    def _facts(self, want: Want) -> NDArray[Any]:
+        """Return the fewest and the most replicas on each node, and the job's dislike, shape (3, nodes)."""
+        job = want.job
+        kind = want.node_type, job.avoid_preemptible_nodes
+        key = *kind, id(job.limits)
+        if kind not in self._known:
+            nodes = [(self.is_open(want, node.name), *self.dislike(job, node.name)) for node in self.nodes]
+            self._known[kind] = np.array(nodes, dtype=int).reshape(-1, 3).T
+        if key not in self._known:
+            is_open, at_risk, disliked = self._known[kind]
+            low, high = np.array(bounds_of(job.limits, self.nodes), dtype=int).reshape(-1, 2).T
+            self._known[key] = np.array((low, high * is_open, 2 * at_risk + disliked))
+        return self._known[key]
+
+    def _is_new(self, before: Allocation) -> NDArray[Any]:
+        """Return for each node 1, or 0 if it is one of the job's own."""
+        new = np.ones_like(self._room)
+        new[[self._order[node] for node in before if node in self._order]] = 0
+        return new
 
     def type_of(self, allocation: Allocation) -> str | None:
         """Return the type of an allocation's nodes; None if they are of several types."""
@@ -96,9 +138,8 @@ class Board:
     def take(self, job: str) -> dict[str, int]:
         """Remove a job, and return its allocation."""
         allocation = self.placed.pop(job)
-        for node, replicas in allocation.items():
-            self.free[node] += replicas
-            self._room[self._order[node]] += replicas
+        self._count(job, allocation, -1)
+        for node in allocation:
             del self.here[node][job]
         return allocation
 
@@ -106,9 +147,9 @@ class Board:
         """Return whether the placed job is on several nodes."""
         return len(self.placed[job]) > 1
 
-    def shared_by_spanning(self, node: str, job: str) -> bool:
-        """Return whether a multi-node job other than `job` is on the node."""
-        return any(other != job and self.spans(other) for other in self.here[node])
+    def has_spanning(self, node: str) -> bool:
+        """Return whether a multi-node job is on the node."""
+        return bool(self._spanning[self._order[node]])
 
     def dislike(self, job: JobInfo, node: str) -> tuple[int, ...]:
         """Return a sort key of nodes: a node with a smaller key is better for the job.
@@ -122,32 +163,33 @@ class Board:
             kind = int(self.stable_wanted and not info.preemptible)
         return int(info.at_risk), kind
 
-    def quick_single(self, want: Want, before: Allocation) -> str | None:
-        """Return the job's own node if it has room, else the fullest one that has, if all nodes are alike."""
-        replicas = want.replicas
-        if want.job.limits is not None or not self._alike:
-            return None
-        for node in before:
-            if self.free.get(node, 0) >= replicas and self.is_open(want, node):
-                return node
-        fits = np.flatnonzero((self._room >= replicas) & self._of_type(want))
-        return self.nodes[int(fits[np.argmin(self._room[fits])])].name if fits.size else None
+    def single(self, want: Want, before: Allocation) -> str | None:
+        """Return the best node that has room: the job's own one, else the fullest one."""
+        low, high, dislike = self._facts(want)
+        fits = np.flatnonzero((low <= want.replicas) & (want.replicas <= np.minimum(high, self._room)))
+        key = ((2 * dislike + self._is_new(before)) * _MOST_SLOTS + self._room)[fits]
+        return self.nodes[int(fits[np.argmin(key)])].name if fits.size else None
 
-    def quick_several(self, want: Want, before: Allocation) -> dict[str, int] | None:
-        """Return whole empty nodes with exactly enough slots, the job's own first, if all nodes are alike."""
-        job, replicas = want.job, want.replicas
-        if job.limits is not None or not self._alike:
-            return None
-        empty = [n.name for n in self.nodes if not self.here[n.name] and self.is_open(want, n.name)]
-        found: dict[str, int] = {}
-        for node in sorted(empty, key=lambda name: name not in before) if before else empty:
-            if len(found) == job.max_nodes or replicas <= 0:
-                break
-            if self.free[node] > replicas:
-                return None
-            found[node] = self.free[node]
-            replicas -= self.free[node]
-        return found if replicas == 0 and len(found) >= max(job.min_nodes, 2) else None
+    def several(self, want: Want, before: Allocation) -> dict[str, tuple[int, int]]:
+        """Return (most, fewest) replicas on nodes from which no job has to move, the best nodes first."""
+        low, high, dislike = self._facts(want)
+        room = np.minimum(high, self._room)
+        settled = (self._evictable == 0) | (high <= self._room)
+        fits = np.flatnonzero((room >= low) & (self._spanning == 0) & settled)
+        key = ((dislike * _MOST_SLOTS - room) * 2 + self._is_new(before))[fits]
+        best = fits[np.argsort(key, kind="stable")][: None if want.uses else want.replicas]
+        return {self.nodes[i].name: (int(room[i]), int(low[i])) for i in best}
+
+    def shared(self, want: Want, rooms: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Return the rooms without slots of a type beyond those with which the size was chosen."""
+        left, found = dict(want.uses), {}
+        for node, (room, low) in rooms.items():
+            kind = self._info[node].node_type
+            most = min(room, left.get(kind, 0))
+            if most >= max(low, 1):
+                found[node] = most, low
+                left[kind] -= most
+        return found
 
     def position(self, node: str) -> int:
         """Return the node's index in the given order, which breaks ties."""
@@ -194,21 +236,19 @@ def _find(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
     if want.several:
         return _find_several(board, want)
     job, before = want.job, board.current.get(want.job.name, {})
-    quick = board.quick_single(want, before)
-    if quick is not None:
-        return {quick: want.replicas}, []
+    free_node = board.single(want, before)
+    if free_node is not None:
+        return {free_node: want.replicas}, []
     best: tuple[tuple[float, ...], str, list[str]] | None = None
     for node, free in board.free.items():
-        bound = limit(job, node)
-        if bound is None or not bound.min_slots <= want.replicas <= bound.max_slots:
-            continue
-        if not board.is_open(want, node):
+        least, most = limit(job, node)
+        if not (board.is_open(want, node) and least <= want.replicas <= most):
             continue
         evicted = _make_room(board, node, want.replicas - free, want.replicas)
         if evicted is None:
             continue
         cost = sum(board.movable[name] for name in evicted)
-        key = (cost, *board.dislike(job, node), node not in before, free, board.position(node))
+        key = (cost, len(evicted), *board.dislike(job, node), node not in before, free, board.position(node))
         if best is None or key < best[0]:
             best = key, node, evicted
     return ({best[1]: want.replicas}, best[2]) if best else (None, [])
@@ -235,39 +275,31 @@ def _make_room(board: Board, node: str, missing: int, size: int) -> list[str] | 
 def _find_several(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
     """Place a job on few nodes, empty ones and its own first, each filled before the next."""
     job, before = want.job, board.current.get(want.job.name, {})
-    quick = board.quick_several(want, before)
-    if quick is not None:
-        return quick, []
-    rooms = {}
-    for node in board.free:
-        bound = limit(job, node)
-        if bound is None or board.shared_by_spanning(node, job.name) or not board.is_open(want, node):
+    idle = board.several(want, before)
+    found = _fill(board.shared(want, idle) if want.uses else idle, want)
+    if found is not None:
+        return found, []
+    rooms, keys = dict[str, tuple[int, int]](), dict[str, tuple[float, ...]]()
+    for node, free in board.free.items():
+        if board.has_spanning(node) or not board.is_open(want, node):
             continue
+        least, most = limit(job, node)
         evictable = [n for n in board.here[node] if n in board.movable]
-        room = board.free[node] + sum(board.here[node][n] for n in evictable)
-        room = min(room, bound.max_slots)
-        if room >= bound.min_slots:
-            cost = sum(board.movable[n] for n in evictable) if room > board.free[node] else 0.0
-            rooms[node] = room, cost, bound
-    by_room = sorted(
-        rooms,
-        key=lambda n: (
-            rooms[n][1],
-            *board.dislike(job, n),
-            -min(board.free[n], rooms[n][2].max_slots),
-            n not in before,
-            board.position(n),
-        ),
-    )
-    few = max(job.min_nodes, 2)
-    found = _fill(by_room, rooms, want.replicas, few, job.max_nodes)
-    if found is None:  # else prefer nodes with the most room, even if jobs must move
-        by_room.sort(key=lambda n: (-rooms[n][0], rooms[n][1], n not in before, board.position(n)))
-        found = _fill(by_room, rooms, want.replicas, few, job.max_nodes)
-    if found is None:
-        return None, []
+        room = min(free + sum(board.here[node][n] for n in evictable), most)
+        if room >= least:
+            cost = sum(board.movable[n] for n in evictable) if room > free else 0.0
+            rooms[node] = room, least
+            keys[node] = cost, room > free, *board.dislike(job, node), -min(free, most), node not in before
+    # the second order prefers nodes with the most room, even if jobs must move
+    by_cost = sorted(rooms, key=keys.__getitem__)
+    by_room = sorted(rooms, key=lambda n: (-rooms[n][0], keys[n][0], keys[n][-1]))
+    ordered = [{node: rooms[node] for node in order} for order in (by_cost, by_room)]
+    # a job that uses other types than it was chosen with takes slots that other jobs were chosen with
+    ways = [(_fill, board.shared(want, these)) for these in ordered]
+    ways += [(how, these) for these in ordered for how in (_fill, _even)]
+    found = next((found for how, these in ways if (found := how(these, want)) is not None), None)
     evicted: list[str] = []
-    for node, replicas in found.items():
+    for node, replicas in (found or {}).items():
         leaving = _make_room(board, node, replicas - board.free[node], replicas + 1_000_000)
         if leaving is None:
             return None, []
@@ -275,47 +307,37 @@ def _find_several(board: Board, want: Want) -> tuple[dict[str, int] | None, list
     return found, evicted
 
 
-def _fill(
-    order: Sequence[str],
-    rooms: Mapping[str, tuple[int, float, NodeLimit]],
-    replicas: int,
-    few: int,
-    most: int | None,
-) -> dict[str, int] | None:
-    """Fill nodes in order; leave enough replicas for the last ones to get their minimum."""
+def _fill(rooms: Mapping[str, tuple[int, int]], want: Want) -> dict[str, int] | None:
+    """Fill nodes in order; leave enough replicas for the last ones to get their minimum.
+
+    Args:
+        rooms: The most and the fewest replicas on each node.
+        want: The request for nodes.
+    """
+    few, most = max(want.job.min_nodes, 2), want.job.max_nodes
     found: dict[str, int] = {}
-    left = replicas
-    for i, node in enumerate(order):
-        room, _, bound = rooms[node]
+    left, least = want.replicas, [low for _, low in rooms.values()]
+    for i, (node, (room, low)) in enumerate(rooms.items()):
         if left <= 0 or (most is not None and len(found) >= most):
             break
         later = max(few - len(found) - 1, 0)
-        reserve = sum(rooms[n][2].min_slots for n in order[i + 1 : i + 1 + later])
+        reserve = sum(least[i + 1 : i + 1 + later])
         taken = min(room, left - reserve)
-        if taken < bound.min_slots:
+        if taken < low:
             continue
-        if taken < left and left - taken - reserve == 0 and not later:
-            taken = left
         found[node] = taken
         left -= taken
-    if left > 0 or len(found) < few:
-        return _even(order, rooms, replicas, few, most)
-    return found
+    return found if left <= 0 and len(found) >= few else None
 
 
-def _even(
-    order: Sequence[str],
-    rooms: Mapping[str, tuple[int, float, NodeLimit]],
-    replicas: int,
-    few: int,
-    most: int | None,
-) -> dict[str, int] | None:
+def _even(rooms: Mapping[str, tuple[int, int]], want: Want) -> dict[str, int] | None:
     """Spread replicas evenly over few nodes, where filling leaves less than a node's minimum."""
-    for count in range(few, min(most or len(order), len(order)) + 1):
-        share, extra = divmod(replicas, count)
+    few, most = max(want.job.min_nodes, 2), min(want.job.max_nodes or len(rooms), len(rooms))
+    for count in range(few, most + 1):
+        share, extra = divmod(want.replicas, count)
         if share == 0:
             return None
-        fitting = [n for n in order if rooms[n][2].min_slots <= share <= rooms[n][0]]
+        fitting = [n for n, (room, low) in rooms.items() if low <= share <= room]
         roomy = [n for n in fitting if rooms[n][0] >= share + 1][:extra]
         rest = [n for n in fitting if n not in roomy][: count - len(roomy)]
         if len(roomy) == extra and len(roomy) + len(rest) == count:

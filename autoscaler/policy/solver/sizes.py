@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adaptdl_elastic.autoscaler.policy.policy_types import Allocation, JobInfo, NodeInfo
-from adaptdl_elastic.autoscaler.policy.solver.placement import limit
+from adaptdl_elastic.autoscaler.policy.solver.placement import bounds_of
 
 SMALL = 32
 """Number of slots up to which all numbers of replicas are considered, instead of some of them."""
@@ -138,12 +138,8 @@ def spread(
         room: The replicas that the job could have on each type, in the order of the types' names.
     """
     types = types_of(nodes)
-    open_to_it = []  # (type, fewest, most)
-    for node in nodes:
-        bound = limit(job, node.name)
-        low, high = (1, 0) if bound is None else (max(bound.min_slots, 1), min(bound.max_slots, node.slots))
-        if low <= high:
-            open_to_it.append((types.index(node.node_type), low, high))
+    bounds = zip(nodes, bounds_of(job.limits, nodes), strict=True)
+    open_to_it = [(types.index(node.node_type), low, high) for node, (low, high) in bounds if low <= high]
     orders = (
         sorted(open_to_it, key=lambda one: (-room[one[0]], one[0], -one[2], one[1])),
         sorted(open_to_it, key=lambda one: (one[1], -room[one[0]], one[0], -one[2])),

@@ -81,11 +81,12 @@ def _choose(
         _keep(tables, plain)
         worths = plain
     plain = _worths(tables, tables.allowed)
-    most = _program(tables, plain, capacity).bound
-    if best[0] < most - 1e-9:
-        # large programs are solved only if the value can still improve considerably
-        limit = SMALL_PROGRAM if best[0] > (1 - _ENOUGH) * most else LARGE_PROGRAM
-        exact = solve_exactly(tables, plain, board, limit, seconds)
+    ideal = _program(tables, plain, capacity)
+    if best[0] < ideal.bound - 1e-9:
+        # large programs are solved only if the value can still improve considerably, ranks left out
+        ranked = tables.rank[[column is not None for column in ideal.columns]].sum()
+        near = ideal.bound - best[0] < _ENOUGH * (ideal.bound - ranked)
+        exact = solve_exactly(tables, plain, board, SMALL_PROGRAM if near else LARGE_PROGRAM, seconds)
         found = board.copy()
         for name, allocation in (exact or {}).items():
             if name not in found.placed:
@@ -177,7 +178,7 @@ def _place(
             board.put(job.name, board.current[job.name])
             if tables.sizes.kinds[column] == tables.sizes.mixed and not tables.possible[row, column]:
                 continue  # it may keep this size, but could not change to it
-            board.movable[job.name] = float(tables.kept_value[row] - tables.changed[row, column])
+            board.let_move(job.name, float(tables.kept_value[row] - tables.changed[row, column]))
         else:
             wants.append(want_of(tables, row, column))
     failed = place(board, wants, {job.name: job for job in tables.jobs})

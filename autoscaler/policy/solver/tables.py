@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,8 +21,15 @@ from adaptdl_elastic.autoscaler.policy.policy_types import (
     Objective,
     PolicySettings,
 )
-from adaptdl_elastic.autoscaler.policy.solver.placement import limit, rooms_of
-from adaptdl_elastic.autoscaler.policy.solver.sizes import SMALL, Sizes, build_sizes, is_small, spread
+from adaptdl_elastic.autoscaler.policy.solver.placement import bounds_of, limit
+from adaptdl_elastic.autoscaler.policy.solver.sizes import (
+    SMALL,
+    Sizes,
+    build_sizes,
+    is_small,
+    spread,
+    types_of,
+)
 
 Array = NDArray[np.float64]
 
@@ -54,24 +62,34 @@ class Room:
     least: int  # smallest total that respects the limits of the nodes and of the job
 
 
-def room_of(job: JobInfo, nodes: Sequence[NodeInfo]) -> Room:
-    """Compute the room of a job without other jobs."""
-    rooms = rooms_of(job, nodes)
-    largest = sorted((high for _, high in rooms), reverse=True)
-    fewest = min((low for low, _ in rooms), default=1)
-    total = sum(largest[: job.max_nodes])
-    return Room(len(rooms), max(largest, default=0), fewest, total, _least(job, rooms))
+def rooms_of(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo]) -> list[Room]:
+    """Return the room of each job without other jobs. Jobs share the work if they share their limits."""
+    # by limits: the sums of the lower and upper bounds of 0, 1, 2, ... nodes, first those with low minima,
+    # then those with most room
+    orders: dict[int, list[list[list[int]]]] = {}
+    found = []
+    for job in jobs:
+        if id(job.limits) not in orders:
+            bounds = [(low, high) for low, high in bounds_of(job.limits, nodes) if low <= high]
+            orders[id(job.limits)] = [
+                [list(accumulate(ends)) for ends in zip((0, 0), *order, strict=True)]
+                for order in (sorted(bounds), sorted(bounds, key=lambda bound: (-bound[1], bound[0])))
+            ]
+        (lows, _), (_, highs) = known = orders[id(job.limits)]
+        count = len(highs) - 1
+        total = highs[min(job.max_nodes or count, count)]
+        found.append(Room(count, highs[min(count, 1)], lows[1] if count else 1, total, _least(job, known)))
+    return found
 
 
-def _least(job: JobInfo, rooms: Sequence[tuple[int, int]]) -> int:
-    """Return the smallest size that fits; tries nodes with low minima first, then those with most room."""
+def _least(job: JobInfo, orders: Sequence[Sequence[list[int]]]) -> int:
+    """Return the smallest size that fits when nodes are taken in one of the orders."""
     wanted = max(job.min_replicas, job.min_nodes)
     found = []
-    for order in (sorted(rooms), sorted(rooms, key=lambda room: (-room[1], room[0]))):
-        bounds = zip(accumulate(r[0] for r in order), accumulate(r[1] for r in order), strict=True)
-        for nodes, (low, high) in enumerate(bounds, 1):
-            if job.min_nodes <= nodes <= (job.max_nodes or nodes) and max(wanted, low) <= high:
-                found.append(max(wanted, low))
+    for lows, highs in orders:
+        nodes = max(bisect_left(highs, wanted), job.min_nodes)
+        if nodes <= min(job.max_nodes or nodes, len(highs) - 1):
+            found.append(max(wanted, lows[nodes]))
     return min(found, default=wanted)
 
 
@@ -86,7 +104,9 @@ def build(
 ) -> Tables:
     """Compute the value of every size for every job; `intact` jobs could stay as they are."""
     had = [before[job.name] if job.name in intact else {} for job in jobs]
-    by_type = _rooms_by_type(jobs, nodes, rooms)
+    by_type = {
+        name: rooms_of(jobs, [node for node in nodes if node.node_type == name]) for name in types_of(nodes)
+    }
     least_of = {
         name: {room.least for job, room in zip(jobs, here, strict=True) if job.model is None}
         for name, here in by_type.items()
@@ -131,23 +151,6 @@ def build(
     rank = np.array([objective.rank(job, now, settings, len(jobs) * largest) for job in jobs])
     changed = np.where(possible, changed + rank[:, np.newaxis], 0.0)
     return Tables(jobs, sizes, goodput, speedup, allowed, possible, changed, kept, kept_value, rank)
-
-
-def _rooms_by_type(
-    jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], rooms: Mapping[str, Room]
-) -> dict[str, list[Room]]:
-    """Return the room of each job on the nodes of each type."""
-    types = sorted({node.node_type for node in nodes}) or [""]
-    if len(types) == 1:
-        return {types[0]: [rooms[job.name] for job in jobs]}
-    found = {}
-    for name in types:
-        mine = [node for node in nodes if node.node_type == name]
-        common = room_of(JobInfo(""), mine)
-        found[name] = [
-            common if job.limits is None and job.max_nodes is None else room_of(job, mine) for job in jobs
-        ]
-    return found
 
 
 def _alone(
@@ -305,9 +308,8 @@ def _kept(job: JobInfo, found: Allocation, sizes: Sizes) -> int:
         return -1
     if job.requested_replicas not in (None, replicas):
         return -1
-    for node, here in found.items():
-        bound = limit(job, node)
-        if bound is None or not bound.min_slots <= here <= bound.max_slots:
-            return -1
+    bounds = [(limit(job, node), here) for node, here in found.items()]
+    if not all(least <= here <= most for (least, most), here in bounds):
+        return -1
     column = sizes.find(found)
     return -1 if column is None else column

@@ -22,6 +22,7 @@ from typing import Any
 
 from adaptdl_elastic.torch._process_group.backends.base import (
     ARRIVES,
+    STALL,
     Group,
     broadcast,
     keep,
@@ -35,6 +36,7 @@ from adaptdl_elastic.torch._process_group.backends.nccl import Nccl
 __all__ = [
     "ARRIVES",
     "KINDS",
+    "STALL",
     "Gloo",
     "Group",
     "Nccl",

@@ -28,6 +28,9 @@ _LOOK = 0.05  # seconds between two checks for a death
 GRACE = 0.2
 """Seconds that a transfer has to end by itself after the death of a replica."""
 
+STALL = timedelta(seconds=3)
+"""Longest time in which nothing of a transfer arrives; then the other end counts as stopped."""
+
 
 class Group:
     """Torch's default group of one generation of this process; this class is for unknown backends.
@@ -130,12 +133,18 @@ class Group:
         """Call `collective`, but not while the group is being aborted."""
         return collective()
 
-    def send(self, flat: torch.Tensor, peer: int) -> None:
-        """Send a tensor on `device`; return when it was sent. RuntimeError as in `wait`."""
+    def send(self, flat: torch.Tensor, peer: int, turn: timedelta = ARRIVES) -> None:
+        """Send a tensor on `device`; return when it was sent. RuntimeError as in `wait`.
+
+        Args:
+            flat: the tensor, of one dimension.
+            peer: rank of the receiver.
+            turn: how long the receiver, which may serve others first, may take to begin.
+        """
         dist.send(flat, peer)
 
-    def receive(self, flat: torch.Tensor, peer: int) -> None:
-        """Receive into a tensor on `device`; return when it is complete. RuntimeError as in `wait`."""
+    def receive(self, flat: torch.Tensor, peer: int, turn: timedelta = ARRIVES) -> None:
+        """Receive into a tensor on `device`; return when it is complete. As `send`."""
         dist.recv(flat, peer)
 
     def here(self) -> contextlib.AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ from typing_extensions import override
 
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import PeerLostError
-from adaptdl_elastic.torch._process_group.backends.base import GRACE, Group
+from adaptdl_elastic.torch._process_group.backends.base import ARRIVES, GRACE, STALL, Group
 
 dist: Any = torch.distributed  # its stub does not export all of it
 
 # time limit of each of the five attempts of gloo to connect to a peer, which may be dead
 _CONNECT = timedelta(seconds=3)
+
+_PART = 1 << 18
+"""Bytes of the parts in which tensors are sent, to tell a slow link from a stopped replica."""
 
 # checks for the end of a collective without a pause; then seconds between two checks
 _SPIN, _PAUSE = 50, 0.0002
@@ -88,6 +91,14 @@ class Gloo(Group):
             work.wait()  # it has ended: this raises its error
 
     @override
+    def send(self, flat: torch.Tensor, peer: int, turn: timedelta = ARRIVES) -> None:
+        _exchange(dist.isend, flat, peer, turn)
+
+    @override
+    def receive(self, flat: torch.Tensor, peer: int, turn: timedelta = ARRIVES) -> None:
+        _exchange(dist.irecv, flat, peer, turn)
+
+    @override
     def abort(self) -> None:
         ours, self._sockets = self._sockets, set()
         for descriptor, inode in ours & _sockets():
@@ -97,6 +108,18 @@ class Gloo(Group):
                         one.shutdown(socket.SHUT_RDWR)
             except OSError:  # closed a moment ago; or listening, which gloo would not survive
                 continue
+
+
+def _exchange(
+    operation: Callable[[torch.Tensor, int], Any], flat: torch.Tensor, peer: int, turn: timedelta
+) -> None:
+    """Send or receive a tensor in parts, each with a time limit of its own.
+
+    Otherwise the limit of the whole tensor would be `_CONNECT`: gloo keeps the limit with which it connected.
+    """
+    works = [operation(part, peer) for part in torch.split(flat, _PART // flat.element_size())]
+    for index, work in enumerate(works):
+        work.wait(STALL if index else turn)
 
 
 def _set_timeout(timeout: timedelta) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from adaptdl_elastic import env
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import PeerLostError
-from adaptdl_elastic.torch._process_group.backends.base import Group, keep, patiently
+from adaptdl_elastic.torch._process_group.backends.base import ARRIVES, Group, keep, patiently
 from adaptdl_elastic.torch._process_group.backends.gloo import Gloo
 
 dist: Any = torch.distributed  # its stub does not export all of it
@@ -271,11 +271,11 @@ class Nccl(Group):
                 self._works.append(work)
 
     @override
-    def send(self, flat: torch.Tensor, peer: int) -> None:
+    def send(self, flat: torch.Tensor, peer: int, turn: timedelta = ARRIVES) -> None:
         self._exchange(dist.isend, flat, peer)
 
     @override
-    def receive(self, flat: torch.Tensor, peer: int) -> None:
+    def receive(self, flat: torch.Tensor, peer: int, turn: timedelta = ARRIVES) -> None:
         self._exchange(dist.irecv, flat, peer)
 
     def _exchange(self, operation: Any, flat: torch.Tensor, peer: int) -> None:
