@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.comm_hook import Norms
-from adaptdl_elastic.torch._gradient.estimator import Measurement, variance_from_parts
+from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._gradient.pace import gap_of
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
@@ -281,7 +281,7 @@ class Loader:
 
     micro_batches: int
     batch_size = BATCH
-    window_samples = BATCH
+    window_samples = current_batch_size = BATCH
     training = True
     training_loader_undecided = False
     sample_dimension = 0
@@ -298,6 +298,11 @@ class Loader:
     def accumulation_steps(self) -> int:
         """Micro-batches before the one after which the optimizer steps."""
         return self.micro_batches - 1
+
+    @property
+    def parts(self) -> float:
+        """Number of gradients of equal batches of which the window's one is the mean."""
+        return float(self.micro_batches)
 
     @property
     def local_samples(self) -> int:
@@ -360,7 +365,7 @@ class Together:
         if self.gns.due():
             own = np.mean([self._norm(zip(parameters, g, strict=True)) for g in each], axis=0)
             total = self._norm(zip(parameters, mean, strict=True))
-            variance = variance_from_parts(own, total, self.case.replicas)
+            variance = (own - total) / (self.case.replicas - 1)
             self.gns.record(Measurement(total, variance, 1.0), self.gns.steps)
             self.gns.measured(1)
         for parameter, gradient in zip(parameters, mean, strict=True):

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._gradient.measurement import ROWS, SIGNS
-from adaptdl_elastic.torch._gradient.row_gradients import FewSigns
+from adaptdl_elastic.torch._gradient.row_gradients import SomeSigns
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -247,14 +247,14 @@ def test_a_backward_pass_through_two_forward_passes_adds_their_variances() -> No
 def test_the_signs_sum_to_zero_and_their_squares_to_the_number_of_samples() -> None:
     generator = torch.Generator().manual_seed(0)
     for count in range(2, 70):
-        each = FewSigns(count, generator).each
+        each = SomeSigns(count, generator).each
         assert float(each.sum()) == pytest.approx(0, abs=1e-4)
         assert float((each**2).sum()) == pytest.approx(count)
-        assert int((each != 0).sum()) <= max(count // 4, 2)
+        assert int((each != 0).sum()) <= max(count // 2, 2)
 
 
-def test_a_step_that_is_measured_has_a_twelfth_more_operations() -> None:
-    """A quarter of the samples passes through a third of the operations again."""
+def test_a_step_that_is_measured_has_a_sixth_more_operations() -> None:
+    """Half of the samples pass through a third of the operations again."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     adp = AdaptiveDataParallel(model, optimizer)
@@ -271,4 +271,4 @@ def test_a_step_that_is_measured_has_a_twelfth_more_operations() -> None:
     measured = operations()
     adp.gns.gap = 1000
     operations()
-    assert operations() * 1.05 < measured < operations() * 1.1
+    assert operations() * 1.1 < measured < operations() * 1.18

@@ -25,7 +25,7 @@ from adaptdl_elastic.torch._gradient.estimator import Measurement, balanced_sign
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
 from adaptdl_elastic.torch._gradient.pace import Pace
-from adaptdl_elastic.torch._gradient.row_gradients import FewSigns, RowGradients, UnknownRowsError
+from adaptdl_elastic.torch._gradient.row_gradients import SomeSigns, RowGradients, UnknownRowsError
 from adaptdl_elastic.torch._process_group.backends import Group
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 # names of the estimators in reports; see `estimator`
 REPLICAS = "gradients of replicas"
 MICRO_BATCHES = "first micro-batch"
-ROWS = "a few samples of the batch by signs"
+ROWS = "half of the batch by its rows"
 SIGNS = "two halves of the batch by signs"
 HALF = "half of the batch again"
 SUCCESSIVE = "successive steps"
 
 # costs in plain steps until they have been seen
-_COSTS = {REPLICAS: 0.08, MICRO_BATCHES: 0.08, ROWS: 0.2, SIGNS: 0.8, HALF: 0.8, SUCCESSIVE: 0.08}
+_COSTS = {REPLICAS: 0.08, MICRO_BATCHES: 0.08, ROWS: 0.3, SIGNS: 0.8, HALF: 0.8, SUCCESSIVE: 0.08}
 
 _PATIENCE = timedelta(seconds=60)
 
@@ -152,7 +152,7 @@ class Sampler:
         params = [p for group in self._gns.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
             count, dims = self._samples(signals, local)
-            few = FewSigns(count, self._generator) if count > 1 else None
+            few = SomeSigns(count, self._generator) if count > 1 else None
             # a further pass through the same output is walked with the sum of its gradients
             rows = self._rows(below, signals, dims, few) if few and key not in self._variances else None
             if rows is not None and self._known_rows.get(rows.key):
@@ -177,7 +177,7 @@ class Sampler:
             self._listen(key, rows, pairs)
 
     def _rows(
-        self, edges: list[Any], gradients: list[torch.Tensor], dims: list[int], signs: FewSigns
+        self, edges: list[Any], gradients: list[torch.Tensor], dims: list[int], signs: SomeSigns
     ) -> RowGradients | None:
         """Return what takes a few samples' gradient from this pass; None if their rows are not known."""
         try:

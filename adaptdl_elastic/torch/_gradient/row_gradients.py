@@ -2,12 +2,13 @@
 
 In a backward pass every operation below the samples receives the gradient δ of its output, whose rows belong
 to samples. The gradient of a layer's weight is a sum over these rows, Σ δᵢ aᵢᵀ for a linear layer. So with
-signs sᵢ on a few rows (0 on the others) one small product per layer gives Σ sᵢ gᵢ, while δ itself is computed
+signs sᵢ on some rows (0 on the others) one smaller product per layer gives Σ sᵢ gᵢ, while δ itself is computed
 once. The training pass runs as it would without: nothing of it is replaced, and its gradients are the same.
 
 Signs on h of the m samples, half +1 and half −1 at random, times √(m/h), have the sum 0 and Σ sᵢ² = m. So
-V = |Σ sᵢ gᵢ|² has the mean tr Σ/m, as with signs on all samples (see `estimator`). If gradients are nearly
-normal, h does not change the error of V.
+V = |Σ sᵢ gᵢ|² has the mean tr Σ/m, as with signs on all samples (see `estimator`). A smaller h costs less. It
+does not change the error of V if gradients are nearly normal; if a few samples have most of the gradient, it
+does (docs/decisions.md).
 
 This holds if no operation mixes samples, and if the rows are found. Neither can be seen from outside. So the
 sum is compared with that of a walk through the whole graph by signs, the first time that a graph has these
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-_PART = 4  # one of so many samples gets a sign
+_PART = 2  # one of so many samples gets a sign
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 # positions of the parameters among the operations' inputs; the other inputs hold rows
 _PARAMETERS = {
@@ -41,10 +42,10 @@ class UnknownRowsError(ValueError):
     """The rows of the samples are not known."""
 
 
-class FewSigns:
+class SomeSigns:
     """Draw ±√(count/h) for h random samples, half of each sign; the other samples have 0.
 
-    h is a quarter of `count`, even, and at least 2.
+    h is half of `count`, even, and at least 2.
 
     Attributes:
         chosen: The h samples.
@@ -100,7 +101,7 @@ def _elsewhere(place: _Place, shape: Sequence[int], other: Sequence[int], count:
 class _Signs:
     """Multiply rows on one device by the signs of their samples."""
 
-    def __init__(self, signs: FewSigns, device: torch.device) -> None:
+    def __init__(self, signs: SomeSigns, device: torch.device) -> None:
         self._all, self._count = signs, signs.count
         self._chosen, self._values = signs.chosen.to(device), signs.values.to(device)
         self._repeated: dict[Hashable, torch.Tensor] = {}
@@ -152,7 +153,7 @@ class RowGradients:
     """
 
     def __init__(
-        self, edges: Sequence[Any], gradients: Sequence[tuple[torch.Tensor, int]], signs: FewSigns
+        self, edges: Sequence[Any], gradients: Sequence[tuple[torch.Tensor, int]], signs: SomeSigns
     ) -> None:
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self.error: Exception | None = None
