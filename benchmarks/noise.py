@@ -45,7 +45,7 @@ from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.comm_hook import Norms
 from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
-from adaptdl_elastic.torch._gradient.pace import gap_of
+from adaptdl_elastic.torch._gradient.pace import gap as gap_of
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 BATCH = 64
@@ -417,7 +417,7 @@ def train(case: Case, seed: int, cost: float) -> dict[str, float]:
             ratios.append(best[ours.argmax()] / best.max())
             began = time.process_time()
         x, y = task.batch(BATCH, generator)
-        gns.gap = gap_of(cost, step)
+        gns.gap = gap_of(cost, step, gns.settled)
         trainee.step(list(zip(x.chunk(case.parts), y.chunk(case.parts), strict=True)))
     training += time.process_time() - began
     figures = {"goodput": float(np.mean(ratios)), "seconds": training}

@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot
 from adaptdl_elastic.torch._gradient.out_of_memory import unguarded
-from adaptdl_elastic.torch._gradient.pace import gap_of
+from adaptdl_elastic.torch._gradient.pace import gap as gap_of
 from adaptdl_elastic.torch.data import AdaptiveDataLoader
 from adaptdl_elastic.torch.epoch import remaining_epochs_until
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
@@ -276,7 +276,7 @@ def measure(options: Options, seed: int = 0) -> Ratios:
     gap = 1
     if not options.loop:
         cost = _medians(rounds, "sampled", 0) / _medians(rounds, "plain", 0) - 1.0
-        gap = gap_of(max(cost, 0.0), options.age)
+        gap = gap_of(max(cost, 0.0), options.age, settled=True)
     again = sorted(_amortised(order.choices(rounds, k=len(rounds)), gap, 0) for _ in range(1000))
     return Ratios(
         cpu=_amortised(rounds, gap, 0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._gradient.measurement import ROWS, SIGNS
-from adaptdl_elastic.torch._gradient.row_gradients import SomeSigns
+from adaptdl_elastic.torch._gradient.row_gradients import KnownForms, SomeSigns
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -140,6 +142,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "batch norm": (lambda: convolutions(nn.BatchNorm2d(8)), lambda: torch.randn(COUNT, 3, 16, 16)),
     "samples that see one another": (Mixed, lambda: torch.randn(COUNT, 8)),
     "checkpointing": (Checkpointed, lambda: torch.randn(COUNT, 8)),
+    "sequences first": (lambda: Positions(batch_first=False), lambda: tokens().T.contiguous()),
 }
 
 
@@ -151,7 +154,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def train(make: Callable[[], nn.Module], batch: Callable[[], torch.Tensor], *, plain: bool) -> Any:
-    """Train three steps, all of them measured if not `plain`; return parameters and estimators' names."""
+    """Train four steps, all of them measured if not `plain`; return parameters and estimators' names."""
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -160,7 +163,7 @@ def train(make: Callable[[], nn.Module], batch: Callable[[], torch.Tensor], *, p
         wrapped = AdaptiveDataParallel(model, optimizer)
         cases.measure_always(wrapped)
     seen = []
-    for step in range(3):
+    for step in range(4):
         torch.manual_seed(step)
         optimizer.zero_grad()
         loss_of(wrapped(batch())).backward()
@@ -175,9 +178,9 @@ def train(make: Callable[[], nn.Module], batch: Callable[[], torch.Tensor], *, p
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_give_what_a_walk_gives_and_training_is_the_same(name: str) -> None:
-    """The first step is walked as well; later ones are measured from rows only if both were equal."""
+    """Some steps are walked as well; others are measured from rows only if both were equal."""
     ours, seen = train(*CASES[name], plain=False)
-    assert seen == [SIGNS, ROWS, ROWS]
+    assert seen == [SIGNS, SIGNS, ROWS, SIGNS]
     plain, _ = train(*CASES[name], plain=True)
     for one, other in zip(ours, plain, strict=True):
         assert torch.equal(one, other)
@@ -186,7 +189,7 @@ def test_rows_give_what_a_walk_gives_and_training_is_the_same(name: str) -> None
 @pytest.mark.parametrize("name", MIXING)
 def test_a_graph_for_which_rows_are_wrong_or_not_kept_is_walked(name: str) -> None:
     _, seen = train(*MIXING[name], plain=False)
-    assert seen == [SIGNS, SIGNS, SIGNS]
+    assert seen == [SIGNS] * 4
 
 
 class Sometimes(nn.Module):
@@ -199,25 +202,99 @@ class Sometimes(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         self.count += 1
         hidden = self.inner(x)
-        return hidden if self.count < 3 else hidden + 0.5 * hidden.roll(1, 0)
+        return hidden if self.count < 4 else hidden + 0.5 * hidden.roll(1, 0)
 
 
 def test_another_branch_of_the_model_is_compared_again() -> None:
     _, seen = train(Sometimes, lambda: torch.randn(COUNT, 8), plain=False)
-    assert seen == [SIGNS, ROWS, SIGNS]
+    assert seen == [SIGNS, SIGNS, ROWS, SIGNS]
 
 
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_samples_in_the_second_dimension(dimension: int) -> None:
-    """Sequence first, as recurrent networks have it, where rows of one sample are not neighbours."""
-    _, seen = train(
-        lambda: Positions(batch_first=dimension == 0),
-        lambda: tokens() if dimension == 0 else tokens().T.contiguous(),
-        plain=False,
-    )
-    assert seen[0] == SIGNS
-    if dimension == 0:
-        assert seen[1:] == [ROWS, ROWS]
+class Scores(nn.Module):
+    """Samples are compared with encoded texts, as by CLIP: the texts' network is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.texts = Positions(), Positions()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.images(x).mean(1) @ self.texts(x).mean(1).t()
+
+
+class Routed(nn.Module):
+    """Experts see some of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows = x.flatten(0, 1)
+        for layer in self.layers:
+            chosen = torch.arange(0, len(rows), 3)
+            rows = rows + rows.index_add(0, chosen, layer(rows[chosen]).tanh())
+        return rows.view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [(Scores, tokens), (Routed, lambda: torch.randn(COUNT, 5, 8))],
+    ids=["texts", "experts"],
+)
+def test_networks_beside_the_samples_are_left_to_a_walk(
+    make: Callable[[], nn.Module], batch: Callable[[], torch.Tensor]
+) -> None:
+    """Every path through them would be followed, of which there are 2 to the number of layers."""
+    _, seen = train(make, batch, plain=False)
+    assert seen == [SIGNS] * 4
+
+
+def test_gradients_of_zero_decide_nothing() -> None:
+    """A batch norm below a head of zeros."""
+    norm = convolutions(nn.BatchNorm2d(8))
+    nn.init.zeros_(norm[-1].weight)  # type: ignore[index, arg-type]
+    _, seen = train(lambda: norm, lambda: torch.randn(COUNT, 3, 16, 16), plain=False)
+    assert seen == [SIGNS] * 4
+
+
+def test_forms_are_compared_again_and_the_oldest_are_forgotten() -> None:
+    forms = KnownForms()
+    compared = [forms.count("one") for _ in range(64)]
+    assert [place + 1 for place, now in enumerate(compared) if now] == [1, 2, 4, 8, 16, 32, 64]
+    forms.decide("one", None)
+    assert forms.count("one"), "a comparison that told nothing is made again"
+    forms.decide("one", False)
+    assert forms.refused("one")
+    for other in range(256):
+        forms.count(other)
+    assert not forms.refused("one")
+
+
+def test_a_failed_backward_pass_leaves_nothing_behind() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adp = AdaptiveDataParallel(model, optimizer)
+    cases.measure_always(adp)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("of the script")
+
+    for step in range(3):
+        handle = model[0].weight.register_hook(fail) if step == 2 else None
+        optimizer.zero_grad()
+        x = torch.randn(COUNT, 8, requires_grad=True)
+        seen = weakref.ref(x)
+        loss = adp(x).square().mean()
+        if handle is None:
+            loss.backward()
+        else:
+            with pytest.raises(ValueError, match="of the script"):
+                loss.backward()
+        optimizer.step()
+        del x, loss
+    del adp, model, optimizer, handle
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_backward_pass_through_two_forward_passes_adds_their_variances() -> None:
@@ -267,6 +344,7 @@ def test_a_step_that_is_measured_has_a_sixth_more_operations() -> None:
         return counter.get_total_flops()
 
     cases.measure_always(adp)
+    operations()
     operations()
     measured = operations()
     adp.gns.gap = 1000

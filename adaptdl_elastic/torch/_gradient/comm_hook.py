@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from adaptdl_elastic.torch._gradient.chunked_forward import is_out_of_memory, release_memory
+from adaptdl_elastic.torch._gradient.pace import Stopwatch
 from adaptdl_elastic.torch._process_group.backends import ARRIVES
 from adaptdl_elastic.torch._runtime.step_clock import StepClock
 
@@ -205,6 +206,7 @@ class HookState:
     link: "Group | None" = None  # what the library knows of the group, if it is torch's default one
     queued: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # pending buckets and their works
     clock: StepClock = field(default_factory=StepClock)  # measures what this replica does in a step
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)  # measures how long measuring takes
     # called before the last bucket's all-reduce
     synchronises: Callable[[], None] = lambda: None
 
@@ -310,9 +312,10 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
         return _finished(buffer)
     if recording is not None:
         params, grads = bucket.parameters(), bucket.gradients()
-        recording.own.append(_or_nan(state, buffer, lambda: state.norms.bucket(buffer, params, grads)))
-        if state.kept is not None:
-            _compare(state, state.kept, recording, bucket)
+        with state.stopwatch.running(buffer.device):
+            recording.own.append(_or_nan(state, buffer, lambda: state.norms.bucket(buffer, params, grads)))
+            if state.kept is not None:
+                _compare(state, state.kept, recording, bucket)
     if state.world_size == 1:
         return _finished(buffer)
     if state.spoilt:
@@ -458,7 +461,8 @@ def _measure(state: HookState, bucket: GradBucket, recording: Recording | None) 
     params, grads = bucket.parameters(), bucket.gradients()
 
     def measure() -> None:
-        row.copy_(_or_nan(state, buffer, lambda: state.norms.bucket(buffer, params, grads)))
+        with state.stopwatch.running(buffer.device):
+            row.copy_(_or_nan(state, buffer, lambda: state.norms.bucket(buffer, params, grads)))
 
     return measure
 

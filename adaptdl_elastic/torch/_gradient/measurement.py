@@ -7,9 +7,8 @@ running. They are read when the next step begins; by then they are complete.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,8 +23,14 @@ from adaptdl_elastic.torch._gradient.comm_hook import HookState, Recording
 from adaptdl_elastic.torch._gradient.estimator import Measurement, balanced_signs
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
-from adaptdl_elastic.torch._gradient.pace import Pace
-from adaptdl_elastic.torch._gradient.row_gradients import SomeSigns, RowGradients, UnknownRowsError
+from adaptdl_elastic.torch._gradient.pace import Pace, gap
+from adaptdl_elastic.torch._gradient.row_gradients import (
+    Digests,
+    KnownForms,
+    RowGradients,
+    SomeSigns,
+    digests,
+)
 from adaptdl_elastic.torch._process_group.backends import Group
 
 logger = logging.getLogger(__name__)
@@ -38,15 +43,13 @@ SIGNS = "two halves of the batch by signs"
 HALF = "half of the batch again"
 SUCCESSIVE = "successive steps"
 
-# costs in plain steps until they have been seen
+# Costs in plain steps until they have been seen. A sharded model's are not timed.
 _COSTS = {REPLICAS: 0.08, MICRO_BATCHES: 0.08, ROWS: 0.3, SIGNS: 0.8, HALF: 0.8, SUCCESSIVE: 0.08}
 
 _PATIENCE = timedelta(seconds=60)
 
 # successive batches of one sample that cannot be ends of epochs: a loss of shape [1], or all are
 _SINGLES = 3
-
-_MOST_GRAPHS = 64  # forms of the graph that are remembered
 
 
 class _SingleSampleError(Exception):
@@ -84,8 +87,8 @@ class Sampler:
         again: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._gns, self._hook, self._scaler, self._now = gns, hook, scaler, now
-        self._pace, self._ended = Pace(_COSTS), math.nan  # the latter: when the last step ended
+        self._gns, self._hook, self._scaler = gns, hook, scaler
+        self._pace = Pace(_COSTS, now)
         self._agreed: float | None = None  # cost of measuring that the replicas have agreed on
         self._batch = Batch()
         self._sampled = False
@@ -96,10 +99,8 @@ class Sampler:
         self._pending: _Pending | None = None
         self._generator = torch.Generator()  # its own: measuring must not change the script's random numbers
         self._split_works = self._half_works = again
-        # whether the rows of a graph of this form give the same as a walk through it
-        self._known_rows: dict[Hashable, bool] = {}
+        self._forms = KnownForms()
         self._by_rows = False  # this step's gradients are taken from the rows of a few samples
-        self._compared = False  # they are taken so and by a walk
         self._passes: dict[object, ForwardPass] = {}  # forward passes to run again on half of their samples
         self._kept_step, self._kept_size = -1, 0.0  # the step whose gradient the hook has kept
         self._singles = 0  # successive batches that seemed to have one sample
@@ -112,7 +113,7 @@ class Sampler:
         """Begin a forward pass; return whether its gradient is to be split by signs."""
         self._batch = batch
         self._sampled, self._halves = batch.measurable and self._gns.due(), False
-        self._by_rows = self._compared = False
+        self._by_rows = False
         self._hook.recording = None
         if not self._sampled:
             return False
@@ -149,19 +150,20 @@ class Sampler:
             return
         reached = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
         below, signals = [edge for edge, _ in reached], [gradient for _, gradient in reached]
+        with self._hook.stopwatch.running(signals[0].device):
+            self._split(key, below, signals, local)
+
+    def _split(self, key: object, edges: list[Any], gradients: list[torch.Tensor], local: int | None) -> None:
         params = [p for group in self._gns.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
-            count, dims = self._samples(signals, local)
-            few = SomeSigns(count, self._generator) if count > 1 else None
-            # a further pass through the same output is walked with the sum of its gradients
-            rows = self._rows(below, signals, dims, few) if few and key not in self._variances else None
-            if rows is not None and self._known_rows.get(rows.key):
+            count, dims = self._samples(gradients, local)
+            rows = self._rows(edges, gradients, dims, count) if key not in self._variances else None
+            if rows is not None and not self._forms.count(rows.key):
                 self._listen(key, rows, None)
                 return
-            signs = balanced_signs(count, self._generator) if rows is None or few is None else few.each
-            grads = torch.autograd.grad(
-                below, params, _signed(signals, dims, signs), retain_graph=True, allow_unused=True
-            )
+            signs = balanced_signs(count, self._generator) if rows is None else rows.signs.each
+            signed = _signed(gradients, dims, signs)
+            grads = torch.autograd.grad(edges, params, signed, retain_graph=True, allow_unused=True)
         except _SingleSampleError:
             self._sampled = False  # not measured: the next step is sampled instead
             return
@@ -174,38 +176,54 @@ class Sampler:
         pairs = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
         self._variances[key] = self._hook.norms.squares(pairs.items())
         if rows is not None:
-            self._listen(key, rows, pairs)
+            try:
+                walked = digests(pairs)
+            except Exception as error:  # a kind of gradient that was not foreseen
+                logger.info("the gradient of some samples is not compared: %s", error)
+                return
+            self._listen(key, rows, walked)
 
     def _rows(
-        self, edges: list[Any], gradients: list[torch.Tensor], dims: list[int], signs: SomeSigns
+        self, edges: list[Any], gradients: list[torch.Tensor], dims: list[int], count: int
     ) -> RowGradients | None:
-        """Return what takes a few samples' gradient from this pass; None if their rows are not known."""
-        try:
-            rows = RowGradients(edges, list(zip(gradients, dims, strict=True)), signs)
-        except (UnknownRowsError, AttributeError, RuntimeError, IndexError, StopIteration):
-            return None
-        return rows if self._known_rows.get(rows.key, True) else None
+        """Return what takes some samples' gradient from this pass; None if their rows are not known.
 
-    def _listen(
-        self, key: object, rows: RowGradients, walked: dict[torch.Tensor, torch.Tensor] | None
-    ) -> None:
-        """Take the gradients of a few samples, or compare them with those of a walk with the same signs."""
-        stop, self._compared = rows.listen(), walked is not None
+        A further pass through the same output is walked, with the sum of its gradients.
+        """
+        if count < 2:
+            return None
+        try:
+            signs = SomeSigns(count, self._generator)
+            rows = RowGradients(edges, list(zip(gradients, dims, strict=True)), signs)
+        except Exception:  # a graph that was not foreseen
+            return None
+        return None if self._forms.refused(rows.key) else rows
+
+    def _listen(self, key: object, rows: RowGradients, walked: Digests | None) -> None:
+        """Take the gradients of some samples, or compare them with those of a walk with the same signs."""
+        stop = rows.listen(self._hook.stopwatch)
 
         def ended() -> None:
             stop()
-            if rows.error is not None and is_out_of_memory(rows.error):
-                self._sampled = self._sampled and walked is not None
-            elif walked is None and rows.error is None:
-                self._by_rows = True
-                self._variances[key] = self._hook.norms.squares(rows.sums.items())
-            else:
-                if len(self._known_rows) >= _MOST_GRAPHS:
-                    self._known_rows.clear()
-                self._known_rows[rows.key] = rows.error is None and walked is not None and rows.agree(walked)
+            try:
+                with self._hook.stopwatch.running(rows.device):
+                    self._taken(key, rows, walked)
+            except Exception as error:  # the training pass has ended well
+                logger.info("the gradient of some samples is not measured: %s", error)
                 self._sampled = self._sampled and walked is not None
 
         torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def _taken(self, key: object, rows: RowGradients, walked: Digests | None) -> None:
+        if walked is not None:
+            self._forms.decide(rows.key, rows.agrees(walked))
+        elif rows.error is None:
+            self._by_rows = True
+            self._variances[key] = self._hook.norms.squares(rows.sums.items())
+        else:
+            self._sampled = False
+            if not is_out_of_memory(rows.error):
+                self._forms.decide(rows.key, False)
 
     @property
     def halves(self) -> bool:
@@ -254,7 +272,8 @@ class Sampler:
             self._sampled = False  # not measured: the next step is sampled instead
             return
         try:
-            found = half_pass.variance(passes, mean, sqr, self._hook.norms, self._generator)
+            with self._hook.stopwatch.running(own[0].device):
+                found = half_pass.variance(passes, mean, sqr, self._hook.norms, self._generator)
         except Exception as error:  # the script's own model runs, on a batch of another size
             if is_out_of_memory(error):
                 self._sampled = False  # not measured: the next step is sampled instead
@@ -307,8 +326,6 @@ class Sampler:
 
     def close(self, scale: float) -> None:
         """Start to collect the measurements of a step that was taken."""
-        now, way = self._now(), None
-        seconds, self._ended = now - self._ended, now
         recordings = [r for r in self._recordings if r.own]
         step = self._gns.steps
         if recordings and self._sampled and self._complete():
@@ -317,12 +334,10 @@ class Sampler:
                 self._kept_step, self._kept_size = step, scale  # the next step's gradient is compared with it
             else:
                 way = SUCCESSIVE if found is None else found[0]
-                self._gns.measured(self._pace.gap(self._cost(way), step))
+                self._gns.measured(gap(self._cost(way), step, self._gns.settled))
             if found is not None:
                 estimator, moments = found
                 self._pending = _Pending(step, scale, estimator, self._unscaled(moments, recordings[0]))
-        if math.isfinite(seconds) and not self._compared:
-            self._pace.stepped(seconds, way)
         self.drop()
 
     def _cost(self, way: str) -> float:
@@ -351,7 +366,7 @@ class Sampler:
                 "scaling_rule=AdaScale(), LinearScale() or SqrtScale() instead",
                 type(self._gns.optimizer).__name__,
             )
-        self._gns.measured(self._pace.gap(_COSTS[SIGNS], self._gns.steps))
+        self._gns.measured(gap(_COSTS[SIGNS], self._gns.steps, settled=True))
         return False
 
     def collect(self) -> None:
@@ -367,6 +382,7 @@ class Sampler:
             logger.info("the statistics of step %d are lost with a replica: %s", pending.step, error)
             return
         self.estimator = pending.estimator
+        self._pace.measured(pending.estimator, self._hook.stopwatch.take(), pending.step)
         for cost in costs:
             self._agreed = float(cost[0])
         self.news |= self._gns.record(Measurement(mean_sqr, variance, pending.scale), pending.step)

@@ -24,6 +24,7 @@ __all__ = ["AdamGradientNoiseScale", "GradientNoiseScale"]
 logger = logging.getLogger(__name__)
 
 _RARE = 1e-3  # 1 − β₂ of Adam, whose v̂ after a step is at least that part of the squared gradient
+_PRECISE = 0.12  # relative error of a gain
 _SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")  # Adam with amsgrad, Adam, RMSprop
 
 
@@ -100,6 +101,14 @@ class GradientNoiseScale:
     def sqr_error(self) -> float:
         """Return the standard error of |G|² relative to an exact tr Σ: that of every gain. inf: unknown."""
         return self._moments.sqr_error()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the error of the gain at scale 16 is small, as far as it comes from |G|²."""
+        sqr, var = self.sqr_avg(), self.var_avg()
+        if not self.known or sqr + var / 16.0 <= 0.0:
+            return False
+        return self.sqr_error() * (1.0 / (sqr + var / 16.0) - 1.0 / (sqr + var)) < _PRECISE
 
     @property
     def groups(self) -> int:

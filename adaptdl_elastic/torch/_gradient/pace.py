@@ -1,82 +1,106 @@
 """Decide how often gradients are measured, by the time that it takes.
 
-A measured step and the step after it take longer than two plain ones: on a GPU the host often notices the
-work only one step later. The difference, in plain steps of the same stretch of training, is the cost of a
-measurement. With a cost of c plain steps and a measurement in each g steps, measuring takes c/(g + c) of the
-time. The gap is the smallest g for which that is at most `SHARE`, or `EARLY_SHARE` in the first steps.
+The code that measures is timed itself: differences of step times would be lost in their noise, and on a GPU
+the host notices a step's work many steps later. With a cost of c plain steps and a measurement in each g
+steps, measuring takes c/(g + c) of the time. The gap is the smallest g for which that is at most `SHARE`. It
+may be `EARLY_SHARE` in the first steps, and for some time while the estimates are not precise yet.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 SHARE, EARLY_SHARE = 0.01, 0.05
 EARLY = 100  # steps that count as the first ones
+UNSETTLED = 1000  # steps in which estimates that are not precise yet count as those of the first steps
 LONGEST = 256  # the longest gap
-_KEPT = 64  # costs that are averaged
-_RECENT = 16  # plain steps that are averaged; one gap in so many has enough of them
-_FEWEST = 4  # costs before their mean counts
-_PLAIN = 3  # fewest plain steps that a measured one is compared with
+_KEPT = 16  # measurements whose cost is remembered
+_FEWEST = 3  # measurements before their cost counts
+
+
+class Stopwatch:
+    """Add up how long measuring takes.
+
+    Args:
+        now: Returns the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now, self._host = now, 0.0
+        self._device: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Count the time of this block on the host, and on a GPU that of the work that it begins."""
+        events = None
+        if device.type == "cuda":
+            make: Any = torch.cuda.Event
+            events = make(enable_timing=True), make(enable_timing=True)
+            events[0].record()
+        begun = self._now()
+        try:
+            yield
+        finally:
+            self._host += self._now() - begun
+            if events is not None:
+                events[1].record()
+                self._device.append(events)
+
+    def take(self) -> float:
+        """Return the longer of both times in seconds, and begin again.
+
+        A GPU's counts as far as it has ended, for which the host does not wait.
+        """
+        device = sum(begun.elapsed_time(ended) for begun, ended in self._device if ended.query())
+        seconds: float = max(self._host, device / 1e3)
+        self._host, self._device = 0.0, []
+        return seconds
 
 
 class Pace:
-    """Estimate the cost of a measurement, for each way to measure.
+    """Remember what measurements cost, for each way to measure.
 
     Args:
-        expected: Cost of a way that has not been seen yet, by its name.
+        expected: Cost in plain steps of a way that has not been seen yet, by its name.
+        now: Returns the time in seconds.
     """
 
-    def __init__(self, expected: dict[str, float]) -> None:
-        self._expected = expected
+    def __init__(self, expected: dict[str, float], now: Callable[[], float] = time.monotonic) -> None:
+        self._expected, self._now = expected, now
         self._costs: dict[str, deque[float]] = {}
-        self._plain: deque[float] = deque(maxlen=_RECENT)  # times of plain steps since the last measured one
-        self._measured: tuple[str, float] | None = None  # the way and the time of the step before this one
-        self._gaps = 0
+        self._last: tuple[int, float] | None = None  # step and time of the last measurement
 
-    def stepped(self, seconds: float, way: str | None) -> None:
-        """Count a step that took so many seconds; `way` is how it was measured, None if it was not."""
-        before, self._measured = self._measured, None
-        if way is not None:
-            self._measured = (way, seconds) if before is None else None
+    def measured(self, way: str, seconds: float, step: int) -> None:
+        """Record that measuring at `step` has taken so many seconds since the last measurement."""
+        now, before = self._now(), self._last
+        self._last = (step, now)
+        if before is None or step <= before[0] or seconds <= 0.0:
             return
-        if before is None:
-            self._plain.append(seconds)
-            return
-        if len(self._plain) >= _PLAIN:
-            plain = _middle(self._plain)[0]
-            cost = (before[1] + seconds) / plain - 2.0 if plain > 0 else 0.0
-            self._costs.setdefault(before[0], deque(maxlen=_KEPT)).append(cost)
-        self._plain.clear()
+        plain = max(now - before[1] - seconds, seconds) / (step - before[0])
+        self._costs.setdefault(way, deque(maxlen=_KEPT)).append(seconds / plain)
 
     def cost(self, way: str) -> float:
-        """Return the cost in plain steps, and two standard errors more."""
+        """Return the cost of a measurement in plain steps."""
         costs = self._costs.get(way, ())
-        if len(costs) < _FEWEST:
-            return self._expected[way]
-        mean, error = _middle(costs)
-        return max(mean + 2.0 * error, 0.0)
-
-    def gap(self, cost: float, step: int) -> int:
-        """Return `gap_of`, and every so often enough for plain steps to compare with."""
-        self._gaps += 1
-        return max(gap_of(cost, step), 1 if self._gaps % _RECENT else _PLAIN + 2)
+        return statistics.median(costs) if len(costs) >= _FEWEST else self._expected[way]
 
 
-def gap_of(cost: float, step: int) -> int:
-    """Return the steps from a measurement at `step` to the next one, if one costs `cost` plain steps."""
-    share = EARLY_SHARE if step < EARLY else SHARE
-    return min(max(math.ceil(cost * (1.0 - share) / share), 1), LONGEST)
+def gap(cost: float, step: int, settled: bool) -> int:
+    """Return the steps from a measurement at `step` to the next one, if one costs `cost` plain steps.
 
-
-def _middle(values: Sequence[float] | deque[float]) -> tuple[float, float]:
-    """Return the mean of the middle half of some values, and its standard error.
-
-    The spread of the middle half is 0.38 of that of normal values. The error is 1.1 of that of their mean.
+    Args:
+        cost: Cost of a measurement in plain steps.
+        step: Number of steps so far.
+        settled: Whether the estimates are precise.
     """
-    ordered = sorted(values)
-    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
-    spread = statistics.pstdev(middle) / 0.38
-    return statistics.fmean(middle), 1.1 * spread / math.sqrt(len(values))
+    early = step < EARLY or (step < UNSETTLED and not settled)
+    share = EARLY_SHARE if early else SHARE
+    return min(max(math.ceil(cost * (1.0 - share) / share), 1), LONGEST)

@@ -2,27 +2,31 @@
 
 In a backward pass every operation below the samples receives the gradient δ of its output, whose rows belong
 to samples. The gradient of a layer's weight is a sum over these rows, Σ δᵢ aᵢᵀ for a linear layer. So with
-signs sᵢ on some rows (0 on the others) one smaller product per layer gives Σ sᵢ gᵢ, while δ itself is computed
-once. The training pass runs as it would without: nothing of it is replaced, and its gradients are the same.
+signs sᵢ on some rows (0 on the others) one smaller product per layer gives Σ sᵢ gᵢ, while δ is computed once.
+The training pass runs as it would without: nothing of it is replaced, and its gradients are the same.
 
 Signs on h of the m samples, half +1 and half −1 at random, times √(m/h), have the sum 0 and Σ sᵢ² = m. So
 V = |Σ sᵢ gᵢ|² has the mean tr Σ/m, as with signs on all samples (see `estimator`). A smaller h costs less. It
-does not change the error of V if gradients are nearly normal; if a few samples have most of the gradient, it
+does not change the error of V if gradients are nearly normal. If a few samples have most of the gradient, it
 does (docs/decisions.md).
 
 This holds if no operation mixes samples, and if the rows are found. Neither can be seen from outside. So the
-sum is compared with that of a walk through the whole graph by signs, the first time that a graph has these
-operations; only a graph for which both were equal is measured so.
+sum is compared with that of a walk through the whole graph by signs, at first and later on (`KnownForms`).
+Only a graph of a form for which both were equal is measured so.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+
+from adaptdl_elastic.torch._gradient.pace import Stopwatch
 
 _PART = 2  # one of so many samples gets a sign
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -35,11 +39,47 @@ _PARAMETERS = {
     "MmBackward0": (1,),
     "NativeLayerNormBackward0": (1, 2),
 }
+_MOST_FORMS = 256
+_CHUNK = 1 << 17  # elements of a gradient that are multiplied at once
+_LARGEST = 32  # most operations between a parameter and its use
 _SAVED: dict[str, list[str]] = {}  # names of the saved tensors, by operation
+
+
+Digests = dict[torch.Tensor, torch.Tensor]
 
 
 class UnknownRowsError(ValueError):
     """The rows of the samples are not known."""
+
+
+class KnownForms:
+    """Remember for which forms of a graph rows give what a walk gives.
+
+    What a form computes may change, so it is compared again: in its 1st, 2nd, 4th, 8th measurement and so on,
+    and in every 32nd.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, int | None] = {}  # measurements; None: rows are wrong
+
+    def refused(self, form: Hashable) -> bool:
+        """Return whether rows were wrong."""
+        return self._seen.get(form, 0) is None
+
+    def count(self, form: Hashable) -> bool:
+        """Count a measurement that is to be made; return whether it must be compared with a walk."""
+        count = (self._seen.pop(form, 0) or 0) + 1
+        self._keep(form, count)
+        return count & (count - 1) == 0 or count % 32 == 0
+
+    def decide(self, form: Hashable, equal: bool | None) -> None:
+        """Keep the result of a comparison; None: it has told nothing, and the next one is the first."""
+        self._keep(form, None if equal is False else 0 if equal is None else self._seen.get(form, 1))
+
+    def _keep(self, form: Hashable, value: int | None) -> None:
+        self._seen[form] = value
+        if len(self._seen) > _MOST_FORMS:
+            del self._seen[next(iter(self._seen))]
 
 
 class SomeSigns:
@@ -75,7 +115,7 @@ class _Place:
     inner: int = 1
 
 
-def _in_view(place: _Place, shape: Sequence[int], other: Sequence[int], count: int) -> _Place | None:
+def _place_in_view(place: _Place, shape: Sequence[int], other: Sequence[int], count: int) -> _Place | None:
     """Return the place of the samples in a view of another shape, with the elements in the same order."""
     outer = math.prod(shape[: place.along]) * place.outer
     before = 1
@@ -88,7 +128,7 @@ def _in_view(place: _Place, shape: Sequence[int], other: Sequence[int], count: i
     return None
 
 
-def _elsewhere(place: _Place, shape: Sequence[int], other: Sequence[int], count: int) -> _Place | None:
+def _place_by_size(place: _Place, shape: Sequence[int], other: Sequence[int], count: int) -> _Place | None:
     """Return the place of the samples in a tensor of another size, by the sizes of its dimensions."""
     size, from_end = shape[place.along], place.along - len(shape)
     for along in (len(other) + from_end, place.along):
@@ -158,16 +198,17 @@ class RowGradients:
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self.error: Exception | None = None
         self._count = signs.count
-        self._signs = _Signs(signs, gradients[0][0].device)
+        self.device = gradients[0][0].device
+        self.signs, self._signs = signs, _Signs(signs, self.device)
         self._places: dict[tuple[Any, int], _Place] = {}
         for edge, (_, dimension) in zip(edges, gradients, strict=True):
             self._places[edge.node, edge.output_nr] = _Place(dimension)
         self.rough = False
         self._names: list[Hashable] = []
-        self._uses = list(self._found([edge.node for edge in edges]))
+        self._uses = list(self._uses_below([edge.node for edge in edges]))
         self.key: Hashable = tuple(self._names)
 
-    def _found(self, todo: list[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    def _uses_below(self, todo: list[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
         """Yield operations on rows that use parameters, and the positions of these among their inputs."""
         seen = set(todo)
         while todo:
@@ -184,7 +225,7 @@ class RowGradients:
                 if below.name() == _ACCUMULATE or position in _PARAMETERS.get(name, ()):
                     moved = None
                 else:
-                    moved = self._moved(node, place, shape, own)
+                    moved = self._place_below(node, place, shape, own)
                 if moved is None:
                     apart.append(position)
                     continue
@@ -193,13 +234,37 @@ class RowGradients:
                     seen.add(below)
                     todo.append(below)
             alone = place.outer == place.inner == 1
-            self._names.append((name, number, place.along, alone, *apart))
+            mode = (getattr(node, "_saved_training", None), getattr(node, "_saved_dim", None))
+            self._names.append((name, number, place.along, alone, mode, *apart))
             if apart:
-                if _packed(node):
-                    raise UnknownRowsError(f"the tensors of {name} are not kept")
+                if _packed(node) or getattr(node, "_saved_sparse", False):
+                    raise UnknownRowsError(f"the tensors of {name} are not kept, or its gradient is sparse")
+                for position in apart:
+                    self._check_parameters(node.next_functions[position][0])
                 yield node, tuple(apart)
 
-    def _moved(self, node: Any, place: _Place, shape: torch.Size, own: torch.Size) -> _Place | None:
+    def _check_parameters(self, top: Any) -> None:
+        """Raise an error unless an operation's input is made of parameters in a few steps."""
+        todo, seen = [top], {top}
+        while todo:
+            node = todo.pop()
+            if len(seen) > _LARGEST or any(
+                (node, n) in self._places for n in range(len(node._input_metadata))
+            ):
+                raise UnknownRowsError(f"{node.name()} does not depend on parameters only")
+            if node.name() == _ACCUMULATE:
+                continue
+            below = [other for other, _ in node.next_functions if other is not None]
+            if (
+                not below
+                or _packed(node)
+                or not seen.isdisjoint(other for other in below if other.name() != _ACCUMULATE)
+            ):
+                raise UnknownRowsError(f"the gradients of {node.name()} do not lead to parameters")
+            seen.update(below)
+            todo += below
+
+    def _place_below(self, node: Any, place: _Place, shape: torch.Size, own: torch.Size) -> _Place | None:
         """Return the place of the samples in an operation's input; None: it depends on parameters only."""
         name = node.name()
         if name == "TransposeBackward0":
@@ -212,16 +277,23 @@ class RowGradients:
         if name == "TBackward0":
             return replace(place, along=1 - place.along)
         if own.numel() == shape.numel():
-            return _in_view(place, shape, own, self._count)
+            return _place_in_view(place, shape, own, self._count)
         missing = len(shape) - len(own)
         if missing >= 0 and all(a in (1, b) for a, b in zip(own, shape[missing:], strict=True)):
             along = place.along - missing
             return None if along < 0 or own[along] == 1 else replace(place, along=along)
-        return _elsewhere(place, shape, own, self._count)
+        return _place_by_size(place, shape, own, self._count)
 
-    def listen(self) -> Callable[[], None]:
-        """Take the gradients in the backward pass that is under way; return a function that ends it."""
-        handles = [node.register_prehook(self._listener(node, at)) for node, at in self._uses]
+    def listen(self, stopwatch: Stopwatch) -> Callable[[], None]:
+        """Take the gradients in the backward pass that is under way; return a function that ends it.
+
+        If nobody refers to this object any more, because the pass has failed, nothing is taken. The graph
+        refers to it weakly, because Python's garbage collector does not see the nodes' hooks.
+        """
+        handles = [
+            node.register_prehook(partial(_arrived, weakref.ref(self), index, stopwatch))
+            for index, (node, _) in enumerate(self._uses)
+        ]
 
         def end() -> None:
             for handle in handles:
@@ -229,34 +301,37 @@ class RowGradients:
 
         return end
 
-    def _listener(self, node: Any, positions: tuple[int, ...]) -> Callable[[Any], None]:
-        def arrived(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            if self.error is not None or all(one is None for one in gradients):
-                return
-            try:
-                with torch.no_grad():
-                    found = self._gradients(node, positions, gradients)
-                    for position, gradient in zip(positions, found, strict=True):
-                        if gradient is not None:
-                            below, number = node.next_functions[position]
-                            self._add(below, number, gradient)
-            except Exception as error:  # the training pass goes on without the measurement
-                self.error = error
+    def take(self, use: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Add the gradients of some samples at the `use`-th operation that uses parameters."""
+        if self.error is not None or all(one is None for one in gradients):
+            return
+        node, positions = self._uses[use]
+        try:
+            with torch.no_grad():
+                found = self._gradients(node, positions, gradients)
+                for position, gradient in zip(positions, found, strict=True):
+                    if gradient is not None:
+                        below, number = node.next_functions[position]
+                        self._add(below, number, gradient)
+        except Exception as error:  # the training pass goes on without the measurement
+            self.error = error
 
-        return arrived
-
-    def agree(self, other: dict[torch.Tensor, torch.Tensor]) -> bool:
+    def agrees(self, walked: Digests) -> bool | None:
         """Return whether `sums` are those of a walk through the whole graph with the same signs.
 
-        The host waits for the device.
+        The host waits for the device. None: zeros or overflows tell nothing.
         """
-        if other.keys() - self.sums.keys():
+        if self.error is not None or walked.keys() - self.sums.keys():
             return False
-        pairs = [(self.sums[param], signed) for param, signed in other.items()]
-        apart = torch.stack([(ours - theirs).norm().double() for ours, theirs in pairs])
-        norms = torch.stack([theirs.norm().double() for _, theirs in pairs])
-        relative, floor = (0.1, 1e-2) if self.rough else (1e-2, 1e-5)
-        return bool((apart <= relative * norms + floor * norms.norm()).all())
+        own = digests({param: self.sums[param] for param in walked})
+        ours, theirs = torch.stack([*own.values()]).cpu(), torch.stack([*walked.values()]).cpu()
+        norms = theirs[:, 0]
+        if not bool((norms > 0).all() & theirs.isfinite().all()):
+            return None
+        # convolutions and products of GPUs have 10 bits
+        relative, floor = (0.1, 3e-3) if self.rough or self.device.type == "cuda" else (1e-2, 1e-5)
+        limits = relative * norms + floor * norms.norm()
+        return bool(((ours - theirs).abs() <= limits[:, None]).all())
 
     def _gradients(
         self, node: Any, positions: tuple[int, ...], gradients: tuple[torch.Tensor | None, ...]
@@ -290,14 +365,46 @@ class RowGradients:
                 self._add(below, position, one)
 
 
-def _signed(number: int) -> int:
+def digests(gradients: dict[torch.Tensor, torch.Tensor]) -> Digests:
+    """Return the norm of each gradient, and its product with a random vector of that length, shape [2].
+
+    The vectors are the same in every call.
+    """
+    found = {}
+    for index, (param, gradient) in enumerate(gradients.items()):
+        if not gradient.numel():
+            continue
+        whole = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        whole = whole if whole.ndim else whole.view(1)
+        generator = torch.Generator(whole.device).manual_seed(index)
+        product = torch.zeros((), dtype=torch.float64, device=whole.device)
+        for part in torch.split(whole, max(_CHUNK // whole[0].numel(), 1)):
+            noise = torch.empty_like(part, memory_format=torch.contiguous_format)
+            product += (part * noise.uniform_(-(3.0**0.5), 3.0**0.5, generator=generator)).sum()
+        found[param] = torch.stack([whole.norm().double(), product])
+    return found
+
+
+def _arrived(
+    owner: weakref.ref[RowGradients],
+    use: int,
+    stopwatch: Stopwatch,
+    gradients: tuple[torch.Tensor | None, ...],
+) -> None:
+    rows = owner()
+    if rows is not None:
+        with stopwatch.running(rows.device):
+            rows.take(use, gradients)
+
+
+def _int64(number: int) -> int:
     """Return a number that torch gives as an unsigned one of 64 bits."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def _dim(dim: int, shape: Sequence[int]) -> int:
     """Return the dimension, counted from the front."""
-    return _signed(dim) % len(shape)
+    return _int64(dim) % len(shape)
 
 
 def _called(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -364,7 +471,7 @@ def _embedding(
             signs.signed(gradient, place),
             signs.rows(node._saved_indices, place),
             node._saved_weight_sym_argsize_0,
-            _signed(node._saved_padding_idx),
+            _int64(node._saved_padding_idx),
             node._saved_scale_grad_by_freq,
         )
     ]
