@@ -27,6 +27,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_models import (
     own_hints,
     reports_by_script,
 )
+from adaptdl_elastic.autoscaler.coordinator.node_speeds import NodeClasses, node_classes
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
 from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry
@@ -88,11 +89,16 @@ class TypeRatios:
 class Measured:
     """What all jobs have measured on the cluster's types of nodes."""
 
-    type_of: Mapping[str, str] = field(default_factory=dict)  # type by node
+    classes: NodeClasses = field(default_factory=NodeClasses)
     scripts: Mapping[str, ScriptProfile] = field(default_factory=dict)  # by `profile_key`
     ratios: TypeRatios = field(default_factory=TypeRatios)  # the medians over all scripts
     of_scripts: Mapping[str, TypeRatios] = field(default_factory=dict)  # by `profile_key`
     links: Mapping[str, Link] = field(default_factory=dict)  # between the nodes of a job, by job
+
+    @property
+    def type_of(self) -> Mapping[str, str]:
+        """The type by node."""
+        return self.classes.type_of
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -128,23 +134,31 @@ class Measured:
 
     def placed(self, hints: JobHints | None, nodes: Iterable[str]) -> JobHints | None:
         """Return a report under the joined names of the types of the job's nodes, if these are several."""
-        types = sorted({self.type_of[node] for node in nodes if node in self.type_of})
-        return hints if hints is None or len(types) < 2 else replace(hints, node_type=SEVERAL.join(types))
+        if hints is None:
+            return None
+        declared = self.classes.type_of_class
+        names = [self.type_of[node] for node in nodes if node in self.type_of]
+        types = sorted({declared.get(name, name) for name in names})
+        return (
+            self.classes.labelled(hints) if len(types) < 2 else replace(hints, node_type=SEVERAL.join(types))
+        )
 
 
 def measured(view: View) -> Measured:
     """Return what the jobs of a cluster have measured on its types of nodes."""
-    type_of = {node: seen.record.node_type for agents in view.nodes.values() for node, seen in agents.items()}
+    reports = reports_by_script(view)
+    classes = node_classes(view, reports)
     scripts: dict[str, ScriptProfile] = {}
     of_scripts: dict[str, TypeRatios] = {}
-    for key, found in reports_by_script(view).items():
+    for key, found in reports.items():
         try:
-            script = script_profile(found)
+            script = script_profile([replace(one, hints=classes.labelled(one.hints)) for one in found])
             of_scripts[key] = script_ratios(script) if len(script.by_type) > 1 else TypeRatios()
         except Exception:  # an error in these reports: their jobs share nothing, and all others are decided
             continue
         scripts[key] = script
-    return Measured(type_of, scripts, _medians(of_scripts.values()), of_scripts, links_of(view))
+    known = TypeRatios({**_medians(of_scripts.values()).known, **classes.ratios})
+    return Measured(classes, scripts, known, of_scripts, links_of(view))
 
 
 def most_profiled(hints: JobHints | None) -> int:

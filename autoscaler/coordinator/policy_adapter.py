@@ -83,7 +83,7 @@ def ask(
     asked_about = {info.name for info in infos}
     each = {name: slots_each(view, view.jobs[name]) for name in asked_about}
     share = math.gcd(*each.values())
-    nodes = _nodes(view, ledger, asked_about, max(1, share))
+    nodes = _nodes(view, ledger, asked_about, max(1, share), known.type_of)
     marks = tuple(prints), nodes, tuple(undecidable)
     unsettled = frozenset(name for name in asked_about if conditions[name].phase in _UNSETTLED)
     several = {name: count // share for name, count in each.items() if count > share}
@@ -132,7 +132,9 @@ def worth_asking(question: PolicyQuestion, before: PolicyQuestion | None, drift:
     )
 
 
-def _nodes(view: View, ledger: Ledger, asked_about: set[str], share: int) -> tuple[NodeInfo, ...]:
+def _nodes(
+    view: View, ledger: Ledger, asked_about: set[str], share: int, type_of: Mapping[str, str]
+) -> tuple[NodeInfo, ...]:
     """Return every node with the slots of `share` devices that the jobs of the question may share."""
     elsewhere: dict[str, int] = {}
     for name in view.jobs:
@@ -151,7 +153,7 @@ def _nodes(view: View, ledger: Ledger, asked_about: set[str], share: int) -> tup
             # a node leaves only if the agents of all its jobs do
             draining=all(view.draining(record) for record in records),
             at_risk=any(record.at_risk for record in records),
-            node_type=records[-1].node_type,
+            node_type=type_of[node],
         )
         for node, records in sorted(found.items())
     )

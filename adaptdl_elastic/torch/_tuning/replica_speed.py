@@ -8,10 +8,12 @@ reports of all replicas about the same steps, it decides which replica lags (`la
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
 from collections import deque
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -37,6 +39,9 @@ EVERY = 5
 SKIPPED = 3
 """Steps that are not measured after a change of replicas or batch size."""
 
+STEADY = 3
+"""Successive reports whose shortest time counts for a node, so that a short disturbance does not."""
+
 _PENDING = 8  # incomplete comparisons that are kept
 
 State = tuple[int, ...]
@@ -50,6 +55,7 @@ class ReplicaSpeed:
         self._session = session
         self.clock = StepClock()
         self._host = socket.gethostname()
+        self._node = os.environ.get(environment.NODE, "")
         self._state: State = ()
         self._recent: deque[StepParts] = deque(maxlen=WINDOW)
         self._steps = 0  # in this state
@@ -58,6 +64,8 @@ class ReplicaSpeed:
         self._judged: int | None = None  # generation of the verdicts
         self._judge = LagJudge()
         self._waiting: dict[tuple[State, int], dict[int, Report]] = {}
+        self._computing: dict[str, deque[float]] = {}  # by node, the seconds of a pass in its last reports
+        self._computed_in: State = ()  # the state of these reports
         session.consensus.listen(KIND, self._take)
 
     def step_ended(self, counts: bool, batch: tuple[int, int]) -> None:
@@ -75,7 +83,7 @@ class ReplicaSpeed:
             if session.rank == 0 and session.generation != self._judged:
                 self._begin_generation()
         found = self.clock.finish()
-        if session.replicas == 1 or session.reducer is None or not counts:
+        if (session.replicas > 1 and session.reducer is None) or not counts:
             return
         self._steps += 1
         if self._steps <= SKIPPED:
@@ -83,8 +91,21 @@ class ReplicaSpeed:
         self._recent.extend(found)
         if self._steps % EVERY == 0 and len(self._recent) >= 2:
             medians = [median(column) for column in zip(*self._recent, strict=True)]
-            body = [list(state), self._host, medians, self._crowded()]
+            if session.replicas == 1 or session.reducer is None:
+                self._compare_nodes(state, {self._node: medians[1]})
+                return
+            body = [list(state), self._host, medians, self._crowded(), self._node]
             session.reducer.send_control(0, (KIND, self._steps, body))
+
+    def _compare_nodes(self, state: State, seconds: Mapping[str, float]) -> None:
+        """Report how long each of the job's nodes computes for a pass, once that is known."""
+        if state != self._computed_in:
+            self._computed_in, self._computing = state, {}
+        for node, one in seconds.items():
+            self._computing.setdefault(node, deque(maxlen=STEADY)).append(one / (state[2] + 1))
+        known = {node: min(last) for node, last in self._computing.items() if node and len(last) == STEADY}
+        if known:
+            self._session.metrics.set_node_times(state[1], known)
 
     def _crowded(self) -> bool:
         """Return whether the replicas of this host compute on its cores and leave none of them free."""
@@ -104,13 +125,13 @@ class ReplicaSpeed:
 
     def _take(self, sender: int, number: int, body: Any) -> None:
         """Take a replica's report. Runs on rank 0, in the thread that receives control messages."""
-        state, host, medians, crowded = body
+        state, host, medians, crowded, node = body
         key = tuple(state), number
         if key[0][0] != self._session.generation:
             return
         with self._lock:
             reports = self._waiting.setdefault(key, {})
-            reports[sender] = Report(str(host), StepParts(*medians), bool(crowded))
+            reports[sender] = Report(str(host), StepParts(*medians), bool(crowded), str(node))
             while len(self._waiting) > _PENDING:
                 del self._waiting[next(iter(self._waiting))]
             if len(reports) < self._session.replicas:
@@ -119,6 +140,10 @@ class ReplicaSpeed:
             before = set(self._judge.lags)
             self._judge.judge(reports)
             now = dict(self._judge.lags)
+            computing: dict[str, float] = {}
+            for one in reports.values():
+                computing[one.node] = min(one.parts.compute, computing.get(one.node, math.inf))
+            self._compare_nodes(key[0], computing)
         metrics = self._session.metrics
         if not before and not now:
             return
