@@ -84,16 +84,6 @@ class Straggler:
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class NodeTime:
-    """Hold how long a replica on a node computes for a batch, without waiting for the others."""
-
-    node: str
-    atomic_bsz: _Positive
-    seconds: _Seconds
-    time: float  # when it was measured, in seconds since the epoch; the present nodes have the latest
-
-
-@dataclass(frozen=True, config=_CONFIG)
 class TypeProfile:
     """Hold a job's measurements on nodes of a type that it does not run on now."""
 
@@ -138,7 +128,9 @@ class JobHints:
     profile: Annotated[tuple[ProfileEntry, ...], Field(max_length=MOST_CONFIGURATIONS)] = ()
     node_type: str = ""  # of the nodes that the job runs on; step times, θ and memory limit are of this type
     elsewhere: Annotated[tuple[TypeProfile, ...], Field(max_length=100)] = ()  # measurements on other types
-    node_times: Annotated[tuple[NodeTime, ...], Field(max_length=10_000)] = ()
+    # by node: samples of a pass, the seconds that a replica computes for it there without waiting for others,
+    # and when that was measured; the present nodes have the latest times of measurement
+    node_times: dict[str, tuple[_Positive, _Seconds, float]] = field(default_factory=dict)
     gain: _Amount = 1.0
     lr_factor: _Amount = 1.0
     throughput: _Rate | None = None  # measured

@@ -22,6 +22,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Memory,
     Say,
 )
+from adaptdl_elastic.autoscaler.coordinator.job_models import reports_by_script
 from adaptdl_elastic.autoscaler.coordinator.job_phase import JobChange
 from adaptdl_elastic.autoscaler.coordinator.node_speeds import NodeClasses, node_classes
 from adaptdl_elastic.autoscaler.coordinator.node_types import memory_limits
@@ -253,7 +254,7 @@ class DecisionBuilder:
 
     @cached_property
     def _classes(self) -> NodeClasses:
-        return node_classes(self.view)
+        return node_classes(self.view, reports_by_script(self.view))
 
     def _memory_limit(
         self, job: JobView, allocation: Allocation, agents: Mapping[str, Observed[NodeRecord]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from adaptdl_elastic.autoscaler.cluster_view import View
-from adaptdl_elastic.autoscaler.coordinator.job_models import Report, reports_by_script
+from adaptdl_elastic.autoscaler.coordinator.job_models import Report
 from adaptdl_elastic.protocol.hints import JobHints
 
 APART = 1.5
@@ -27,43 +27,36 @@ MEMORY = 4 * 3600.0
 _ROUNDS = 50  # of the iteration for the least squares
 
 Observation = tuple[str, str, float]
-"""A script, a node, and the logarithm of the time of a batch there, relative to the script's model."""
+"""What was measured (a script on a type of node), on which node, and the logarithm of its time there."""
 
 
-def observations(key: str, reports: Sequence[Report], now: float) -> Iterator[Observation]:
-    """Yield what jobs with the script `key` have measured of nodes lately."""
-    widest = max(reports, key=lambda report: (report.hints.max_profiled_replicas, report.seen)).hints
-    if widest.perf_params is None:
-        return
-    fixed, each = widest.perf_params[:2]
+def observations(
+    key: str, reports: Sequence[Report], type_of: Mapping[str, str], now: float
+) -> Iterator[Observation]:
+    """Yield what jobs with the script `key` have measured of nodes lately, relative to the script's model."""
+    widest = max(reports, key=lambda report: report.hints.max_profiled_replicas).hints
+    fixed, each, *_ = widest.perf_params or (1.0, 0.0)
     for report in reports:
-        for one in report.hints.node_times:
-            if now - report.seen + report.hints.time - one.time <= MEMORY and one.seconds > 0:
-                yield key, one.node, math.log(one.seconds / (fixed + each * one.atomic_bsz))
+        for node, (size, seconds, time) in report.hints.node_times.items():
+            recent = now - report.seen + report.hints.time - time <= MEMORY
+            if recent and seconds > 0 and node in type_of:
+                yield f"{type_of[node]}/{key}", node, math.log(seconds / (fixed + each * size))
 
 
-def slowness(found: Iterable[Observation]) -> dict[str, float]:
+def slowness(told: Sequence[Observation]) -> dict[str, float]:
     """Return by node the logarithm of its times over those of the fastest node that it was compared with."""
-    told = list(found)
-    if not told:
-        return {}
-    scripts, nodes = (
-        {name: i for i, name in enumerate(dict.fromkeys(one[k] for one in told))} for k in (0, 1)
-    )
-    script = np.array([scripts[one[0]] for one in told])
-    node = np.array([nodes[one[1]] for one in told])
-    log = np.array([one[2] for one in told])
-    slow, group = np.zeros(len(nodes)), np.arange(len(nodes))
-    for _ in range(_ROUNDS):
+    (_, script), (names, node) = (np.unique([one[k] for one in told], return_inverse=True) for k in (0, 1))
+    log, slow, group = np.array([one[2] for one in told]), np.zeros(len(names)), np.arange(len(names))
+    for _ in range(_ROUNDS if told else 0):
         level = np.bincount(script, log - slow[node]) / np.bincount(script)
         slow = np.bincount(node, log - level[script]) / np.bincount(node)
-        # nodes that no chain of scripts joins cannot be compared
-        first = np.full(len(scripts), len(nodes))
+        # nodes are compared if a chain of scripts joins them: these get the same number as their group
+        first = np.full(len(level), len(names))
         np.minimum.at(first, script, group[node])
         np.minimum.at(group, node, first[script])
-    fastest = np.full(len(nodes), np.inf)
+    fastest = np.full(len(names), np.inf)
     np.minimum.at(fastest, group, slow)
-    return dict(zip(nodes, (slow - fastest[group]).tolist(), strict=True))
+    return dict(zip(names.tolist(), (slow - fastest[group]).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -71,55 +64,42 @@ class NodeClasses:
     """The types of nodes, where nodes that are slower than others of their type are a type of their own."""
 
     type_of: Mapping[str, str] = field(default_factory=dict)  # by node
-    slower: Mapping[str, float] = field(
-        default_factory=dict
-    )  # log ratio of the times to the type's, by class
-    type_of_class: Mapping[str, str] = field(default_factory=dict)
+    # by class of slow nodes, their type and the logarithm of the ratio of its step times to the type's
+    slower: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+
+    def declared(self, name: str) -> str:
+        """Return the type that the nodes of a class say."""
+        return self.slower[name][0] if name in self.slower else name
 
     def slowest(self, nodes: Iterable[str]) -> str:
         """Return the slowest class of slow nodes among `nodes`; "" if none of them is slow."""
-        found = {self.type_of[node] for node in nodes if node in self.type_of} & set(self.slower)
-        return max(sorted(found), key=lambda name: self.slower[name], default="")
+        found = {self.type_of.get(node, "") for node in nodes} & set(self.slower)
+        return max(sorted(found), key=lambda name: self.slower[name][1], default="")
 
     def labelled(self, hints: JobHints) -> JobHints:
-        """Return a report of measurements on nodes that proved slow meanwhile under the name of their class."""
-        latest = max((one.time for one in hints.node_times), default=0.0)
-        found = self.slowest(one.node for one in hints.node_times if one.time == latest)
-        return replace(hints, node_type=found) if self.type_of_class.get(found) == hints.node_type else hints
-
-    @property
-    def ratios(self) -> dict[tuple[str, str], float]:
-        """The logarithms of the ratios of step times between types and their classes, by (from, to)."""
-        down = {(self.type_of_class[name], name): slow for name, slow in self.slower.items()}
-        return down | {(name, base): -slow for (base, name), slow in down.items()}
+        """Return a report from nodes that have proved slow meanwhile under the name of their class."""
+        latest = max((told[2] for told in hints.node_times.values()), default=0.0)
+        found = self.slowest(node for node, told in hints.node_times.items() if told[2] == latest)
+        return replace(hints, node_type=found) if found and self.declared(found) == hints.node_type else hints
 
 
 def classes(type_of: Mapping[str, str], slow: Mapping[str, float]) -> NodeClasses:
     """Return the classes of nodes; one that no job has measured is as fast as its type."""
-    names, slower, base = dict(type_of), dict[str, float](), dict[str, str]()
-    level, name_of = dict[str, float](), dict(zip(type_of.values(), type_of.values(), strict=True))
-    for node in sorted(type_of, key=lambda node: (slow.get(node, 0.0), node)):
-        own, kind = slow.get(node, 0.0), type_of[node]
-        if own - level.get(kind, 0.0) > math.log(APART):
-            degree = round(own / math.log(APART))
-            name_of[kind] = f"{kind or 'nodes'}, {APART**degree:.1f} times slower"
-        level[kind], names[node] = own, name_of[kind]
-        if names[node] != kind:
-            slower.setdefault(names[node], own)
-            base[names[node]] = kind
-    return NodeClasses(names, slower, base)
+    names, slower = dict[str, str](), dict[str, tuple[str, float]]()
+    last = {kind: (0.0, kind) for kind in type_of.values()}  # slowness and name of the last node of a type
+    for own, node in sorted((slow.get(node, 0.0), node) for node in type_of):
+        kind, (before, name) = type_of[node], last[type_of[node]]
+        if own - before > math.log(APART):
+            name = f"{kind or 'nodes'}, {APART ** round(own / math.log(APART)):.1f} times slower"
+            slower.setdefault(name, (kind, own))
+        names[node], last[kind] = name, (own, name)
+    return NodeClasses(names, slower)
 
 
-def node_classes(view: View, reports: Mapping[str, Sequence[Report]] | None = None) -> NodeClasses:
+def node_classes(view: View, reports: Mapping[str, Sequence[Report]]) -> NodeClasses:
     """Return the classes of a cluster's nodes. Nodes at one address are one machine, and so equally fast."""
     records = {node: seen.record for agents in view.nodes.values() for node, seen in agents.items()}
-    reports = reports_by_script(view) if reports is None else reports
-    machine = {node: record.host for node, record in records.items()}
-    found = [
-        (script, machine.get(node, node), log)
-        for key, told in reports.items()
-        for script, node, log in observations(key, told, view.now)
-    ]
-    slow = slowness(found)
-    times = {node: slow[host] for node, host in machine.items() if host in slow}
-    return classes({node: record.node_type for node, record in records.items()}, times)
+    type_of = {node: record.node_type for node, record in records.items()}
+    told = [one for key, found in reports.items() for one in observations(key, found, type_of, view.now)]
+    slow = slowness([(script, records[node].host or node, log) for script, node, log in told])
+    return classes(type_of, {node: slow.get(record.host or node, 0.0) for node, record in records.items()})

@@ -89,16 +89,12 @@ class TypeRatios:
 class Measured:
     """What all jobs have measured on the cluster's types of nodes."""
 
-    classes: NodeClasses = field(default_factory=NodeClasses)
+    type_of: Mapping[str, str] = field(default_factory=dict)  # type by node
     scripts: Mapping[str, ScriptProfile] = field(default_factory=dict)  # by `profile_key`
     ratios: TypeRatios = field(default_factory=TypeRatios)  # the medians over all scripts
     of_scripts: Mapping[str, TypeRatios] = field(default_factory=dict)  # by `profile_key`
     links: Mapping[str, Link] = field(default_factory=dict)  # between the nodes of a job, by job
-
-    @property
-    def type_of(self) -> Mapping[str, str]:
-        """The type by node."""
-        return self.classes.type_of
+    classes: NodeClasses = field(default_factory=NodeClasses)  # slow nodes are a type of their own
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -134,14 +130,10 @@ class Measured:
 
     def placed(self, hints: JobHints | None, nodes: Iterable[str]) -> JobHints | None:
         """Return a report under the joined names of the types of the job's nodes, if these are several."""
-        if hints is None:
-            return None
-        declared = self.classes.type_of_class
-        names = [self.type_of[node] for node in nodes if node in self.type_of]
-        types = sorted({declared.get(name, name) for name in names})
-        return (
-            self.classes.labelled(hints) if len(types) < 2 else replace(hints, node_type=SEVERAL.join(types))
-        )
+        types = sorted({self.classes.declared(self.type_of[node]) for node in nodes if node in self.type_of})
+        if hints is None or len(types) < 2:
+            return hints and self.classes.labelled(hints)
+        return replace(hints, node_type=SEVERAL.join(types))
 
 
 def measured(view: View) -> Measured:
@@ -157,8 +149,9 @@ def measured(view: View) -> Measured:
         except Exception:  # an error in these reports: their jobs share nothing, and all others are decided
             continue
         scripts[key] = script
-    known = TypeRatios({**_medians(of_scripts.values()).known, **classes.ratios})
-    return Measured(classes, scripts, known, of_scripts, links_of(view))
+    return Measured(
+        classes.type_of, scripts, _medians(of_scripts.values()), of_scripts, links_of(view), classes
+    )
 
 
 def most_profiled(hints: JobHints | None) -> int:

@@ -8,12 +8,11 @@ reports of all replicas about the same steps, it decides which replica lags (`la
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -64,8 +63,7 @@ class ReplicaSpeed:
         self._judged: int | None = None  # generation of the verdicts
         self._judge = LagJudge()
         self._waiting: dict[tuple[State, int], dict[int, Report]] = {}
-        self._computing: dict[str, deque[float]] = {}  # by node, the seconds of a pass in its last reports
-        self._computed_in: State = ()  # the state of these reports
+        self._computed: list[tuple[State, Iterable[Report]]] = []  # the last reports about one state
         session.consensus.listen(KIND, self._take)
 
     def step_ended(self, counts: bool, batch: tuple[int, int]) -> None:
@@ -83,7 +81,7 @@ class ReplicaSpeed:
             if session.rank == 0 and session.generation != self._judged:
                 self._begin_generation()
         found = self.clock.finish()
-        if (session.replicas > 1 and session.reducer is None) or not counts:
+        if not counts:
             return
         self._steps += 1
         if self._steps <= SKIPPED:
@@ -91,21 +89,21 @@ class ReplicaSpeed:
         self._recent.extend(found)
         if self._steps % EVERY == 0 and len(self._recent) >= 2:
             medians = [median(column) for column in zip(*self._recent, strict=True)]
-            if session.replicas == 1 or session.reducer is None:
-                self._compare_nodes(state, {self._node: medians[1]})
-                return
             body = [list(state), self._host, medians, self._crowded(), self._node]
-            session.reducer.send_control(0, (KIND, self._steps, body))
+            if session.replicas == 1:
+                self._take(0, self._steps, body)
+            elif session.reducer is not None:
+                session.reducer.send_control(0, (KIND, self._steps, body))
 
-    def _compare_nodes(self, state: State, seconds: Mapping[str, float]) -> None:
+    def _compare_nodes(self, state: State, reports: Iterable[Report]) -> None:
         """Report how long each of the job's nodes computes for a pass, once that is known."""
-        if state != self._computed_in:
-            self._computed_in, self._computing = state, {}
-        for node, one in seconds.items():
-            self._computing.setdefault(node, deque(maxlen=STEADY)).append(one / (state[2] + 1))
-        known = {node: min(last) for node, last in self._computing.items() if node and len(last) == STEADY}
-        if known:
-            self._session.metrics.set_node_times(state[1], known)
+        last = [one for one in (*self._computed, (state, reports)) if one[0] == state][-STEADY:]
+        self._computed = last
+        if len(last) == STEADY:
+            found = [(one.parts.compute / (state[2] + 1), one.node) for _, told in last for one in told]
+            # the shortest time of a node comes last
+            times = {node: seconds for seconds, node in sorted(found, reverse=True)}
+            self._session.metrics.set_node_times(state[1], times)
 
     def _crowded(self) -> bool:
         """Return whether the replicas of this host compute on its cores and leave none of them free."""
@@ -138,12 +136,10 @@ class ReplicaSpeed:
                 return
             del self._waiting[key]
             before = set(self._judge.lags)
-            self._judge.judge(reports)
+            if len(reports) > 1:
+                self._judge.judge(reports)
+            self._compare_nodes(key[0], reports.values())
             now = dict(self._judge.lags)
-            computing: dict[str, float] = {}
-            for one in reports.values():
-                computing[one.node] = min(one.parts.compute, computing.get(one.node, math.inf))
-            self._compare_nodes(key[0], computing)
         metrics = self._session.metrics
         if not before and not now:
             return

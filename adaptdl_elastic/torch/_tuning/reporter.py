@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -25,16 +25,7 @@ import numpy as np
 from adaptdl_elastic import _session, checkpoint, env
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.protocol import environment
-from adaptdl_elastic.protocol.hints import (
-    MANY,
-    MOST,
-    JobHints,
-    NodeTime,
-    ProfileEntry,
-    Straggler,
-    TypeProfile,
-    encode,
-)
+from adaptdl_elastic.protocol.hints import MANY, MOST, JobHints, ProfileEntry, Straggler, TypeProfile, encode
 from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits, accumulation_ratio
 from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
@@ -121,7 +112,7 @@ class Metrics:
         self._progress = 0.0
         self._warnings = TrainingWarnings(self._session)
         self._stragglers: tuple[Straggler, ...] = ()
-        self._node_times: dict[str, NodeTime] = {}  # by node, also of nodes that the job has left
+        self._node_times: dict[str, tuple[int, float, float]] = {}  # see `JobHints.node_times`
         self._limits: Limits | None = None
         self._current = BatchSize(0, 0)
         self._reached = 0  # global batch size of the last step, also before a restart
@@ -300,10 +291,7 @@ class Metrics:
     def set_node_times(self, atomic_bsz: int, seconds: Mapping[str, float]) -> None:
         """Set how long a pass of `atomic_bsz` samples takes a replica on each node, without waiting."""
         now = time.time()
-        self._node_times = {
-            **self._node_times,
-            **{node: NodeTime(node, atomic_bsz, one, now) for node, one in seconds.items()},
-        }
+        self._node_times = self._node_times | {node: (atomic_bsz, one, now) for node, one in seconds.items()}
 
     def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Set whether this script can change in place, and why not."""
@@ -446,7 +434,7 @@ class Metrics:
             profile=self.entries(),
             node_type=self._node_type,
             elsewhere=tuple(one.profile for _, one in sorted(self._elsewhere.items())),
-            node_times=tuple(self._node_times.values()),
+            node_times=self._node_times,
             gain=gain,
             lr_factor=lr_factor,
             throughput=self.throughput(),
@@ -549,7 +537,7 @@ class Metrics:
             "memory_limit": self._limit_learnt_here(),
             "elsewhere": {name: _dumped(one) for name, one in self._elsewhere.items()},
             "batch_size": self._reached,
-            "node_times": [astuple(one) for one in self._node_times.values()],
+            "node_times": self._node_times,
         }
 
     def _limit_learnt_here(self) -> int | None:
@@ -567,7 +555,7 @@ class Metrics:
         self._gains = {key: (pair[0], pair[1]) for key, pair in saved["gains"].items()}
         self._progress = saved["progress"]
         self._reached = saved["batch_size"]
-        self._node_times = {one[0]: NodeTime(*one) for one in saved.get("node_times", ())}
+        self._node_times = saved.get("node_times", {})  # an earlier version saved none
 
     def _restore_types(self, saved: dict[str, Any]) -> None:
         """Restore the step times of every type, those of the present type as this session's own."""

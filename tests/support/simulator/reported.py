@@ -12,6 +12,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from adaptdl_elastic.autoscaler.coordinator.job_models import Report
+from adaptdl_elastic.autoscaler.coordinator.node_speeds import (
+    NodeClasses,
+    Observation,
+    classes,
+    observations,
+    slowness,
+)
 from adaptdl_elastic.autoscaler.coordinator.node_types import (
     ScriptProfile,
     TypeRatios,
@@ -19,13 +26,6 @@ from adaptdl_elastic.autoscaler.coordinator.node_types import (
     script_profile,
     script_ratios,
     typed_models,
-)
-from adaptdl_elastic.autoscaler.coordinator.node_speeds import (
-    NodeClasses,
-    Observation,
-    classes,
-    observations,
-    slowness,
 )
 from adaptdl_elastic.autoscaler.policy.learning import correct
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
@@ -89,7 +89,7 @@ class Reports:
                 hints, seen = self._hints(job, labels=False), now if job.completed is None else job.completed
                 if hints is not None:
                     reports.append(Report(job.name, replace(hints, time=seen), seen))
-            found += observations(name, reports, now) if reports else ()
+            found += observations(name, reports, type_of, now) if reports else ()
         before, self.node_classes = self.node_classes, classes(type_of, slowness(found))
         self._version += before != self.node_classes
 
@@ -155,7 +155,7 @@ class Reports:
         state = tuple(script.state for script in scripts)
         if self._ratios[0] != state:
             profiles = [script.profile for script in scripts if script.profile is not None]
-            self._ratios = state, TypeRatios({**ratios(profiles).known, **self.node_classes.ratios})
+            self._ratios = state, ratios(profiles)
         return self._ratios[1]
 
     def _hints(self, job: SimJob, types: Sequence[str] = (), labels: bool = True) -> JobHints | None:
@@ -186,7 +186,7 @@ class Reports:
             ),
             samples_done=job.progress * app.init_batch_size,
             remaining_samples=self._remaining(job),
-            node_times=tuple(job.node_times.values()) if job.node_speeds else (),
+            node_times=job.node_times if job.node_speeds else {},
         )
         return self.node_classes.labelled(hints) if labels else hints
 

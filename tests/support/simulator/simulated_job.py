@@ -10,7 +10,6 @@ import numpy as np
 
 from adaptdl_elastic.autoscaler.policy.policy_types import NOTHING, Allocation
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
-from adaptdl_elastic.protocol.hints import NodeTime
 from simulator.application import Application
 from simulator.workload import Submission
 
@@ -78,7 +77,7 @@ class SimJob:
         self.node_type = ""  # type of the present nodes; the names of several types are joined by a plus sign
         self.grad_params: GradParams | None = None
         self.node_speeds: Mapping[str, float] = {}  # speeds of nodes that their type does not say
-        self.node_times: dict[str, NodeTime] = {}  # by node
+        self.node_times: dict[str, tuple[int, float, float]] = {}  # by node
         self.allocation: Allocation = NOTHING
         self.parts: tuple[int, ...] = ()
         self.atomic_bsz = 0
@@ -183,7 +182,7 @@ class SimJob:
         step_time, sync_time = app.throughput(self.parts, self.atomic_bsz)
         for node, speed in zip(self.allocation, speeds, strict=True):
             seconds = max(step_time - sync_time, 1e-6) / speed
-            self.node_times[node] = NodeTime(node, self.atomic_bsz, seconds, self.now)
+            self.node_times[node] = self.atomic_bsz, seconds, self.now
         step_time, sync_time = step_time / min(speeds), sync_time / min(speeds)
         sqr, var = app.grad_stats(batch_size, self.epoch)
         gain = (var + sqr) / (var / scale + sqr)
