@@ -139,19 +139,18 @@ class Measured:
 def measured(view: View) -> Measured:
     """Return what the jobs of a cluster have measured on its types of nodes."""
     reports = reports_by_script(view)
-    classes = node_classes(view, reports)
+    found = node_classes(view, reports)
     scripts: dict[str, ScriptProfile] = {}
     of_scripts: dict[str, TypeRatios] = {}
-    for key, found in reports.items():
+    for key, told in reports.items():
         try:
-            script = script_profile([replace(one, hints=classes.labelled(one.hints)) for one in found])
+            script = script_profile([replace(one, hints=found.labelled(one.hints)) for one in told])
             of_scripts[key] = script_ratios(script) if len(script.by_type) > 1 else TypeRatios()
         except Exception:  # an error in these reports: their jobs share nothing, and all others are decided
             continue
         scripts[key] = script
-    return Measured(
-        classes.type_of, scripts, _medians(of_scripts.values()), of_scripts, links_of(view), classes
-    )
+    known = _medians(of_scripts.values())
+    return Measured(found.type_of, scripts, known, of_scripts, links_of(view), found)
 
 
 def most_profiled(hints: JobHints | None) -> int:

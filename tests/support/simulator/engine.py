@@ -82,7 +82,6 @@ class SimulationOptions:
     undeclared: bool = False  # jobs do not declare how much work is left
     clairvoyant: bool = False  # the policy knows every step time on every type from the start
     node_speeds: Mapping[str, float] = field(default_factory=dict)  # of nodes whose type does not say it
-    measured_classes: bool = True
     max_time: float = 30 * 86400.0
 
 
@@ -220,7 +219,7 @@ class Simulation:
             self.outcome.samples.append(Sample(self.now, sum(node.slots for node in nodes), {}, 0))
             return
         types = {node.name: node.node_type for node in nodes}
-        if self.options.node_speeds and self.options.measured_classes:
+        if self.options.node_speeds:
             self._reports.compare_nodes(types, self.now)
             names = self._reports.node_classes.type_of
             nodes = [replace(node, node_type=names[node.name]) for node in nodes]
