@@ -25,7 +25,7 @@ from adaptdl_elastic.autoscaler.policy import NodeInfo, allocate
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry, TypeProfile
 
-WORKLOAD = generate_workload(10, 0.3, seed=3)
+WORKLOAD = generate_workload(20, 0.6, seed=8)
 
 
 def average(folder: Path, fast: int, slow: int, named: bool = True) -> float:
