@@ -5,7 +5,7 @@ Also the types and exceptions that these services pass on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -192,6 +192,9 @@ class Reporter(Protocol):
 
     def report_problem(self, about: str, problem: str | None, every_time: bool = False) -> None:
         """Take a description of a problem with a part of the training; None if the problem is solved."""
+
+    def set_node_times(self, atomic_bsz: int, seconds: Mapping[str, float]) -> None:
+        """Take how long a pass of `atomic_bsz` samples takes a replica on each node, without waiting."""
 
     def set_stragglers(self, stragglers: tuple[Straggler, ...]) -> None:
         """Take the replicas that the others wait for."""

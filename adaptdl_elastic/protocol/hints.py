@@ -128,6 +128,9 @@ class JobHints:
     profile: Annotated[tuple[ProfileEntry, ...], Field(max_length=MOST_CONFIGURATIONS)] = ()
     node_type: str = ""  # of the nodes that the job runs on; step times, θ and memory limit are of this type
     elsewhere: Annotated[tuple[TypeProfile, ...], Field(max_length=100)] = ()  # measurements on other types
+    # by node: samples of a pass, the seconds that a replica computes for it there without waiting for others,
+    # and when that was measured; the present nodes have the latest times of measurement
+    node_times: dict[str, tuple[_Positive, _Seconds, float]] = field(default_factory=dict)
     gain: _Amount = 1.0
     lr_factor: _Amount = 1.0
     throughput: _Rate | None = None  # measured

@@ -14,6 +14,7 @@
 | What do the links between its nodes say about sizes that a job has not run at? | `job_links` |
 | How long did past changes pause a job? | `job_phase` (`pause`), `status` (`typical_pause`) |
 | What is a job's goodput at other sizes? | `job_models`, on other types of nodes `node_types` |
+| Which nodes are slower than others of their type? | `node_speeds` |
 | Which slots are free? | `slots` |
 | What does a job's status say? | `status` |
 | How does a leader exclude an older one? | `decide` (`fence_off`) |

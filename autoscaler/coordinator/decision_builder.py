@@ -22,7 +22,9 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Memory,
     Say,
 )
+from adaptdl_elastic.autoscaler.coordinator.job_models import reports_by_script
 from adaptdl_elastic.autoscaler.coordinator.job_phase import JobChange
+from adaptdl_elastic.autoscaler.coordinator.node_speeds import NodeClasses, node_classes
 from adaptdl_elastic.autoscaler.coordinator.node_types import memory_limits
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, why_pending
@@ -235,6 +237,7 @@ class DecisionBuilder:
             late=self._late_nodes(job),
             restart_only=job.spec.record.run in self.restart_only,
             memory_limit=self._memory_limit(job, change.allocation, agents),
+            node_type=self._classes.slowest(change.allocation),
             stepped=0 if mine is None else repeated_failure.last_that_stepped(job, mine),
             limit=change.limit or job.limit,
         )
@@ -249,12 +252,17 @@ class DecisionBuilder:
     def _memory_limits(self) -> dict[str, list[tuple[frozenset[str], int]]]:
         return memory_limits(self.view)
 
+    @cached_property
+    def _classes(self) -> NodeClasses:
+        return node_classes(self.view, reports_by_script(self.view))
+
     def _memory_limit(
         self, job: JobView, allocation: Allocation, agents: Mapping[str, Observed[NodeRecord]]
     ) -> int | None:
         """Return the smallest limit of memory that jobs of the script have learnt on these nodes' types."""
         assert job.spec is not None
         types = {agents[node].record.node_type for node in allocation if node in agents}
+        types |= {self._classes.slowest(allocation)}
         known = self._memory_limits.get(job.spec.record.profile_key, ())
         return min((limit for where, limit in known if where <= types), default=None)
 

@@ -27,6 +27,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_models import (
     own_hints,
     reports_by_script,
 )
+from adaptdl_elastic.autoscaler.coordinator.node_speeds import NodeClasses, node_classes
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
 from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry
@@ -93,6 +94,7 @@ class Measured:
     ratios: TypeRatios = field(default_factory=TypeRatios)  # the medians over all scripts
     of_scripts: Mapping[str, TypeRatios] = field(default_factory=dict)  # by `profile_key`
     links: Mapping[str, Link] = field(default_factory=dict)  # between the nodes of a job, by job
+    classes: NodeClasses = field(default_factory=NodeClasses)  # slow nodes are a type of their own
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -128,23 +130,27 @@ class Measured:
 
     def placed(self, hints: JobHints | None, nodes: Iterable[str]) -> JobHints | None:
         """Return a report under the joined names of the types of the job's nodes, if these are several."""
-        types = sorted({self.type_of[node] for node in nodes if node in self.type_of})
-        return hints if hints is None or len(types) < 2 else replace(hints, node_type=SEVERAL.join(types))
+        types = sorted({self.classes.declared(self.type_of[node]) for node in nodes if node in self.type_of})
+        if hints is None or len(types) < 2:
+            return hints and self.classes.labelled(hints)
+        return replace(hints, node_type=SEVERAL.join(types))
 
 
 def measured(view: View) -> Measured:
     """Return what the jobs of a cluster have measured on its types of nodes."""
-    type_of = {node: seen.record.node_type for agents in view.nodes.values() for node, seen in agents.items()}
+    reports = reports_by_script(view)
+    found = node_classes(view, reports)
     scripts: dict[str, ScriptProfile] = {}
     of_scripts: dict[str, TypeRatios] = {}
-    for key, found in reports_by_script(view).items():
+    for key, told in reports.items():
         try:
-            script = script_profile(found)
+            script = script_profile([replace(one, hints=found.labelled(one.hints)) for one in told])
             of_scripts[key] = script_ratios(script) if len(script.by_type) > 1 else TypeRatios()
         except Exception:  # an error in these reports: their jobs share nothing, and all others are decided
             continue
         scripts[key] = script
-    return Measured(type_of, scripts, _medians(of_scripts.values()), of_scripts, links_of(view))
+    known = _medians(of_scripts.values())
+    return Measured(found.type_of, scripts, known, of_scripts, links_of(view), found)
 
 
 def most_profiled(hints: JobHints | None) -> int:

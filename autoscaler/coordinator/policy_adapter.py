@@ -83,7 +83,7 @@ def ask(
     asked_about = {info.name for info in infos}
     each = {name: slots_each(view, view.jobs[name]) for name in asked_about}
     share = math.gcd(*each.values())
-    nodes = _nodes(view, ledger, asked_about, max(1, share))
+    nodes = _nodes(view, ledger, asked_about, max(1, share), known)
     marks = tuple(prints), nodes, tuple(undecidable)
     unsettled = frozenset(name for name in asked_about if conditions[name].phase in _UNSETTLED)
     several = {name: count // share for name, count in each.items() if count > share}
@@ -132,11 +132,11 @@ def worth_asking(question: PolicyQuestion, before: PolicyQuestion | None, drift:
     )
 
 
-def _nodes(view: View, ledger: Ledger, asked_about: set[str], share: int) -> tuple[NodeInfo, ...]:
+def _nodes(view: View, ledger: Ledger, asked: set[str], share: int, known: Measured) -> tuple[NodeInfo, ...]:
     """Return every node with the slots of `share` devices that the jobs of the question may share."""
     elsewhere: dict[str, int] = {}
     for name in view.jobs:
-        if name not in asked_about:
+        if name not in asked:
             for node, slots in ledger.held(name).items():
                 elsewhere[node] = elsewhere.get(node, 0) + slots
     found: dict[str, list[NodeRecord]] = {}
@@ -151,7 +151,7 @@ def _nodes(view: View, ledger: Ledger, asked_about: set[str], share: int) -> tup
             # a node leaves only if the agents of all its jobs do
             draining=all(view.draining(record) for record in records),
             at_risk=any(record.at_risk for record in records),
-            node_type=records[-1].node_type,
+            node_type=known.type_of[node],
         )
         for node, records in sorted(found.items())
     )

@@ -311,6 +311,7 @@ class Plan:
     restart_only: bool = False  # a change in place has failed in this run, so changes are restarts
     # samples of one replica that fit into memory, as other jobs of the script have learnt; None: not known
     memory_limit: Annotated[int, Field(ge=1)] | None = None
+    node_type: str = ""  # class of its slowest node, if measurements show that this is slower than its type
     stepped: int = 0  # replicas of the last generation before this one, of this run, that has made a step
     limit: SizeLimit | None = None  # what this run stays at or below
 

@@ -263,3 +263,20 @@ def test_a_ratio_that_other_scripts_have_measured_counts_as_a_measurement() -> N
     assert known.measured_on("", replace(told, node_type="fast+slow")) == set()
     assert known.measured_on("", None) == set()
     assert known.models("a", "", told)[1].keys() == {"slow", "fast"}
+
+
+def test_a_node_where_a_job_computed_for_longer_is_of_a_slower_class() -> None:
+    pump = Pump(policy=allocate)
+    pump.job("a", max_replicas=2, max_nodes=2, profile_key="script")
+    agents = [pump.node(name, "a", 2, reports=False) for name in ("n0", "n1", "n2", "n3")]
+    for agent, machine in zip(agents, ("m0", "m1", "m0", "m3"), strict=True):
+        agent.register(host=machine)
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0"}
+    theta = (0.5, 0.01, 0.0, 0.0, 0.0, 0.0, 1.0)
+    times = {"n1": (64, 0.2, 100.0), "n0": (32, 0.8, 200.0)}  # a larger batch in a quarter of the time
+    agents[0].report(pump.plan("a"), perf_params=theta, node_times=times, time=200.0)
+    question, slow = pump.question(), "nodes, 5.1 times slower"
+    types = {node.name: node.node_type for node in question.nodes}
+    assert types == {"n0": slow, "n1": "", "n2": slow, "n3": ""}  # n2 is n0's machine, n3 is not known
+    assert set(question.jobs[0].models) == {"", slow}

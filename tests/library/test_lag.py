@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from elastic_run import ElasticRun
 from adaptdl_elastic.torch._runtime import step_clock
 from adaptdl_elastic.torch._runtime.step_clock import Stage, StepClock, StepParts
 from adaptdl_elastic.torch._tuning.lag import AGREEING, BEGINS, LagJudge, Report
-from adaptdl_elastic.torch._tuning.replica_speed import EVERY, WINDOW
+from adaptdl_elastic.torch._tuning.replica_speed import EVERY, KIND, STEADY, WINDOW, ReplicaSpeed
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "lag_script.py")
 
@@ -156,3 +157,26 @@ def test_a_slow_replica_of_a_job_is_named_once_and_it_is_said_when_that_is_over(
     assert 8 < begun["step"] <= 28
     assert begun["step"] < over["step"]
     assert text.count("replica 1 on") == text.count("the speed of replica 1: the problem is over") == 1
+
+
+def test_the_time_of_a_node_is_the_shortest_of_its_last_reports_about_one_batch_size() -> None:
+    found: list[tuple[int, dict[str, float]]] = []
+    take: dict[str, Any] = {}
+    metrics = SimpleNamespace(set_node_times=lambda *told: found.append(told), set_stragglers=lambda _: None)
+    consensus = SimpleNamespace(listen=take.__setitem__)
+    session: Any = SimpleNamespace(generation=1, replicas=2, rank=0, metrics=metrics, consensus=consensus)
+    ReplicaSpeed(session)
+
+    def report(number: int, accumulation: int, *seconds: float) -> None:
+        for rank, one in enumerate(seconds):
+            body = [[1, 32, accumulation], "host", [0.0, one, 0.0, 0.0], False, f"n{rank}"]
+            take[KIND](rank, number, body)
+
+    for number, seconds in enumerate((0.03, 0.04, 0.02)):
+        assert found == []
+        report(number, 0, 0.01, seconds)
+    assert found.pop() == (32, {"n0": 0.01, "n1": 0.02})
+    for number in range(3, 3 + STEADY):
+        assert found == []
+        report(number, 1, 0.01, 0.03)  # two passes
+    assert found.pop() == (32, {"n0": 0.005, "n1": 0.015})

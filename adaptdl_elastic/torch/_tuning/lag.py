@@ -39,6 +39,7 @@ class Report(NamedTuple):
     host: str
     parts: StepParts  # medians per step
     crowded: bool = False  # it computes on the host's cores, which are not more than the replicas there use
+    node: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -37,6 +38,9 @@ EVERY = 5
 SKIPPED = 3
 """Steps that are not measured after a change of replicas or batch size."""
 
+STEADY = 3
+"""Successive reports whose shortest time counts for a node, so that a short disturbance does not."""
+
 _PENDING = 8  # incomplete comparisons that are kept
 
 State = tuple[int, ...]
@@ -50,6 +54,7 @@ class ReplicaSpeed:
         self._session = session
         self.clock = StepClock()
         self._host = socket.gethostname()
+        self._node = os.environ.get(environment.NODE, "")
         self._state: State = ()
         self._recent: deque[StepParts] = deque(maxlen=WINDOW)
         self._steps = 0  # in this state
@@ -58,6 +63,7 @@ class ReplicaSpeed:
         self._judged: int | None = None  # generation of the verdicts
         self._judge = LagJudge()
         self._waiting: dict[tuple[State, int], dict[int, Report]] = {}
+        self._computed: list[tuple[State, Iterable[Report]]] = []  # the last reports about one state
         session.consensus.listen(KIND, self._take)
 
     def step_ended(self, counts: bool, batch: tuple[int, int]) -> None:
@@ -75,7 +81,7 @@ class ReplicaSpeed:
             if session.rank == 0 and session.generation != self._judged:
                 self._begin_generation()
         found = self.clock.finish()
-        if session.replicas == 1 or session.reducer is None or not counts:
+        if not counts:
             return
         self._steps += 1
         if self._steps <= SKIPPED:
@@ -83,8 +89,21 @@ class ReplicaSpeed:
         self._recent.extend(found)
         if self._steps % EVERY == 0 and len(self._recent) >= 2:
             medians = [median(column) for column in zip(*self._recent, strict=True)]
-            body = [list(state), self._host, medians, self._crowded()]
-            session.reducer.send_control(0, (KIND, self._steps, body))
+            body = [list(state), self._host, medians, self._crowded(), self._node]
+            if session.replicas == 1:
+                self._take(0, self._steps, body)
+            elif session.reducer is not None:
+                session.reducer.send_control(0, (KIND, self._steps, body))
+
+    def _compare_nodes(self, state: State, reports: Iterable[Report]) -> None:
+        """Report how long each of the job's nodes computes for a pass, once that is known."""
+        last = [one for one in (*self._computed, (state, reports)) if one[0] == state][-STEADY:]
+        self._computed = last
+        if len(last) == STEADY:
+            found = [(one.parts.compute / (state[2] + 1), one.node) for _, told in last for one in told]
+            # the shortest time of a node comes last
+            times = {node: seconds for seconds, node in sorted(found, reverse=True)}
+            self._session.metrics.set_node_times(state[1], times)
 
     def _crowded(self) -> bool:
         """Return whether the replicas of this host compute on its cores and leave none of them free."""
@@ -104,20 +123,22 @@ class ReplicaSpeed:
 
     def _take(self, sender: int, number: int, body: Any) -> None:
         """Take a replica's report. Runs on rank 0, in the thread that receives control messages."""
-        state, host, medians, crowded = body
+        state, host, medians, crowded, node = body
         key = tuple(state), number
         if key[0][0] != self._session.generation:
             return
         with self._lock:
             reports = self._waiting.setdefault(key, {})
-            reports[sender] = Report(str(host), StepParts(*medians), bool(crowded))
+            reports[sender] = Report(str(host), StepParts(*medians), bool(crowded), str(node))
             while len(self._waiting) > _PENDING:
                 del self._waiting[next(iter(self._waiting))]
             if len(reports) < self._session.replicas:
                 return
             del self._waiting[key]
             before = set(self._judge.lags)
-            self._judge.judge(reports)
+            if len(reports) > 1:
+                self._judge.judge(reports)
+            self._compare_nodes(key[0], reports.values())
             now = dict(self._judge.lags)
         metrics = self._session.metrics
         if not before and not now:

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -112,6 +112,7 @@ class Metrics:
         self._progress = 0.0
         self._warnings = TrainingWarnings(self._session)
         self._stragglers: tuple[Straggler, ...] = ()
+        self._node_times: dict[str, tuple[int, float, float]] = {}  # see `JobHints.node_times`
         self._limits: Limits | None = None
         self._current = BatchSize(0, 0)
         self._reached = 0  # global batch size of the last step, also before a restart
@@ -287,6 +288,11 @@ class Metrics:
         self._stragglers = stragglers
         self._wake.set()
 
+    def set_node_times(self, atomic_bsz: int, seconds: Mapping[str, float]) -> None:
+        """Set how long a pass of `atomic_bsz` samples takes a replica on each node, without waiting."""
+        now = time.time()
+        self._node_times = self._node_times | {node: (atomic_bsz, one, now) for node, one in seconds.items()}
+
     def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Set whether this script can change in place, and why not."""
         self._inplace = (possible, reason)
@@ -428,6 +434,7 @@ class Metrics:
             profile=self.entries(),
             node_type=self._node_type,
             elsewhere=tuple(one.profile for _, one in sorted(self._elsewhere.items())),
+            node_times=self._node_times,
             gain=gain,
             lr_factor=lr_factor,
             throughput=self.throughput(),
@@ -530,6 +537,7 @@ class Metrics:
             "memory_limit": self._limit_learnt_here(),
             "elsewhere": {name: _dumped(one) for name, one in self._elsewhere.items()},
             "batch_size": self._reached,
+            "node_times": self._node_times,
         }
 
     def _limit_learnt_here(self) -> int | None:
@@ -547,6 +555,7 @@ class Metrics:
         self._gains = {key: (pair[0], pair[1]) for key, pair in saved["gains"].items()}
         self._progress = saved["progress"]
         self._reached = saved["batch_size"]
+        self._node_times = saved.get("node_times", {})  # an earlier version saved none
 
     def _restore_types(self, saved: dict[str, Any]) -> None:
         """Restore the step times of every type, those of the present type as this session's own."""

@@ -81,6 +81,7 @@ class SimulationOptions:
     declared: Mapping[str, float] | None = None
     undeclared: bool = False  # jobs do not declare how much work is left
     clairvoyant: bool = False  # the policy knows every step time on every type from the start
+    node_speeds: Mapping[str, float] = field(default_factory=dict)  # of nodes whose type does not say it
     max_time: float = 30 * 86400.0
 
 
@@ -141,7 +142,9 @@ class Simulation:
 
     def _job(self, submission: Submission, app: Application) -> SimJob:
         fixed = submission.batch_size if self.options.tuned else app.fixed_batch_size
-        return SimJob(submission, app, fixed)
+        job = SimJob(submission, app, fixed)
+        job.node_speeds = self.options.node_speeds
+        return job
 
     def run(self) -> Outcome:
         """Simulate until every job is done.
@@ -216,7 +219,11 @@ class Simulation:
             self.outcome.samples.append(Sample(self.now, sum(node.slots for node in nodes), {}, 0))
             return
         types = {node.name: node.node_type for node in nodes}
-        self._types = tuple(sorted(set(types.values())))
+        if self.options.node_speeds:
+            self._reports.compare_nodes(types, self.now)
+            names = self._reports.node_classes.type_of
+            nodes = [replace(node, node_type=names[node.name]) for node in nodes]
+        self._types = tuple(sorted({node.node_type for node in nodes}))
         current = {job.name: job.allocation for job in active}
         infos = [self.info(job) for job in active]
         started = time.process_time()
@@ -227,7 +234,8 @@ class Simulation:
             allocation = decided.allocations.get(job.name, {})
             if dict(allocation) != dict(job.allocation):
                 there = {types[node] for node in allocation if node in types}
-                job.allocate(allocation, self.options.pause, "+".join(sorted(there)))
+                slowest = self._reports.node_classes.slowest(allocation)
+                job.allocate(allocation, self.options.pause, slowest or "+".join(sorted(there)))
         slots = sum(node.slots for node in nodes)
         running = {job.name: job.replicas for job in active if job.parts}
         self.outcome.samples.append(Sample(self.now, slots, running, len(active) - len(running)))

@@ -12,6 +12,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from adaptdl_elastic.autoscaler.coordinator.job_models import Report
+from adaptdl_elastic.autoscaler.coordinator.node_speeds import (
+    NodeClasses,
+    Observation,
+    classes,
+    observations,
+    slowness,
+)
 from adaptdl_elastic.autoscaler.coordinator.node_types import (
     ScriptProfile,
     TypeRatios,
@@ -69,14 +76,37 @@ class Reports:
         self._asked: dict[str, float] = {}  # by application, when its script was asked for last
         self._ratios: tuple[object, TypeRatios] = None, TypeRatios()  # with the state it was computed from
         self._known: dict[str, tuple[object, Known]] = {}  # by job, with the state it was computed from
-        self._entries: dict[tuple[str, str], tuple[ProfileEntry, ...]] = {}  # by job and node type
+        self._entries: dict[tuple[str, str], tuple[int, tuple[ProfileEntry, ...]]] = {}  # by job and type
+        self.node_classes = NodeClasses()
+        self._version = 0  # of the classes
+
+    def compare_nodes(self, type_of: Mapping[str, str], now: float) -> None:
+        """Find the class of each node, as measured by now."""
+        found: list[Observation] = []
+        for name, jobs in self._kinds.items():
+            reports = []
+            for job in jobs:
+                hints, seen = self._hints(job, labels=False), now if job.completed is None else job.completed
+                if hints is not None:
+                    reports.append(Report(job.name, replace(hints, time=seen), seen))
+            found += observations(name, reports, type_of, now) if reports else ()
+        before, self.node_classes = self.node_classes, classes(type_of, slowness(found))
+        self._version += before != self.node_classes
 
     def known(self, job: SimJob, now: float, types: Sequence[str]) -> Known:
         """Return what a coordinator would know about `job` on nodes of these types."""
         script = self._script(job.app.name, now)
         of_all = self._ratios_of_all(types, now)
         # step times of a type that was left do not change
-        state = script.state, _measured(job), job.node_type, None if len(types) == 1 else of_all.known, types
+        state = (
+            script.state,
+            _measured(job),
+            job.node_type,
+            None if len(types) == 1 else of_all.known,
+            types,
+            self._version,
+            job.allocation if self.node_classes.slower else None,
+        )
         cached = self._known.get(job.name)
         if cached is None or cached[0] != state:
             profile = script.profile if self._shared else None
@@ -104,7 +134,7 @@ class Reports:
             return self._scripts[application]
         self._asked[application] = now
         jobs = [job for job in self._kinds[application] if any(p.times for p in job.profiles.values())]
-        state = tuple((job.name, _measured(job), job.completed is not None) for job in jobs)
+        state = self._version, *((job.name, _measured(job), job.completed is not None) for job in jobs)
         cached = self._scripts.get(application)
         if cached is None or cached.state != state:
             reports = []
@@ -128,14 +158,14 @@ class Reports:
             self._ratios = state, ratios(profiles)
         return self._ratios[1]
 
-    def _hints(self, job: SimJob, types: Sequence[str] = ()) -> JobHints | None:
+    def _hints(self, job: SimJob, types: Sequence[str] = (), labels: bool = True) -> JobHints | None:
         """Return the report of a job; None before its first measurement."""
         grads, app = job.grad_params, job.app
         if grads is None or job.measured.theta is None:
             return None
         fixed = job.fixed_batch_size
         here = self._type_profile(job, job.node_type)
-        return JobHints(
+        hints = JobHints(
             job=job.name,
             generation=0,
             nodes=max(1, len(job.parts)),
@@ -156,7 +186,9 @@ class Reports:
             ),
             samples_done=job.progress * app.init_batch_size,
             remaining_samples=self._remaining(job),
+            node_times=job.node_times if job.node_speeds else {},
         )
+        return self.node_classes.labelled(hints) if labels else hints
 
     def _type_profile(self, job: SimJob, node_type: str) -> TypeProfile:
         """Return what a job knows of a type of node: its batch sizes, and what it has measured there."""
@@ -171,20 +203,26 @@ class Reports:
 
     def _profile(self, job: SimJob, node_type: str) -> tuple[ProfileEntry, ...]:
         times = job.profiles[node_type].times if node_type in job.profiles else {}
-        known = self._entries.get((job.name, node_type), ())
+        replaced = job.profiles[node_type].replaced if node_type in job.profiles else 0
+        before, known = self._entries.get((job.name, node_type), (0, ()))
+        known = known if before == replaced else ()
         if len(known) < len(times):
             fresh = list(times.items())[len(known) :]
             known += tuple(
                 ProfileEntry(*key, accum_step_time=max(step - sync, 0.0), optim_step_time=step, optim_count=1)
                 for key, (step, sync) in fresh
             )
-            self._entries[job.name, node_type] = known
+            self._entries[job.name, node_type] = replaced, known
         return known
 
 
-def _measured(job: SimJob) -> tuple[tuple[str, int], ...]:
+def _measured(job: SimJob) -> tuple[tuple[str, int, int], ...]:
     """Return the number of measurements of a job by node type."""
-    return tuple((name, len(profile.times)) for name, profile in job.profiles.items() if profile.times)
+    return tuple(
+        (name, len(profile.times), profile.replaced)
+        for name, profile in job.profiles.items()
+        if profile.times
+    )
 
 
 class TrueModels(Reports):

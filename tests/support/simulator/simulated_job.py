@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,8 @@ from simulator.workload import Submission
 _EPS = 1e-8
 _GOOD_ENOUGH = 0.01  # log error of a prediction below which a measurement causes no new fit
 
+_OTHER_SPEED = math.log(1.3)  # log ratio of step times from which on a new measurement replaces one
+
 
 @dataclass
 class Profile:
@@ -22,6 +25,7 @@ class Profile:
 
     times: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
     max_replicas: int = 0
+    replaced: int = 0  # how often a measurement was replaced, on nodes of another speed
     _theta: PerfParams | None = None
     _stale: bool = False
     _error: float = 0.0  # root mean squared log error of the last fit
@@ -30,7 +34,9 @@ class Profile:
         """Record a measurement; a configuration that is already measured is ignored."""
         key = nodes, replicas, atomic_bsz
         if key in self.times:
-            return
+            if abs(math.log(step_time / self.times[key][0])) < _OTHER_SPEED:
+                return
+            self._stale, self.replaced = True, self.replaced + 1
         self.times[key] = step_time, sync_time
         self._stale = self._stale or self._theta is None or replicas > self.max_replicas
         self.max_replicas = max(self.max_replicas, replicas)
@@ -70,6 +76,8 @@ class SimJob:
         self.profiles: dict[str, Profile] = {}  # by node type
         self.node_type = ""  # type of the present nodes; the names of several types are joined by a plus sign
         self.grad_params: GradParams | None = None
+        self.node_speeds: Mapping[str, float] = {}  # speeds of nodes that their type does not say
+        self.node_times: dict[str, tuple[int, float, float]] = {}  # by node
         self.allocation: Allocation = NOTHING
         self.parts: tuple[int, ...] = ()
         self.atomic_bsz = 0
@@ -85,7 +93,7 @@ class SimJob:
         self.gpu_seconds = 0.0
         self.ran_since = 0.0  # seconds of training since the allocation changed
         self.longest_wait = 0.0
-        self._configuration: tuple[str, tuple[int, ...], int, int, int] | None = None
+        self._configuration: tuple[object, ...] | None = None
         self._rate = 0.0
 
     @property
@@ -163,12 +171,19 @@ class SimJob:
     def rate(self) -> float:
         """Return the true progress per second, and record the job's measurements in this configuration."""
         app, replicas = self.speed, self.replicas
-        configuration = self.node_type, self.parts, self.atomic_bsz, self.accumulation_steps, self.epoch
+        speeds = [self.node_speeds.get(node, 1.0) for node in self.allocation]
+        configuration = (
+            self.node_type, self.parts, self.atomic_bsz, self.accumulation_steps, self.epoch, *speeds
+        )  # fmt: skip
         if configuration == self._configuration:
             return self._rate
         batch_size = replicas * self.atomic_bsz * (self.accumulation_steps + 1)
         scale = batch_size / app.init_batch_size
         step_time, sync_time = app.throughput(self.parts, self.atomic_bsz)
+        for node, speed in zip(self.allocation, speeds, strict=True):
+            seconds = max(step_time - sync_time, 1e-6) / speed
+            self.node_times[node] = self.atomic_bsz, seconds, self.now
+        step_time, sync_time = step_time / min(speeds), sync_time / min(speeds)
         sqr, var = app.grad_stats(batch_size, self.epoch)
         gain = (var + sqr) / (var / scale + sqr)
         self.profile.add(len(self.parts), replicas, self.atomic_bsz, step_time, sync_time)
