@@ -32,29 +32,40 @@ def keep_batch_size(loader: Any) -> None:
     helper(loader)._max_batch_size = None
 
 
+def sampler(adp: Any) -> Any:
+    """Return what measures the gradients of a model."""
+    return adp._sampler
+
+
 def collect(adp: Any) -> None:
     """Wait for the measurements of the gradient that have been begun, and take them into account."""
-    adp._sampler.collect()
+    sampler(adp).collect()
+
+
+def estimator(adp: Any) -> str:
+    """Return the name of the estimator of the last measurement."""
+    name: str = sampler(adp).estimator
+    return name
 
 
 def seed_signs(adp: Any, seed: int) -> None:
     """Seed the random signs by which one replica's samples are weighed."""
-    adp._sampler._generator.manual_seed(seed)
+    sampler(adp)._generator.manual_seed(seed)
 
 
 def walk_only(adp: Any) -> None:
     """Let one replica measure by walks through the whole graph, never from the rows of a few samples."""
-    adp._sampler._rows = lambda *_: None
+    sampler(adp)._rows = lambda *_: None
 
 
 def run_halves(adp: Any) -> None:
     """Let one replica measure its gradient by running the model on half of a batch."""
-    adp._sampler.can_not_split("for a test")
+    sampler(adp).can_not_split("for a test")
 
 
 def compare_successive_gradients(adp: Any) -> None:
     """Let one replica measure its gradient by comparing it with its predecessor."""
-    adp._sampler.can_not_halve("for a test")
+    sampler(adp).can_not_halve("for a test")
 
 
 def measure_no_more(adp: Any) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import insides
 import parallel_cases as cases
 import pytest
 import torch
@@ -169,8 +170,8 @@ def train(make: Callable[[], nn.Module], batch: Callable[[], torch.Tensor], *, p
         loss_of(wrapped(batch())).backward()
         optimizer.step()
         if not plain:
-            wrapped._sampler.collect()
-            seen.append(wrapped._sampler.estimator)
+            insides.collect(wrapped)
+            seen.append(insides.estimator(wrapped))
     if not plain:
         _session.reset()
     return [p.detach() for p in model.parameters()], seen
@@ -315,8 +316,8 @@ def test_a_backward_pass_through_two_forward_passes_adds_their_variances() -> No
         optimizer.zero_grad()
         sum((loss_of(adp(part)) for part in x[:passes]), torch.zeros(())).backward()
         optimizer.step()
-        adp._sampler.collect()
-    assert adp._sampler.estimator == ROWS
+        insides.collect(adp)
+    assert insides.estimator(adp) == ROWS
     mean = {n: sum(values) / len(values) for n, values in found.items()}
     assert mean[2] == pytest.approx(2 * mean[1], rel=0.25)
 

@@ -379,7 +379,7 @@ def digests(gradients: dict[torch.Tensor, torch.Tensor]) -> Digests:
         generator = torch.Generator(whole.device).manual_seed(index)
         product = torch.zeros((), dtype=torch.float64, device=whole.device)
         for part in torch.split(whole, max(_CHUNK // whole[0].numel(), 1)):
-            noise = torch.empty_like(part, memory_format=torch.contiguous_format)
+            noise = torch.empty(part.shape, dtype=part.dtype, device=part.device)
             product += (part * noise.uniform_(-(3.0**0.5), 3.0**0.5, generator=generator)).sum()
         found[param] = torch.stack([whole.norm().double(), product])
     return found
