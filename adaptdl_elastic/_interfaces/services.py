@@ -199,6 +199,12 @@ class Reporter(Protocol):
     def set_stragglers(self, stragglers: tuple[Straggler, ...]) -> None:
         """Take the replicas that the others wait for."""
 
+    def network_changed(self, age: float, atomic_bsz: int, busy: float) -> None:
+        """Forget the step times on several nodes from before the network changed, `age` seconds ago.
+
+        Passes of `atomic_bsz` samples keep a replica busy for `busy` seconds.
+        """
+
     def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Record whether the number of replicas can change without a restart, and if not, the reason."""
 

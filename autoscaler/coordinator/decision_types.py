@@ -75,7 +75,7 @@ class PolicyQuestion:
     current: Mapping[str, Allocation]
     causes: Mapping[str, tuple[Cause, str]]  # jobs whose size was chosen elsewhere: cause and reason
     fingerprint: Any  # questions with equal fingerprints and equal forecasts have the same answer
-    forecasts: Mapping[str, float]  # job → predicted goodput for its present allocation
+    forecasts: Mapping[str, float]  # job → predicted goodput for its present allocation; also on one replica
     undecidable: Mapping[str, str] = field(default_factory=dict)  # jobs that are left out, and why
     # jobs whose size is changing: asked about with their present size; the answer about them is not used
     unsettled: frozenset[str] = frozenset()

@@ -32,6 +32,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import (
 )
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, typical_pause
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, NodeLimit
+from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
 from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, NodeRecord, Rescale
 from adaptdl_elastic.rendezvous.text import pluralize
 
@@ -80,6 +81,9 @@ def ask(
         hints = own_hints(job)
         if hints is not None and hints.predicted_goodput and hints.predicted_goodput > 0:
             forecasts[name] = hints.predicted_goodput
+        if hints is not None and hints.perf_params is not None and hints.atomic_bsz:
+            seconds = GoodputFunction(PerfParams(*hints.perf_params), GradParams(1.0, 1.0), 1)
+            forecasts[f"{name} on one node"] = float(seconds.throughput(1, 1, hints.atomic_bsz, 0))
     asked_about = {info.name for info in infos}
     each = {name: slots_each(view, view.jobs[name]) for name in asked_about}
     share = math.gcd(*each.values())

@@ -95,6 +95,7 @@ def test_a_check_runs_on_a_cpu_at_a_tiny_size(check: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -108,6 +109,7 @@ def test_a_check_that_hangs_or_crashes_is_one_that_failed(checks: Any, code: str
     assert (found["ok"], found["error"]) == (False, expected)
 
 
+@pytest.mark.processes
 def test_what_a_check_found_is_read_from_its_process(checks: Any) -> None:
     code = "import sys; open(sys.argv[2], 'w').write('{\"ok\": true, \"bytes\": 7}\\n')"
     found = checks.run_apart([sys.executable, "-c", code], 60.0)

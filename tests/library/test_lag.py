@@ -13,7 +13,7 @@ from elastic_run import ElasticRun
 
 from adaptdl_elastic.torch._runtime import step_clock
 from adaptdl_elastic.torch._runtime.step_clock import Stage, StepClock, StepParts
-from adaptdl_elastic.torch._tuning.lag import AGREEING, BEGINS, LagJudge, Report
+from adaptdl_elastic.torch._tuning.lag import AGREEING, BEGINS, LagJudge, NetworkJudge, Report
 from adaptdl_elastic.torch._tuning.replica_speed import EVERY, KIND, STEADY, WINDOW, ReplicaSpeed
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "lag_script.py")
@@ -76,6 +76,23 @@ def test_replicas_that_share_all_cores_of_a_host_are_not_said_to_compute_slowly(
             found = {r: one._replace(crowded=True) for r, one in reports(0.1, 0.3).items()}
             judge.judge({0: found[0]._replace(host=host), 1: found[1]})
         assert set(judge.lags) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "waiting", "changed"),
+    [(0.2, 0.8, True), (0.4, 0.8, False), (0.2, 0.15, False)],
+    ids=["the network", "the machine", "a little"],
+)
+def test_a_network_has_changed_if_replicas_wait_longer_and_are_as_busy(
+    own: float, waiting: float, changed: bool
+) -> None:
+    judge, found = NetworkJudge(), list[float | None]()
+    for now in range(30):
+        parts = StepParts(0.0, own if now >= 10 else 0.2, 0.0, waiting if now >= 10 else 0.1)
+        others = Report("b", parts._replace(waiting=10.0))  # it waits for the first one, too
+        found.append(judge.judge([Report("a", parts), others], float(now)))
+    times = [since for since in found if since is not None]
+    assert times == ([7.0] if changed else [])
 
 
 def test_a_busy_machine_is_no_lag() -> None:

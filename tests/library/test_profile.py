@@ -60,6 +60,15 @@ def test_the_speed_of_now_is_told_at_once_and_for_all_sizes() -> None:
     assert machine.ratio(16, 64) == pytest.approx(1.0, rel=0.15)
 
 
+def test_a_slower_network_leaves_the_times_on_one_node_as_they_were() -> None:
+    times = StepTimes()
+    for key, seconds, end in ((Key(1, 1, 16), 0.4, 8), (Key(2, 2, 8), 0.2, 20), (Key(2, 2, 8), 0.8, 40)):
+        for now in range(end - 8, end):
+            times.add(key, seconds, float(now), False)
+    times.network_changed(32.0)
+    assert [entry.optim_step_time for entry in times.entries()] == pytest.approx([0.4, 0.8])
+
+
 def test_sizes_measured_at_other_speeds_meet_when_one_is_returned_to() -> None:
     """16 and 64 have both been measured beside 32 only, at speeds three apart."""
     machine = Machine(lambda now: 1.0 if now < 20 else 3.0)

@@ -1,4 +1,4 @@
-"""Decide which replica lags: pure functions of the times that the replicas report.
+"""Decide which replica lags, and whether the network has changed: pure functions of what replicas report.
 
 A replica lags if it is busy for much longer than the others in every step, so that they wait for it. The
 comparison must not be misled by a busy machine. So each replica reports medians over its last steps, a
@@ -8,7 +8,7 @@ the limit for its end is lower than the one for its beginning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -29,6 +29,15 @@ LEAST_SECONDS = 0.05
 
 LEAST_SHARE = 0.2
 """Least share of the time from step to step that the others lose."""
+
+CHANGED = 1.5
+"""Factor of a step's time by which the network makes steps slower or faster when it has changed."""
+
+ALIKE = 1.25
+"""Greatest factor between the times for which replicas are busy that are taken as the same."""
+
+PERSISTS = 10.0
+"""Seconds for which steps are slower or faster until the network is said to have changed."""
 
 PARTS = {"data": "loading data", "compute": "computing", "communication": "sending gradients"}
 
@@ -95,6 +104,39 @@ class LagJudge:
                     del self.lags[rank]
                 else:
                     self.lags[rank] = found
+
+
+class NetworkJudge:
+    """Tell a change of the network from one of the machines: replicas are as busy as before, and wait longer.
+
+    The replica that is waited for waits for the network alone, so the least time of waiting counts. Each
+    generation and batch size has an object of its own.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None  # seconds per step: the busiest replica; all of it
+        self._since: float | None = None  # when steps began to take another time
+
+    def judge(self, reports: Collection[Report], now: float) -> float | None:
+        """Take one report of every replica, about the same steps.
+
+        Returns:
+            When the network has changed, if that is certain now; else None.
+        """
+        busy = max(report.parts.own for report in reports)
+        step = busy + min(report.parts.waiting for report in reports)
+        before = self._before
+        if before is None or not 1 / ALIKE < busy / max(before[0], 1e-9) < ALIKE:
+            self._before, self._since = (busy, step), None
+        elif 1 / CHANGED < step / before[1] < CHANGED:
+            self._since = None
+        else:
+            # it is slow in at least half of the steps of a report
+            self._since = now - 3 * step if self._since is None else self._since
+            if now - self._since >= PERSISTS:
+                since, self._before, self._since = self._since, (busy, step), None
+                return since
+        return None
 
 
 def compare(rank: int, report: Report, others: Sequence[Report]) -> Lag:

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
@@ -22,12 +23,15 @@ from adaptdl_elastic._session import Session
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.hints import Straggler
 from adaptdl_elastic.torch._runtime.step_clock import StepClock, StepParts
-from adaptdl_elastic.torch._tuning.lag import LagJudge, Report
+from adaptdl_elastic.torch._tuning.lag import LagJudge, NetworkJudge, Report
 
 logger = logging.getLogger(__name__)
 
 KIND = "step parts"
 """Kind of the control messages that carry a replica's times."""
+
+NETWORK = "network changed"
+"""Kind of the control messages by which rank 0 tells that the network has changed."""
 
 WINDOW = 7
 """Steps whose median is reported."""
@@ -64,7 +68,9 @@ class ReplicaSpeed:
         self._judge = LagJudge()
         self._waiting: dict[tuple[State, int], dict[int, Report]] = {}
         self._computed: list[tuple[State, Iterable[Report]]] = []  # the last reports about one state
+        self._network: tuple[State, NetworkJudge] = (), NetworkJudge()
         session.consensus.listen(KIND, self._take)
+        session.consensus.listen(NETWORK, lambda _, __, body: session.metrics.network_changed(*body))
 
     def step_ended(self, counts: bool, batch: tuple[int, int]) -> None:
         """Record that a step has ended.
@@ -140,6 +146,15 @@ class ReplicaSpeed:
                 self._judge.judge(reports)
             self._compare_nodes(key[0], reports.values())
             now = dict(self._judge.lags)
+            if self._network[0] != key[0]:
+                self._network = key[0], NetworkJudge()
+            clock, (_, atomic, accumulation) = time.monotonic(), key[0]
+            changed = self._network[1].judge(reports.values(), clock)
+        if changed is not None and self._session.nodes > 1 and self._session.reducer is not None:
+            logger.info("the network between the nodes has changed: step times are measured again")
+            busy = max(report.parts.own for report in reports.values()) / (accumulation + 1)
+            for rank in reports:  # any of them may become rank 0
+                self._session.reducer.send_control(rank, (NETWORK, number, [clock - changed, atomic, busy]))
         metrics = self._session.metrics
         if not before and not now:
             return

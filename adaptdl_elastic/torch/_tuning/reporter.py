@@ -118,6 +118,7 @@ class Metrics:
         self._reached = 0  # global batch size of the last step, also before a restart
         self._position = _Position()
         self._started = self._clock()
+        self._network_changes = False
         self._inplace = (False, "")
         self._max_profiled = 1
         # the step that is being measured
@@ -166,6 +167,8 @@ class Metrics:
             if self._where is not None and self._where[:2] != key[:2]:
                 self._skip = WARMUP
                 self._recent.clear()
+                if self._network_changes and key.nodes > 1:
+                    self._times.network_changed(now)  # it may have changed again
             self._where = key
         self._window_time += elapsed
         passes = self._current.accumulation_steps + 1
@@ -292,6 +295,20 @@ class Metrics:
         """Set how long a pass of `atomic_bsz` samples takes a replica on each node, without waiting."""
         now = time.time()
         self._node_times = self._node_times | {node: (atomic_bsz, one, now) for node, one in seconds.items()}
+
+    def network_changed(self, age: float, atomic_bsz: int, busy: float) -> None:
+        """Forget the step times on several nodes from before the network changed.
+
+        Args:
+            age: Seconds since then.
+            atomic_bsz: Samples of a pass.
+            busy: Seconds of a pass without waiting: one replica takes as long, over whatever network.
+        """
+        now, self._network_changes = self._clock(), True
+        self._times.network_changed(now - age)
+        for _ in range(ENOUGH):
+            self._times.add(Key(1, 1, atomic_bsz), busy, now, accumulation=False)
+        self._wake.set()
 
     def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Set whether this script can change in place, and why not."""

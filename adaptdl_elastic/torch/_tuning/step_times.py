@@ -17,6 +17,9 @@ One case is ambiguous: the speed jumps at the moment of a change. The jump then 
 new configuration. When the old one is used again and its steps take far longer or shorter than before
 (`JUMP`), what was measured before it was left is dropped.
 
+A network that becomes slower or faster changes only configurations of several nodes. `lag` tells this from a
+change of the machine by the time that replicas wait, and then what was measured on several nodes is dropped.
+
 Measurements fade: the variance of a span grows with its age (`FADE`). So a configuration that is returned to
 is believed as it is now, and one that was left long ago counts as hardly known. The estimates have a
 covariance (`Estimates`), from which `step_curve` predicts sizes that were not measured.
@@ -201,6 +204,13 @@ class StepTimes:
     def entries(self) -> tuple[ProfileEntry, ...]:
         """Return mean times as of now of the configurations that were measured often enough."""
         return entries(self.spans())
+
+    def network_changed(self, since: float) -> None:
+        """Forget what was measured on several nodes before `since`."""
+        with self._lock:
+            self._close()
+            kept = (span for span in self._spans if span.key.nodes == 1 or span.began >= since + self._offset)
+            self._spans = list(kept)
 
     def dump(self) -> list[Any]:
         """Return the spans as JSON."""
