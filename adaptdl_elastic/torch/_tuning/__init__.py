@@ -6,6 +6,7 @@
 | `step_curve` | How long would a step of another batch size take, and how certain is that? (pure) |
 | `refutation` | Was a change of replicas a mistake, as its first two steps show? |
 | `reporter` | What is measured and fitted, and what is reported to the agent? |
+| `other_types` | What was measured on types of nodes that the job has left? |
 | `batch_size` | Which batch size is best now? (pure) |
 | `replica_speed` | How fast is each replica, compared with the others? |
 | `lag` | Which replica lags? (pure) |

@@ -25,10 +25,11 @@ import numpy as np
 from adaptdl_elastic import _session, checkpoint, env
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.protocol import environment
-from adaptdl_elastic.protocol.hints import MANY, MOST, JobHints, ProfileEntry, Straggler, TypeProfile, encode
+from adaptdl_elastic.protocol.hints import MANY, MOST, JobHints, ProfileEntry, Straggler, encode
 from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits, accumulation_ratio
 from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
+from adaptdl_elastic.torch._tuning.other_types import OnType, dumped, on_type
 from adaptdl_elastic.torch._tuning.refutation import Refutation
 from adaptdl_elastic.torch._tuning.step_times import ENOUGH, Estimates, Key, StepTimes, estimates, robust_mean
 from adaptdl_elastic.torch._tuning.training_warnings import TrainingWarnings, data_problem
@@ -57,14 +58,6 @@ class _Position:
     epochs: int | None = None
     samples_done: float | None = None
     samples_total: float | None = None
-
-
-@dataclass(frozen=True)
-class _OnType:
-    """Hold the measurements on nodes of a type that the job has left."""
-
-    times: list[Any]  # as from `StepTimes.dump`
-    profile: TypeProfile
 
 
 class _State(checkpoint.State):
@@ -104,7 +97,7 @@ class Metrics:
         self._node_type = os.environ.get(environment.NODE_TYPE, "")
         self._times = StepTimes()  # on nodes of this type
         self._refutation = Refutation(self._times)
-        self._elsewhere: dict[str, _OnType] = {}  # node type → measurements on it
+        self._elsewhere: dict[str, OnType] = {}  # node type → measurements on it
         self._grads: dict[str, tuple[float, float]] = {}
         self._errors: dict[str, float] = {}  # standard errors of |G|²
         self._estimators: dict[str, str] = {}  # how each model's statistics are measured
@@ -552,7 +545,7 @@ class Metrics:
             "node_type": self._node_type,
             "theta": self._perf_params,
             "memory_limit": self._limit_learnt_here(),
-            "elsewhere": {name: _dumped(one) for name, one in self._elsewhere.items()},
+            "elsewhere": {name: dumped(one) for name, one in self._elsewhere.items()},
             "batch_size": self._reached,
             "node_times": self._node_times,
         }
@@ -583,34 +576,7 @@ class Metrics:
             self._times.load(mine["times"], self._clock())
             self._max_profiled = mine["max_profiled"]
         self._elsewhere = {
-            name: _on_type(name, one)
+            name: on_type(name, one)
             for name, one in types.items()
             if one["times"] or one.get("memory_limit") is not None
         }
-
-
-def _on_type(node_type: str, saved: dict[str, Any]) -> _OnType:
-    """Return what `Metrics.dump` or `_dumped` saved of a type."""
-    times = StepTimes()
-    times.load(saved["times"], 0.0)
-    theta = saved.get("theta")
-    perf_params = None if theta is None else (*theta[:6], theta[6])
-    profile = TypeProfile(
-        node_type,
-        times.entries(),
-        perf_params,
-        saved["max_profiled"],
-        memory_limit=saved.get("memory_limit"),  # a checkpoint of an earlier version has none
-    )
-    return _OnType(saved["times"], profile)
-
-
-def _dumped(one: _OnType) -> dict[str, Any]:
-    """Return what was measured on a type as JSON, for `_on_type`."""
-    profile = one.profile
-    return {
-        "times": one.times,
-        "theta": profile.perf_params,
-        "max_profiled": profile.max_profiled_replicas,
-        "memory_limit": profile.memory_limit,
-    }
