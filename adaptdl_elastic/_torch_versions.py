@@ -64,6 +64,26 @@ def muon() -> Any:
     return getattr(torch.optim, "Muon", ())
 
 
+def is_kept(saved: Any) -> bool:
+    """Return whether a graph keeps a saved tensor as it is, not as what a hook has packed.
+
+    Before 2.13 that cannot be asked. There hooks are registered that change nothing, which fails if there are
+    others already. The hooks of an earlier call count as others.
+    """
+    if hasattr(saved, "unpack_hook"):
+        return saved.unpack_hook is None
+    try:
+        saved.register_hooks(_same, _same)
+    except RuntimeError as error:
+        # a tensor that the backward pass does not need
+        return "value None" in str(error)
+    return True
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
+
+
 def complete(torchrun: ArgumentParser) -> None:
     """Give torchrun's parser the options and the defaults that it has in later releases."""
     for name in sorted(_LATER_OPTIONS.keys() - {action.dest for action in torchrun._actions}):

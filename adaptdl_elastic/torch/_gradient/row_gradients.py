@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from adaptdl_elastic._torch_versions import is_kept
 from adaptdl_elastic.torch._gradient.pace import Stopwatch
 
 _PART = 2  # one of so many samples gets a sign
@@ -424,8 +425,7 @@ def _packed(node: Any) -> bool:
     for one in _SAVED[name]:
         saved = getattr(node, one)
         for each in saved if isinstance(saved, (list, tuple)) else [saved]:
-            # torch 2.8 has no such attribute
-            if each is not None and getattr(each, "unpack_hook", each) is not None:
+            if each is not None and not is_kept(each):
                 return True
     return False
 
