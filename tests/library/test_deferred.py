@@ -163,16 +163,17 @@ def test_one_of_two_dies(start: Any, tmp_path: Path, dies: int) -> None:
 def test_deaths_leave_no_tensors_behind(start: Any, tmp_path: Path) -> None:
     """Deaths in the step in which DDP arranges its buckets keep none of them.
 
-    The first one may come before that step has made any, so the later ones are compared with the second.
+    How many the present step holds depends on the moment of the death, so the least of several are compared.
     """
     job = start(2, counted=True)
-    for _ in range(4):
+    for _ in range(7):
         job.recover(1)
         job.rescale(2)
         job.wait_for("step")
     held = [int(line) for line in (tmp_path / "held-1").read_text().splitlines()]
-    assert len(held) == 4
-    assert max(held[2:]) - held[1] < 8 * SIZE, held
+    assert len(held) == 7
+    # one of SIZE numbers for each death would make three of them
+    assert min(held[4:]) - min(held[1:4]) < 12 * SIZE, held
 
 
 @pytest.mark.slow

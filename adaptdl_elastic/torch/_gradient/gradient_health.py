@@ -10,6 +10,8 @@ LEAST_STEPS = 20
 _LEAST_MEASUREMENTS = 3
 """Measurements among these steps; later in a run not every step is measured."""
 
+SOON = LEAST_STEPS // _LEAST_MEASUREMENTS + 1
+"""Steps after which a gradient of inf or nan is followed by another measurement."""
 
 _NO_VARIANCE = 1e-6
 """Variance of the gradient, relative to its square, that is none: rounding leaves as much of zero."""

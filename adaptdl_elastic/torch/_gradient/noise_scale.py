@@ -17,7 +17,7 @@ from adaptdl_elastic.torch._gradient.estimator import (
     Moments,
     lr_gain,
 )
-from adaptdl_elastic.torch._gradient.gradient_health import GradientHealth
+from adaptdl_elastic.torch._gradient.gradient_health import SOON, GradientHealth
 
 __all__ = ["AdamGradientNoiseScale", "GradientNoiseScale"]
 
@@ -215,6 +215,8 @@ class GradientNoiseScale:
         self.health.measured(step, measurement.finite)
         if not measurement.finite:
             logger.info("the gradient of step %d is inf or nan: not counted in its statistics", step)
+            # so that training on such gradients is reported, and its end, within LEAST_STEPS or so
+            self._next = min(self._next, self._steps + SOON)
             return False
         self.health.varied(step, float(measurement.mean_sqr.sum()), float(measurement.variance.sum()))
         if not self._moments.add(measurement):
