@@ -25,14 +25,14 @@ from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.machine import interruption
 from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
 from adaptdl_elastic.agent.own_records import job_spec, node_record
-from adaptdl_elastic.agent.runtime.agent_config import AgentConfig, MeetingPoint
+from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath
 from adaptdl_elastic.agent.terminal.display import Display
 from adaptdl_elastic.agent.terminal.event_log import EventLog
 from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
-from adaptdl_elastic.agent.terminal.run_options import RunOptions
+from adaptdl_elastic.agent.terminal.run_options import MeetingPoint, RunOptions
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
@@ -265,9 +265,8 @@ def _join(options: RunOptions, parts: AgentParts) -> Found:
     if not (options.local_addr or options.of_one_machine):
         host = address_towards(parse_endpoints(parts.access.endpoint))
     listen(host, options.port_range).close()  # a replica here will have to listen, so check it now
-    point = _meeting_point(options)
-    if point is not None and options.max_nodes == 1:
-        check_meeting_point(point, host)
+    if options.meeting_point is not None and options.max_nodes == 1:
+        check_meeting_point(options.meeting_point, host)
     try:
         return take_part(options, host, parts.access, parts.keys, parts.display.say)
     except StorageError as error:
@@ -432,12 +431,6 @@ def _note_end(
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
 
 
-def _meeting_point(options: RunOptions) -> MeetingPoint | None:
-    if options.master_port is None:
-        return None
-    return MeetingPoint(options.master_addr, options.master_port)
-
-
 def check_meeting_point(point: MeetingPoint, host: str) -> None:
     """Check at the start that the only node of a job can serve its store at the given address.
 
@@ -471,18 +464,15 @@ def _agent_config(options: RunOptions, found: Found, parts: AgentParts) -> Agent
         ),
         host=found.host,
         ports=options.port_range,
-        meeting_point=_meeting_point(options),
+        meeting_point=options.meeting_point,
         command=Command(options.mode, options.command, str(Path.cwd()), {}, threads),
         environment=JobEnvironment(
             node=record.node,
+            spec=options,
             role=options.role,
-            checkpoint_path=options.checkpoint_path,
-            checkpoint_timeout=options.checkpoint_timeout,
             checkpoint_interval=options.checkpoint_interval,
             share_path=str(parts.share.path),
-            max_restarts=options.max_restarts,
             threads=threads,
-            rescale=options.rescale,
             virtual_local_rank=options.virtual_local_rank,
             hang_timeout=options.hang_timeout,
             secret=found.secret,
@@ -504,7 +494,7 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
         role=options.role,
         local_world_size=options.slots,
         rdzv_handler=PlanHandler(options.job),
-        entrypoint=options.script,
+        entrypoint=options.command[0],
         max_restarts=options.max_restarts,
     )
 

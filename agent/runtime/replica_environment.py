@@ -10,7 +10,7 @@ from adaptdl_elastic._private import RuntimeFileError, private_directory
 from adaptdl_elastic.agent.machine.devices import MIG
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.local.scratch_directory import Shared, sweep
-from adaptdl_elastic.rendezvous.schema.records import MasterRecord, Plan
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, MasterRecord, Plan, Rescale
 
 _SHARE, _KEPT_FOR = "share-", 86400.0  # _KEPT_FOR in seconds
 
@@ -20,14 +20,11 @@ class JobEnvironment:
     """Values that are the same for all replicas of this agent."""
 
     node: str
+    spec: JobSpec  # as this agent's command line says
     role: str
-    checkpoint_path: str
-    checkpoint_timeout: float
     checkpoint_interval: float
     share_path: str
-    max_restarts: int
     threads: int | None
-    rescale: str = "auto"
     virtual_local_rank: bool = False
     hang_timeout: float | None = None
     secret: str = field(default="", repr=False)  # secret of the run
@@ -72,7 +69,7 @@ def replica_environment(
         environment.MASTER_ADDR: master.host,
         environment.MASTER_PORT: master.port,
         environment.RESTART_COUNT: restarts,
-        environment.MAX_RESTARTS: job.max_restarts,
+        environment.MAX_RESTARTS: job.spec.max_restarts,
         environment.RUN_ID: plan.job,
         environment.USE_AGENT_STORE: "True",
         environment.ERROR_FILE: error_file,
@@ -86,15 +83,15 @@ def replica_environment(
         environment.NUM_RESTARTS: restarts,
         environment.GENERATION: plan.generation,
         environment.JOB_ID: plan.job,
-        environment.CHECKPOINT_PATH: job.checkpoint_path,
-        environment.CHECKPOINT_TIMEOUT: f"{job.checkpoint_timeout:g}",
+        environment.CHECKPOINT_PATH: job.spec.checkpoint_path,
+        environment.CHECKPOINT_TIMEOUT: f"{job.spec.checkpoint_timeout:g}",
         environment.CHECKPOINT_INTERVAL: f"{job.checkpoint_interval:g}",
         environment.CHECKPOINT_ID: checkpoint or "",
         environment.SHARE_PATH: job.share_path,
-        environment.RESCALE: job.rescale,
+        environment.RESCALE: job.spec.rescale.value,
         environment.SECRET: job.secret,
     }
-    if job.rescale == "restart":  # otherwise the library decides, since it may survive an error
+    if job.spec.rescale is Rescale.RESTART:  # otherwise the library decides, since it may survive an error
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if plan.memory_limit is not None:
         values[environment.MEMORY_LIMIT] = plan.memory_limit
