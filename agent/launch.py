@@ -28,7 +28,7 @@ from adaptdl_elastic.agent.own_records import job_spec, node_record
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import Command
-from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath
+from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath, job_settings
 from adaptdl_elastic.agent.terminal.display import Display
 from adaptdl_elastic.agent.terminal.event_log import EventLog
 from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
@@ -451,6 +451,9 @@ def check_meeting_point(point: MeetingPoint, host: str) -> None:
 def _agent_config(options: RunOptions, found: Found, parts: AgentParts) -> AgentConfig:
     record = found.registration.record
     threads = max(1, options.cores // record.slots) if options.cores and record.slots > 1 else None
+    settings = job_settings(options, options.checkpoint_interval, options.role)
+    settings.node, settings.node_type, settings.secret = record.node, record.node_type, found.secret
+    settings.share_path, settings.hang_timeout = str(parts.share.path), options.hang_timeout or None
     return AgentConfig(
         me=AgentIdentity(
             record.node,
@@ -467,17 +470,7 @@ def _agent_config(options: RunOptions, found: Found, parts: AgentParts) -> Agent
         meeting_point=options.meeting_point,
         command=Command(options.mode, options.command, str(Path.cwd()), {}, threads),
         environment=JobEnvironment(
-            node=record.node,
-            spec=options,
-            role=options.role,
-            checkpoint_interval=options.checkpoint_interval,
-            share_path=str(parts.share.path),
-            threads=threads,
-            virtual_local_rank=options.virtual_local_rank,
-            hang_timeout=options.hang_timeout,
-            secret=found.secret,
-            node_type=record.node_type,
-            devices=record.devices,
+            record.node, settings, threads, options.virtual_local_rank, record.devices
         ),
         coordinator=_coordinator_command(options, parts.access),
         max_restarts=found.spec.max_restarts,
