@@ -52,7 +52,12 @@ from adaptdl_elastic.rendezvous.store import local_socket
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
-from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
+from adaptdl_elastic.rendezvous.store.store_options import (
+    StoreOptionError,
+    StoreOptions,
+    parse_endpoints,
+    variable,
+)
 from adaptdl_elastic.rendezvous.text import pluralize, printable
 from adaptdl_elastic.storage import StorageError
 from adaptdl_elastic.storage.locations import open_storage
@@ -213,19 +218,14 @@ def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[s
     list.
     """
     found = dict(environ)
-    given = {
-        "CA": options.etcd_ca,
-        "CERT": options.etcd_cert,
-        "KEY": options.etcd_key,
-        "USER": options.etcd_user,
-    }
+    given = {name: getattr(options, f"etcd_{name}") for name in ("ca", "cert", "key", "user")}
     if options.of_one_machine:
-        for name in (*given, "PASSWORD", "PASSWORD_FILE"):
-            found.pop(f"ADAPTDL_ETCD_{name}", None)
+        for name in (*given, "password", "password_file"):
+            found.pop(variable(name), None)
     else:
-        found |= {f"ADAPTDL_ETCD_{name}": value for name, value in given.items() if value is not None}
+        found |= {variable(name): value for name, value in given.items() if value is not None}
     if options.etcd_timeout is not None:
-        found["ADAPTDL_ETCD_TIMEOUT"] = f"{options.etcd_timeout:g}"
+        found[variable("timeout")] = f"{options.etcd_timeout:g}"
     return found
 
 
