@@ -12,6 +12,6 @@
 | What does the node service do? | `service` |
 
 An option that sets a variable of the replicas' environment passes through `terminal.run_parser`,
-`terminal.run_options`, `launch` and `runtime.replica_environment`. `adaptdl_elastic.protocol.environment` has
-the variable's name, and `adaptdl_elastic.env` reads it in the replica.
+`terminal.run_options`, `launch` and `runtime.replica_environment`. `ReplicaSettings` of
+`adaptdl_elastic.protocol.environment` writes the variable here, and reads it in the replica.
 """

@@ -26,14 +26,14 @@ from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.machine import interruption
 from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
 from adaptdl_elastic.agent.own_records import job_spec, node_record
-from adaptdl_elastic.agent.runtime.agent_config import AgentConfig, MeetingPoint
+from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import Command
-from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath
+from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath, job_settings
 from adaptdl_elastic.agent.terminal.display import Display
 from adaptdl_elastic.agent.terminal.event_log import EventLog
 from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
-from adaptdl_elastic.agent.terminal.run_options import RunOptions
+from adaptdl_elastic.agent.terminal.run_options import MeetingPoint, RunOptions
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
@@ -53,7 +53,12 @@ from adaptdl_elastic.rendezvous.store import local_socket
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
-from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
+from adaptdl_elastic.rendezvous.store.store_options import (
+    StoreOptionError,
+    StoreOptions,
+    parse_endpoints,
+    variable,
+)
 from adaptdl_elastic.rendezvous.text import pluralize, printable
 from adaptdl_elastic.storage import StorageError
 from adaptdl_elastic.storage.locations import open_storage
@@ -214,19 +219,14 @@ def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[s
     list.
     """
     found = dict(environ)
-    given = {
-        "CA": options.etcd_ca,
-        "CERT": options.etcd_cert,
-        "KEY": options.etcd_key,
-        "USER": options.etcd_user,
-    }
+    given = {name: getattr(options, f"etcd_{name}") for name in ("ca", "cert", "key", "user")}
     if options.of_one_machine:
-        for name in (*given, "PASSWORD", "PASSWORD_FILE"):
-            found.pop(f"ADAPTDL_ETCD_{name}", None)
+        for name in (*given, "password", "password_file"):
+            found.pop(variable(name), None)
     else:
-        found |= {f"ADAPTDL_ETCD_{name}": value for name, value in given.items() if value is not None}
+        found |= {variable(name): value for name, value in given.items() if value is not None}
     if options.etcd_timeout is not None:
-        found["ADAPTDL_ETCD_TIMEOUT"] = f"{options.etcd_timeout:g}"
+        found[variable("timeout")] = f"{options.etcd_timeout:g}"
     return found
 
 
@@ -266,9 +266,8 @@ def _join(options: RunOptions, parts: AgentParts) -> Found:
     if not (options.local_addr or options.of_one_machine):
         host = address_towards(parse_endpoints(parts.access.endpoint))
     listen(host, options.port_range).close()  # a replica here will have to listen, so check it now
-    point = _meeting_point(options)
-    if point is not None and options.max_nodes == 1:
-        check_meeting_point(point, host)
+    if options.meeting_point is not None and options.max_nodes == 1:
+        check_meeting_point(options.meeting_point, host)
     try:
         return take_part(options, host, parts.access, parts.keys, parts.display.say)
     except StorageError as error:
@@ -436,12 +435,6 @@ def _note_end(
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
 
 
-def _meeting_point(options: RunOptions) -> MeetingPoint | None:
-    if options.master_port is None:
-        return None
-    return MeetingPoint(options.master_addr, options.master_port)
-
-
 def check_meeting_point(point: MeetingPoint, host: str) -> None:
     """Check at the start that the only node of a job can serve its store at the given address.
 
@@ -462,6 +455,9 @@ def check_meeting_point(point: MeetingPoint, host: str) -> None:
 def _agent_config(options: RunOptions, found: Found, parts: AgentParts) -> AgentConfig:
     record = found.registration.record
     threads = max(1, options.cores // record.slots) if options.cores and record.slots > 1 else None
+    settings = job_settings(options, options.checkpoint_interval, options.role)
+    settings.node, settings.node_type, settings.secret = record.node, record.node_type, found.secret
+    settings.share_path, settings.hang_timeout = str(parts.share.path), options.hang_timeout or None
     return AgentConfig(
         me=AgentIdentity(
             record.node,
@@ -475,23 +471,10 @@ def _agent_config(options: RunOptions, found: Found, parts: AgentParts) -> Agent
         ),
         host=found.host,
         ports=options.port_range,
-        meeting_point=_meeting_point(options),
+        meeting_point=options.meeting_point,
         command=Command(options.mode, options.command, str(Path.cwd()), {}, threads),
         environment=JobEnvironment(
-            node=record.node,
-            role=options.role,
-            checkpoint_path=options.checkpoint_path,
-            checkpoint_timeout=options.checkpoint_timeout,
-            checkpoint_interval=options.checkpoint_interval,
-            share_path=str(parts.share.path),
-            max_restarts=options.max_restarts,
-            threads=threads,
-            rescale=options.rescale,
-            virtual_local_rank=options.virtual_local_rank,
-            hang_timeout=options.hang_timeout,
-            secret=found.secret,
-            node_type=record.node_type,
-            devices=record.devices,
+            record.node, settings, threads, options.virtual_local_rank, record.devices
         ),
         coordinator=_coordinator_command(options, parts.access),
         max_restarts=found.spec.max_restarts,
@@ -508,7 +491,7 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
         role=options.role,
         local_world_size=options.slots,
         rdzv_handler=PlanHandler(options.job),
-        entrypoint=options.script,
+        entrypoint=options.command[0],
         max_restarts=options.max_restarts,
     )
 

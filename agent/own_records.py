@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import fields
 
 import adaptdl_elastic
 from adaptdl_elastic.agent.cluster.job_joining import JoinError, node_name
@@ -16,17 +17,8 @@ from adaptdl_elastic.agent.machine.devices import Device, Gpus
 from adaptdl_elastic.agent.machine.interruption import InstanceIdentity
 from adaptdl_elastic.agent.terminal.run_options import RunOptions
 from adaptdl_elastic.protocol.environment import CODE
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord, Rescale
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord
 from adaptdl_elastic.rendezvous.text import pluralize
-
-_MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
-
-_OF_THE_JOB = (
-    *("job", "command", "min_nodes", "max_nodes", "min_slots", "gpus_per_replica", "max_restarts"),
-    *("rescale_timeout", "checkpoint_path", "checkpoint_timeout", "autoscale", "preemptible"),
-    *("avoid_preemptible_nodes", "weight", "most_weight"),
-)
-"""Options that are in the job's specification as they are."""
 
 
 def node_record(
@@ -73,21 +65,9 @@ def _slots_on(gpus: Sequence[Device], options: RunOptions) -> tuple[int, bool]:
 
 def job_spec(options: RunOptions) -> JobSpec:
     """Return the job as the command line describes it, as a new run."""
-    # without --replicas: the least that a node takes is in its own registration
-    least, most = options.replicas or (
-        options.min_nodes,
-        options.slots if options.max_nodes == 1 else _MANY_REPLICAS,
-    )
-    return JobSpec(
-        run=new_run(),
-        min_replicas=least,
-        max_replicas=most,
-        rescale=Rescale(options.rescale),
-        profile_key=_digest(options),
-        code=os.environ.get(CODE, ""),
-        created=time.time(),
-        **{name: getattr(options, name) for name in _OF_THE_JOB},
-    )
+    of_the_job = {one.name: getattr(options, one.name) for one in fields(JobSpec)}
+    now = {"run": new_run(), "profile_key": _digest(options), "created": time.time()}
+    return JobSpec(**{**of_the_job, **now, "code": os.environ.get(CODE, "")})
 
 
 def new_run() -> str:
@@ -100,9 +80,10 @@ def _digest(options: RunOptions) -> str:
 
     Jobs with the same digest share their profiles; agents with different ones do not belong to one job.
     """
-    script = options.directory / options.script
-    name = options.script if options.mode == "module" else script.name
-    text = json.dumps([options.mode, name, *options.script_args]).encode()
+    program, *rest = options.command
+    script = options.directory / program
+    name = program if options.mode == "module" else script.name
+    text = json.dumps([options.mode, name, *rest]).encode()
     if options.mode == "script" and script.is_file():
         text += script.read_bytes()
     return hashlib.sha256(text).hexdigest()[:16]

@@ -119,11 +119,18 @@ class Module:
         }
 
     def public(self) -> list[str]:
-        """`__all__`, or every definition without an underscore."""
+        """`__all__`, or every name that is imported as itself, and every definition without an underscore."""
         for node in self.tree.body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 return [str(name) for name in ast.literal_eval(node.value)]
-        return [name for name in self.definitions if not name.startswith("_")]
+        again = [
+            alias.name
+            for node in self.tree.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if alias.name == alias.asname
+        ]
+        return again + [name for name in self.definitions if not name.startswith("_")]
 
     def find(self, name: str) -> tuple[str, Definition] | None:
         """Return the module that defines a name, and the definition; None if it is no class or function."""

@@ -43,7 +43,7 @@ from adaptdl_elastic import _session, env, storage
 from adaptdl_elastic._interfaces import SavedState
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.checkpoint.manager import CheckpointError, CheckpointManager, Saved
-from adaptdl_elastic.protocol import environment
+from adaptdl_elastic.protocol.environment import HERE
 from adaptdl_elastic.storage.locations import open_storage
 
 if TYPE_CHECKING:
@@ -513,7 +513,7 @@ def manager_of(session: Session) -> CheckpointManager:
         path = env.checkpoint_path()
         manager = session.checkpoints = CheckpointManager(
             open_storage(path) if path else None,
-            recorded=os.environ.get(environment.CHECKPOINT_ID),
+            recorded=HERE.checkpoint_id,
             job=session.job,
             keep=env.checkpoint_keep(),
             writes=session.rank == 0,

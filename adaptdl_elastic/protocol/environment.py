@@ -1,59 +1,34 @@
 """Name the environment variables that tell a replica its rank, its generation and its settings.
 
 The agent, which writes them, and the library and scripts, which read them, use this one list.
-docs/architecture.md explains the variables; `adaptdl_elastic.env` defines which of them takes precedence.
+docs/architecture.md explains the variables.
 """
 
 from __future__ import annotations
 
-# set as by torchrun
+import os
+from collections.abc import Callable, MutableMapping
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+# names that others than `ReplicaSettings` use
 RANK = "RANK"
-WORLD_SIZE = "WORLD_SIZE"
 LOCAL_RANK = "LOCAL_RANK"
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-GROUP_RANK = "GROUP_RANK"
-GROUP_WORLD_SIZE = "GROUP_WORLD_SIZE"
-ROLE_NAME = "ROLE_NAME"
-ROLE_RANK = "ROLE_RANK"
-ROLE_WORLD_SIZE = "ROLE_WORLD_SIZE"
+WORLD_SIZE = "WORLD_SIZE"
 MASTER_ADDR = "MASTER_ADDR"
 MASTER_PORT = "MASTER_PORT"
-RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
-RUN_ID = "TORCHELASTIC_RUN_ID"
-USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-
-# defined by AdaptDL or by this project
-ADAPTDL_MASTER_ADDR = "ADAPTDL_MASTER_ADDR"
 ADAPTDL_MASTER_PORT = "ADAPTDL_MASTER_PORT"
-NUM_REPLICAS = "ADAPTDL_NUM_REPLICAS"
-REPLICA_RANK = "ADAPTDL_REPLICA_RANK"
-NUM_NODES = "ADAPTDL_NUM_NODES"
 NODE_TYPE = "ADAPTDL_NODE_TYPE"
-NODE = "ADAPTDL_NODE"
-MEMORY_LIMIT = "ADAPTDL_MEMORY_LIMIT"
-BATCH_SIZE_LIMIT = "ADAPTDL_BATCH_SIZE_LIMIT"
-NUM_RESTARTS = "ADAPTDL_NUM_RESTARTS"
-GENERATION = "ADAPTDL_GENERATION"
-ADAPTDL_LOCAL_RANK = "ADAPTDL_LOCAL_RANK"
-JOB_ID = "ADAPTDL_JOB_ID"
 CHECKPOINT_PATH = "ADAPTDL_CHECKPOINT_PATH"
-CHECKPOINT_ID = "ADAPTDL_CHECKPOINT_ID"
-CHECKPOINT_INTERVAL = "ADAPTDL_CHECKPOINT_INTERVAL"
-CHECKPOINT_TIMEOUT = "ADAPTDL_CHECKPOINT_TIMEOUT"
-HANG_TIMEOUT = "ADAPTDL_HANG_TIMEOUT"
-CHECKPOINT_KEEP = "ADAPTDL_CHECKPOINT_KEEP"
 CHECKPOINT_WAIT = "ADAPTDL_CHECKPOINT_WAIT"
-RESCALE = "ADAPTDL_RESCALE"
-REPORT_INTERVAL = "ADAPTDL_REPORT_INTERVAL"
 SHARE_PATH = "ADAPTDL_SHARE_PATH"
 SECRET = "ADAPTDL_SECRET"
 AGENT_FD = "ADAPTDL_AGENT_FD"
 JOIN = "ADAPTDL_JOIN"
 EVENT_LOG = "ADAPTDL_EVENT_LOG"
-SCHED_VERSION = "ADAPTDL_SCHED_VERSION"
-SUPERVISOR_URL = "ADAPTDL_SUPERVISOR_URL"
 
 STAND_IN = "ADAPTDL_STAND_IN"
 """Of an agent that a node service starts: the id under which the service has registered the node."""
@@ -71,3 +46,129 @@ PREFIXES = ("ADAPTDL_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 def describes_replica(name: str) -> bool:
     """Return whether a variable says which replica a process is. No other process may inherit it."""
     return name in OF_TORCHRUN or name.startswith(PREFIXES)
+
+
+class EnvironmentVariableError(ValueError):
+    """Raised if an environment variable has an invalid value."""
+
+    # scripts know it as a name of `adaptdl_elastic.env`
+    __module__ = "adaptdl_elastic.env"
+
+
+class Variable(Generic[T]):
+    """A setting of a replica: which variables hold it, and how their text is read.
+
+    Args:
+        parse: Returns the value that a text stands for. It raises ValueError if there is none.
+        default: The value if no variable is set, or is empty.
+        names: The variables. All are written. The first one that is set and not empty is read.
+    """
+
+    def __init__(self, parse: Callable[[str], T], default: T, *names: str) -> None:
+        self._parse, self._default, self._names = parse, default, names
+
+    def __get__(self, settings: ReplicaSettings, owner: object = None) -> T:
+        """Return the value; EnvironmentVariableError if the text is invalid."""
+        for name in self._names:
+            if text := settings.environ.get(name):
+                try:
+                    return self._parse(text)
+                except ValueError as error:
+                    raise EnvironmentVariableError(f"{name}={text}: {error}") from None
+        return self._default
+
+    def __set__(self, settings: ReplicaSettings, value: T) -> None:
+        """Write the value; None: leave the variables as they are."""
+        if value is not None:
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            settings.environ.update(dict.fromkeys(self._names, text))
+
+
+def _count(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"a whole number of at least {minimum} is needed") from None
+        if value < minimum:
+            raise ValueError(f"must be at least {minimum}")
+        return value
+
+    return parse
+
+
+def _port(text: str) -> int:
+    value = _count(0)(text)
+    if value > 65535:
+        raise ValueError("a port is at most 65535")
+    return value
+
+
+def _way(text: str) -> str:
+    if text not in ("auto", "inplace", "restart"):
+        raise ValueError("auto, inplace or restart is needed")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("a number of seconds is needed") from None
+    if not 0 <= value < float("inf"):
+        raise ValueError("a number of seconds, 0 or more, is needed")
+    return value
+
+
+class ReplicaSettings:
+    """The settings of a replica, as the variables of an environment hold them.
+
+    A value is parsed when it is read: the environment of a process changes with the generation.
+    """
+
+    job = Variable(str, None, "ADAPTDL_JOB_ID", "TORCHELASTIC_RUN_ID")
+    rank = Variable(_count(0), 0, "ADAPTDL_REPLICA_RANK", RANK, "ROLE_RANK")
+    replicas = Variable(_count(1), 1, "ADAPTDL_NUM_REPLICAS", WORLD_SIZE, "ROLE_WORLD_SIZE")
+    nodes = Variable(_count(1), 1, "ADAPTDL_NUM_NODES", "GROUP_WORLD_SIZE")
+    restarts = Variable(_count(0), 0, "ADAPTDL_NUM_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+    generation = Variable(_count(0), None, "ADAPTDL_GENERATION")
+    local_rank = Variable(_count(0), None, "ADAPTDL_LOCAL_RANK")
+    master_host = Variable(str, "127.0.0.1", "ADAPTDL_MASTER_ADDR", MASTER_ADDR)
+    # the port of the library's collectives
+    master_port = Variable(_port, None, ADAPTDL_MASTER_PORT)
+
+    # only as torchrun sets them
+    torch_local_rank = Variable(_count(0), 0, LOCAL_RANK)
+    torch_port = Variable(_port, 0, MASTER_PORT)
+    local_replicas = Variable(_count(1), 1, LOCAL_WORLD_SIZE)
+    node_number = Variable(_count(0), 0, "GROUP_RANK")
+    role = Variable(str, "", "ROLE_NAME")
+    max_restarts = Variable(_count(0), 0, "TORCHELASTIC_MAX_RESTARTS")
+    agent_store = Variable(str, "", "TORCHELASTIC_USE_AGENT_STORE")
+    error_file = Variable(str, "", ERROR_FILE)
+
+    # of AdaptDL or of this project alone
+    node = Variable(str, "", "ADAPTDL_NODE")
+    node_type = Variable(str, "", NODE_TYPE)
+    memory_limit = Variable(_count(1), None, "ADAPTDL_MEMORY_LIMIT")
+    batch_size_limit = Variable(_count(1), None, "ADAPTDL_BATCH_SIZE_LIMIT")
+    checkpoint_path = Variable(str, None, CHECKPOINT_PATH)
+    checkpoint_id = Variable(str, None, "ADAPTDL_CHECKPOINT_ID")
+    checkpoint_interval = Variable(_seconds, 30.0, "ADAPTDL_CHECKPOINT_INTERVAL")
+    checkpoint_timeout = Variable(_seconds, 120.0, "ADAPTDL_CHECKPOINT_TIMEOUT")
+    checkpoint_keep = Variable(_count(1), 3, "ADAPTDL_CHECKPOINT_KEEP")
+    checkpoint_wait = Variable(_seconds, 0.0, CHECKPOINT_WAIT)
+    hang_timeout = Variable(_seconds, None, "ADAPTDL_HANG_TIMEOUT")
+    rescale = Variable(_way, "auto", "ADAPTDL_RESCALE")
+    report_interval = Variable(_seconds, 2.0, "ADAPTDL_REPORT_INTERVAL")
+    share_path = Variable(str, None, SHARE_PATH)
+    secret = Variable(str, None, SECRET)
+    scheduler_version = Variable(str, None, "ADAPTDL_SCHED_VERSION")
+    supervisor_url = Variable(str, None, "ADAPTDL_SUPERVISOR_URL")
+
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        self.environ = environ
+
+
+HERE = ReplicaSettings(os.environ)
+"""The settings of this process."""

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from adaptdl_elastic import _secrets
+from adaptdl_elastic.protocol.environment import SECRET
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec
 from adaptdl_elastic.rendezvous.store.base import Store
@@ -71,7 +72,7 @@ def common_secret(
         StorageError: the bucket of checkpoints cannot keep the secret.
         StoreError: the store fails.
     """
-    given = environ.get("ADAPTDL_SECRET")
+    given = environ.get(SECRET)
     if given:
         return CommonSecret(given.encode())
     if not confidential:

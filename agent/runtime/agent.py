@@ -127,7 +127,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._signals = StopRequests()
         self._checkpoint_asked = 0
         self._failures = FailureReporter(
-            output, recorder, say, config.max_restarts, config.environment.checkpoint_path
+            output, recorder, say, config.max_restarts, config.environment.settings.checkpoint_path or ""
         )
         # (generation, rank) of replicas whose death the others survived
         self._survived_losses: set[tuple[int, int]] = set()

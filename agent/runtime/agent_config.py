@@ -9,24 +9,7 @@ from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
-
-
-@dataclass(frozen=True)
-class MeetingPoint:
-    """The address at which the user wants replicas to meet: `--master-addr` and `--master-port`.
-
-    Attributes:
-        host: None: the address of the node of rank 0.
-        port: the port.
-    """
-
-    host: str | None
-    port: int
-
-    def __str__(self) -> str:
-        """Return the options as given on the command line."""
-        address = f"--master-addr={self.host} " if self.host is not None else ""
-        return f"{address}--master-port={self.port}"
+from adaptdl_elastic.agent.terminal.run_options import MeetingPoint
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import socket
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adaptdl_elastic.agent.runtime.agent_config import MeetingPoint
+from adaptdl_elastic.agent.terminal.run_options import MeetingPoint
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError, is_local, reserve
 from adaptdl_elastic.rendezvous.local.tcp_store import serve
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord

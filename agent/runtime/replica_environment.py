@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from adaptdl_elastic._private import RuntimeFileError, private_directory
 from adaptdl_elastic.agent.machine.devices import MIG
-from adaptdl_elastic.protocol import environment
+from adaptdl_elastic.protocol.environment import SHARE_PATH, ReplicaSettings
 from adaptdl_elastic.rendezvous.local.scratch_directory import Shared, sweep
-from adaptdl_elastic.rendezvous.schema.records import MasterRecord, Plan
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, MasterRecord, Plan
 
 _SHARE, _KEPT_FOR = "share-", 86400.0  # _KEPT_FOR in seconds
 
@@ -20,19 +20,19 @@ class JobEnvironment:
     """Values that are the same for all replicas of this agent."""
 
     node: str
-    role: str
-    checkpoint_path: str
-    checkpoint_timeout: float
-    checkpoint_interval: float
-    share_path: str
-    max_restarts: int
+    settings: ReplicaSettings
     threads: int | None
-    rescale: str = "auto"
     virtual_local_rank: bool = False
-    hang_timeout: float | None = None
-    secret: str = field(default="", repr=False)  # secret of the run
-    node_type: str = ""
     devices: tuple[str, ...] = ()  # `NodeRecord.devices`
+
+
+def job_settings(spec: JobSpec, checkpoint_interval: float, role: str) -> ReplicaSettings:
+    """Return the settings of replicas that are the same on all nodes of a job."""
+    settings = ReplicaSettings({})
+    settings.checkpoint_path, settings.checkpoint_timeout = spec.checkpoint_path, spec.checkpoint_timeout
+    settings.checkpoint_interval, settings.role = checkpoint_interval, role
+    settings.max_restarts, settings.rescale = spec.max_restarts, spec.rescale.value
+    return settings
 
 
 def replica_environment(
@@ -59,62 +59,31 @@ def replica_environment(
     group = plan.index(job.node)
     rank = ranks[plan.slots(job.node).index(local_rank)]
     world, restarts = plan.replicas, plan.generation - plan.first
-    values: dict[str, object] = {
-        environment.RANK: rank,
-        environment.WORLD_SIZE: world,
-        environment.LOCAL_RANK: local_rank,
-        environment.LOCAL_WORLD_SIZE: len(ranks),
-        environment.GROUP_RANK: group,
-        environment.GROUP_WORLD_SIZE: plan.nodes,
-        environment.ROLE_NAME: job.role,
-        environment.ROLE_RANK: rank,
-        environment.ROLE_WORLD_SIZE: world,
-        environment.MASTER_ADDR: master.host,
-        environment.MASTER_PORT: master.port,
-        environment.RESTART_COUNT: restarts,
-        environment.MAX_RESTARTS: job.max_restarts,
-        environment.RUN_ID: plan.job,
-        environment.USE_AGENT_STORE: "True",
-        environment.ERROR_FILE: error_file,
-        environment.ADAPTDL_MASTER_ADDR: master.host,
-        environment.ADAPTDL_MASTER_PORT: master.collective_port,
-        environment.NUM_REPLICAS: world,
-        environment.REPLICA_RANK: rank,
-        environment.NUM_NODES: plan.nodes,
-        environment.NODE: job.node,
-        environment.NODE_TYPE: plan.node_type or job.node_type,
-        environment.NUM_RESTARTS: restarts,
-        environment.GENERATION: plan.generation,
-        environment.JOB_ID: plan.job,
-        environment.CHECKPOINT_PATH: job.checkpoint_path,
-        environment.CHECKPOINT_TIMEOUT: f"{job.checkpoint_timeout:g}",
-        environment.CHECKPOINT_INTERVAL: f"{job.checkpoint_interval:g}",
-        environment.CHECKPOINT_ID: checkpoint or "",
-        environment.SHARE_PATH: job.share_path,
-        environment.RESCALE: job.rescale,
-        environment.SECRET: job.secret,
-    }
-    if job.rescale == "restart":  # otherwise the library decides, since it may survive an error
+    values = dict(job.settings.environ)
+    found = ReplicaSettings(values)
+    found.job, found.generation, found.restarts = plan.job, plan.generation, restarts
+    found.rank, found.replicas, found.nodes = rank, world, plan.nodes
+    found.torch_local_rank, found.local_replicas, found.node_number = local_rank, len(ranks), group
+    found.master_host, found.master_port, found.torch_port = master.host, master.collective_port, master.port
+    found.node_type = plan.node_type or job.settings.node_type
+    found.checkpoint_id, found.error_file, found.agent_store = checkpoint or "", error_file, "True"
+    found.memory_limit = plan.memory_limit
+    found.batch_size_limit = None if plan.limit is None else plan.limit.batch_size
+    if found.rescale == "restart":  # otherwise the library decides, since it may survive an error
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if plan.memory_limit is not None:
-        values[environment.MEMORY_LIMIT] = plan.memory_limit
-    if plan.limit is not None and plan.limit.batch_size is not None:
-        values[environment.BATCH_SIZE_LIMIT] = plan.limit.batch_size
-    if job.hang_timeout:
-        values[environment.HANG_TIMEOUT] = f"{job.hang_timeout:g}"
     if job.threads is not None:
-        values["OMP_NUM_THREADS"] = job.threads
+        values["OMP_NUM_THREADS"] = str(job.threads)
     own = replica_devices(job.devices, plan, job.node, local_rank)
     # CUDA shows a process one instance of a divided GPU at most
     alone = job.virtual_local_rank or any(name.startswith(MIG) for name in job.devices)
     if alone:
-        values[environment.LOCAL_RANK] = 0
+        found.torch_local_rank = 0
     if job.devices:
         visible = own if alone else _visible(job.devices, plan.devices(job.node), local_rank)
         values["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     elif job.virtual_local_rank:
         values["CUDA_VISIBLE_DEVICES"] = _nth_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
-    return {name: str(value) for name, value in values.items()}
+    return values
 
 
 def replica_devices(inventory: Sequence[str], plan: Plan, node: str, local_rank: int) -> list[str]:
@@ -150,7 +119,7 @@ class SharePath:
     """
 
     def __init__(self, environ: Mapping[str, str], job: str, runtime: Path | None = None) -> None:
-        given = environ.get(environment.SHARE_PATH)
+        given = environ.get(SHARE_PATH)
         self._ours: Shared | None = None
         if given:
             self.path = Path(given)

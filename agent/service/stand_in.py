@@ -105,12 +105,11 @@ class StandIn:
             JobEndedError: nothing is to be started.
             StandInError: this node cannot take part.
         """
-        program, *rest = self.submission.command
         try:
             # the script is looked for by the agent, whose directory it may be relative to
             parsed = parse([*self.options, "--no-python", sys.executable], self.variables)
             launch.check_checkpoint_path(parsed.checkpoint_path)
-            parsed = replace(parsed, script=program, script_args=tuple(rest), mode=self.submission.mode)
+            parsed = replace(parsed, command=self.submission.command, mode=self.submission.mode)
             store, keys = self.membership.store, Keys(parsed.cluster)
             _delete_ghost(store, keys.node(parsed.node_name or "", self.job))
             found = launch.take_part(

@@ -16,28 +16,43 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pydantic.dataclasses
+
 from adaptdl_elastic.agent.terminal.run_parser import WITHOUT_MEANING, OptionError, parser
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
-from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, MOST_SLOTS
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, MOST_SLOTS, JobSpec
 from adaptdl_elastic.rendezvous.store.local_socket import is_local, socket_path
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
+_MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
+
 
 @dataclass(frozen=True)
-class RunOptions:
-    """A checked command line."""
+class MeetingPoint:
+    """The address at which the user wants replicas to meet: `--master-addr` and `--master-port`.
 
-    script: str
-    script_args: tuple[str, ...]
+    Attributes:
+        host: None: the address of the node of rank 0.
+        port: the port.
+    """
+
+    host: str | None
+    port: int
+
+    def __str__(self) -> str:
+        """Return the options as given on the command line."""
+        address = f"--master-addr={self.host} " if self.host is not None else ""
+        return f"{address}--master-port={self.port}"
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=pydantic.ConfigDict(extra="ignore"))
+class RunOptions(JobSpec):
+    """A checked command line: the job as it describes it, and what belongs to this node."""
+
+    run: str = ""  # a run is named when an agent begins it
     mode: str  # "script", "module" or "exec"
-    job: str
-    min_nodes: int
-    max_nodes: int
-    min_slots: int
     slots: int
-    gpus_per_replica: int
-    replicas: tuple[int, int] | None  # fewest and most of the whole job; None: as nodes and slots allow
     standalone: bool
     endpoint: str | None
     etcd_api: str
@@ -50,24 +65,13 @@ class RunOptions:
     node_name: str | None
     node_type: str | None
     local_addr: str | None
-    master_addr: str | None  # address at which generations meet, if the user asks for one
-    master_port: int | None
+    meeting_point: MeetingPoint | None  # at which generations meet, if the user asks for one
     port_range: tuple[int, int] | None
-    checkpoint_path: str
-    checkpoint_timeout: float
     checkpoint_interval: float
-    rescale: str
-    rescale_timeout: float
     once: bool
     anew: bool
     follows: str
-    max_restarts: int
     hang_timeout: float | None
-    autoscale: bool
-    preemptible: bool
-    avoid_preemptible_nodes: bool
-    weight: float
-    most_weight: float
     event_log: Path | None
     summary: bool | None  # None: only on a terminal
     log_dir: Path | None
@@ -87,21 +91,6 @@ class RunOptions:
     def of_one_machine(self) -> bool:
         """Whether the store is in the memory of a process of this machine, and ends with that process."""
         return self.standalone or (self.endpoint is not None and is_local(self.endpoint))
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """The command line of the script, for messages."""
-        return (self.script, *self.script_args)
-
-
-_AS_TYPED = (
-    *("gpus_per_replica", "etcd_api", "etcd_ca", "etcd_cert", "etcd_key", "etcd_user"),
-    *("etcd_timeout", "local_addr", "checkpoint_timeout", "checkpoint_interval", "rescale"),
-    *("rescale_timeout", "once", "anew", "follows", "max_restarts", "hang_timeout"),
-    *("avoid_preemptible_nodes", "weight", "most_weight", "event_log", "summary", "redirects"),
-    *("tee", "role", "virtual_local_rank"),
-)
-"""Options whose values are used as they are given."""
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
@@ -155,7 +144,7 @@ def check(
         _check_endpoint(endpoint or "", max_nodes)
     if args.once and args.anew:
         raise OptionError("--once and --anew exclude each other: give --anew to train again, else --once")
-    master_addr, master_port = _meeting_point(args, given, environ, max_nodes)
+    point = _meeting_point(args, given, environ, max_nodes)
     path = args.checkpoint_path or environ.get(environment.CHECKPOINT_PATH) or str(Path(".adaptdl") / job)
     if "://" not in path:
         path = str(Path(path).absolute())
@@ -167,35 +156,36 @@ def check(
             f"--replicas={args.replicas} never means fewer than {fewest} replicas, also after a death: "
             f"--nproc-per-node={args.nproc_per_node} is the fewest of a node (1:{slots} lets them be fewer)"
         )
-    return RunOptions(
-        script=args.training_script,
-        script_args=tuple(args.training_script_args),
-        mode=mode,
-        job=job,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        min_slots=min_slots,
-        slots=slots,
-        replicas=replicas,
-        standalone=standalone,
-        endpoint=None if standalone else endpoint,
-        cluster=check_option("--cluster", args.cluster or environ.get("ADAPTDL_CLUSTER") or "default"),
-        node_name=check_option("--node-name", args.node_name) if args.node_name else None,
-        node_type=_node_type(args.node_type or environ.get(environment.NODE_TYPE) or None),
-        master_addr=master_addr,
-        master_port=master_port,
-        port_range=parse_ports(args.port_range) if args.port_range else None,
-        checkpoint_path=path,
-        autoscale=not args.no_autoscale,
-        preemptible=not args.no_preempt,
-        log_dir=Path(args.log_dir) if args.log_dir else None,
-        local_ranks_filter=_ranks(args.local_ranks_filter),
-        line_prefix=args.log_line_prefix_template or None,
-        cores=0 if "OMP_NUM_THREADS" in environ else len(os.sched_getaffinity(0)),
-        signals=parse_signals(args.signals_to_handle),
-        notes=(*notes, *_notes(args, given, master_port, slots)),
-        **{name: getattr(args, name) for name in _AS_TYPED},
-    )
+    # without --replicas: the least that a node takes is in its own registration
+    least, most = replicas or (min_nodes, slots if max_nodes == 1 else _MANY_REPLICAS)
+    checked = {
+        "command": (args.training_script, *args.training_script_args),
+        "mode": mode,
+        "job": job,
+        "min_nodes": min_nodes,
+        "max_nodes": max_nodes,
+        "min_slots": min_slots,
+        "slots": slots,
+        "min_replicas": least,
+        "max_replicas": most,
+        "standalone": standalone,
+        "endpoint": None if standalone else endpoint,
+        "cluster": check_option("--cluster", args.cluster or environ.get("ADAPTDL_CLUSTER") or "default"),
+        "node_name": check_option("--node-name", args.node_name) if args.node_name else None,
+        "node_type": _node_type(args.node_type or environ.get(environment.NODE_TYPE) or None),
+        "meeting_point": point,
+        "port_range": parse_ports(args.port_range) if args.port_range else None,
+        "checkpoint_path": path,
+        "autoscale": not args.no_autoscale,
+        "preemptible": not args.no_preempt,
+        "log_dir": Path(args.log_dir) if args.log_dir else None,
+        "local_ranks_filter": _ranks(args.local_ranks_filter),
+        "line_prefix": args.log_line_prefix_template or None,
+        "cores": 0 if "OMP_NUM_THREADS" in environ else len(os.sched_getaffinity(0)),
+        "signals": parse_signals(args.signals_to_handle),
+        "notes": (*notes, *_notes(args, given, point is not None, slots)),
+    }
+    return RunOptions(**{**vars(args), **checked})
 
 
 def _check_endpoint(endpoint: str, max_nodes: int) -> None:
@@ -240,8 +230,8 @@ _TORCHS_PORT = 29500
 
 def _meeting_point(
     args: argparse.Namespace, given: set[str], environ: Mapping[str, str], max_nodes: int
-) -> tuple[str | None, int | None]:
-    """Return --master-addr and --master-port if torchrun would use them; None for those not given."""
+) -> MeetingPoint | None:
+    """Return --master-addr and --master-port if torchrun would use them."""
     # torchrun, too, ignores the variables with --standalone: images set them, and two jobs would share a port
     named = "master_addr" in given or bool(environ.get("PET_MASTER_ADDR") and not args.standalone)
     address = args.master_addr.strip("[]") if named else None
@@ -249,10 +239,10 @@ def _meeting_point(
     if port is None and address is not None and max_nodes > 1 and not args.standalone:
         port = _TORCHS_PORT
     if port is None:
-        return None, None
+        return None
     if not 1 <= port <= 65535:
         raise OptionError(f"--master-port={port} is not a port: give a number between 1 and 65535")
-    return address, port
+    return MeetingPoint(address, port)
 
 
 def _mode(args: argparse.Namespace) -> str:
@@ -409,8 +399,8 @@ def _notes_on_ignored(given: set[str], environ: Mapping[str, str]) -> Iterator[s
             yield f"{variable} has no effect: {why}"
 
 
-def _notes(args: argparse.Namespace, given: set[str], master_port: int | None, slots: int) -> Iterator[str]:
-    if "master_addr" in given and master_port is None:
+def _notes(args: argparse.Namespace, given: set[str], meets: bool, slots: int) -> Iterator[str]:
+    if "master_addr" in given and not meets:
         yield "--master-addr has no effect without --master-port: replicas meet at any free port"
     if args.standalone:
         for name in _OF_AN_ETCD:

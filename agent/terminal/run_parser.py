@@ -39,9 +39,9 @@ _HELP = {
     "rdzv_endpoint": "etcd of the cluster, HOST:PORT[,HOST:PORT...] (default: ADAPTDL_ETCD)",
     "rdzv_id": "name of the job (default: that of the script)",
     "standalone": "one node, without an etcd (the default where no other node and no etcd is named)",
-    "max_restarts": "failures after which the job is restarted from its checkpoint (default 3; fewer if the "
-    "same error comes twice after the same step); lost nodes, and deaths that other replicas survive, do not "
-    "count",
+    "max_restarts": "restart the job from its checkpoint after a failure, at most N times (default 3; fewer "
+    "if the same error comes twice after the same step); lost nodes, and deaths that other replicas survive, "
+    "do not count",
     "role": "set as ROLE_NAME for every replica",
     "run_path": "run the script with runpy.run_path, which is always done; overrides --no-python",
     "log_dir": "directory for the logs of replicas",

@@ -83,7 +83,7 @@ LEAVE_SECONDS = 30.0
     type=click.IntRange(min=0),
     default=3,
     show_default=True,
-    help="Number of failures after which the job is restarted.",
+    help="Restart the job after a failure, at most N times.",
 )
 @click.option(
     "--array",

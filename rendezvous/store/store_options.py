@@ -9,11 +9,20 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from adaptdl_elastic.rendezvous.store.base import StoreError
 
 DEFAULT_PORT = 2379
+
+_PATHS = "ca", "cert", "key", "password_file"
+_TEXTS = "timeout", "user", "password"
+
+
+def variable(name: str) -> str:
+    """Return the environment variable that sets one of `StoreOptions`."""
+    return f"ADAPTDL_ETCD_{name.upper()}"
 
 
 class StoreOptionError(StoreError, ValueError):
@@ -79,24 +88,16 @@ class StoreOptions:
             environ: the environment.
             given: options that override the environment unless they are None.
         """
-        values: dict[str, object] = {}
-        for name in ("ca", "cert", "key"):
-            if text := environ.get(f"ADAPTDL_ETCD_{name.upper()}"):
-                values[name] = Path(text)
-        if text := environ.get("ADAPTDL_ETCD_TIMEOUT"):
-            values["timeout"] = _seconds(text)
-        if text := environ.get("ADAPTDL_ETCD_USER"):
-            values["user"] = text
-        if text := environ.get("ADAPTDL_ETCD_PASSWORD"):
-            values["password"] = text
-        if text := environ.get("ADAPTDL_ETCD_PASSWORD_FILE"):
-            values["password_file"] = Path(text)
+        values: dict[str, Any] = {
+            name: text for name in (*_PATHS, *_TEXTS) if (text := environ.get(variable(name)))
+        }
+        if "password_file" in values:
             values.pop("password", None)
-        values.update({name: value for name, value in given.items() if value is not None})
-        for name in ("ca", "cert", "key"):
-            if isinstance(values.get(name), str):
-                values[name] = Path(str(values[name]))
-        return cls(**values)  # type: ignore[arg-type]
+        values |= {name: value for name, value in given.items() if value is not None}
+        values |= {name: Path(values[name]) for name in _PATHS if name in values}
+        if "timeout" in values:
+            values["timeout"] = _seconds(values["timeout"])
+        return cls(**values)
 
     def current_password(self) -> str | None:
         """Return the first line of the password file now, or `password` if there is no file."""
@@ -168,7 +169,7 @@ def _parse_endpoint(text: str, secure: bool) -> str:
     return f"{url.scheme}://{name}:{port or DEFAULT_PORT}"
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str | float) -> float:
     try:
         return float(text)
     except ValueError:

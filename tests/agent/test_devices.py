@@ -18,6 +18,7 @@ import pytest
 from adaptdl_elastic.agent.machine import device_locks
 from adaptdl_elastic.agent.machine.devices import DevicesSeen, DeviceWatch, Gpus
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, replica_environment
+from adaptdl_elastic.protocol.environment import ReplicaSettings
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     GpuUsage,
@@ -348,7 +349,7 @@ def test_looking_at_a_lock_keeps_it_from_the_cleaners_of_tmp(locks: Path) -> Non
 
 
 def environment(placement: Placement, rank: int, devices: tuple[str, ...], **more: Any) -> dict[str, str]:
-    job = JobEnvironment("n", "r", "/c", 1.0, 1.0, "/s", 3, None, devices=devices, **more)
+    job = JobEnvironment("n", ReplicaSettings({}), None, devices=devices, **more)
     plan = Plan("j", "r", 0, (placement,), Cause.START, Transition.RESTART, "")
     found = replica_environment(job, plan, MasterRecord(0, "h", 1), rank, None, "/e", {})
     return {name: found[name] for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES") if name in found}

@@ -16,6 +16,7 @@ from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.cluster import checkpoint_archive, ended_run
 from adaptdl_elastic.agent.cluster.ended_run import JobEndedError, JoinError, StartOptions
 from adaptdl_elastic.agent.runtime import agent
+from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, encode
 from adaptdl_elastic.rendezvous.store.base import StoreError
@@ -327,7 +328,7 @@ def test_that_a_job_is_done_is_noted_before_its_agent_goes(
     status = JobStatus("job", "run-1", JobState.DONE)
     monkeypatch.setattr(agent, "ElasticAgent", lambda *what: Mock(job_ended=status, exit_code=0))
     monkeypatch.setattr(ended_run, "write_note", order.note)
-    options = Mock(cores=0, slots=1, role="worker", max_restarts=0, job="job", standalone=True)
+    options = parse(["--standalone", __file__], {"OMP_NUM_THREADS": "1"})
     found = Mock(identity=None, registration=order.registration)
     parts = Mock(share=order.share, access=Mock(environ={}))
     assert launch.run_agent(options, found, parts) == 0

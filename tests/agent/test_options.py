@@ -20,6 +20,7 @@ from adaptdl_elastic.agent.own_records import job_spec
 from adaptdl_elastic.agent.runtime.replica_environment import SharePath
 from adaptdl_elastic.agent.terminal import run_options, run_parser, torchrun_options
 from adaptdl_elastic.agent.terminal.replica_output import StreamOptionError, Streams
+from adaptdl_elastic.agent.terminal.run_options import MeetingPoint
 
 
 def parse(*arguments: str, **environ: str) -> run_options.RunOptions:
@@ -237,16 +238,16 @@ def test_a_port_of_torchruns_own_store_is_no_etcd() -> None:
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        ((), (None, None)),
-        (("--master-port=1234",), (None, 1234)),
-        (("--master_addr=localhost", "--master_port=1234"), ("localhost", 1234)),
-        (("--master-addr=[::1]", "--master-port=1234"), ("::1", 1234)),
-        (("--master-addr=node0", "--nnodes=1:2", "--etcd=e:1"), ("node0", 29500)),
+        ((), None),
+        (("--master-port=1234",), MeetingPoint(None, 1234)),
+        (("--master_addr=localhost", "--master_port=1234"), MeetingPoint("localhost", 1234)),
+        (("--master-addr=[::1]", "--master-port=1234"), MeetingPoint("::1", 1234)),
+        (("--master-addr=node0", "--nnodes=1:2", "--etcd=e:1"), MeetingPoint("node0", 29500)),
     ],
 )
-def test_where_replicas_meet_may_be_given(arguments: tuple[str, ...], where: tuple[str, int]) -> None:
+def test_where_replicas_meet_may_be_given(arguments: tuple[str, ...], where: MeetingPoint | None) -> None:
     found = parse(*arguments)
-    assert (found.master_addr, found.master_port) == where
+    assert found.meeting_point == where
     assert found.notes == ()
 
 
@@ -255,11 +256,11 @@ def test_where_replicas_meet_may_come_from_torchruns_variables(monkeypatch: pyte
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     found = parse(**given)
-    assert (found.master_addr, found.master_port, found.notes) == ("localhost", 1234, ())
+    assert (found.meeting_point, found.notes) == (MeetingPoint("localhost", 1234), ())
     found = parse("--standalone", **given)
-    assert (found.master_addr, found.master_port, found.notes) == (None, None, ())
+    assert (found.meeting_point, found.notes) == (None, ())
     found = parse("--standalone", "--master-port=99", **given)
-    assert (found.master_addr, found.master_port) == (None, 99)
+    assert found.meeting_point == MeetingPoint(None, 99)
 
 
 def test_an_address_without_a_port_is_told_to_have_no_effect_on_one_node() -> None:
@@ -303,7 +304,7 @@ def test_what_the_job_is_beside_others_reaches_its_spec() -> None:
 
 def test_everything_after_the_script_is_the_scripts() -> None:
     found = run_options.parse(["--standalone", __file__, "--nnodes", "x", "--", "-m"], {})
-    assert found.script_args == ("--nnodes", "x", "--", "-m")
+    assert found.command[1:] == ("--nnodes", "x", "--", "-m")
 
 
 @pytest.mark.parametrize(
@@ -425,7 +426,7 @@ def test_the_name_of_the_cluster_may_come_from_the_environment() -> None:
 
 def test_the_scripts_own_options_are_none_of_ours() -> None:
     found = run_options.parse(["--standalone", __file__, "--master-port", "1234", "--rdzv-conf=x"], {})
-    assert found.script_args == ("--master-port", "1234", "--rdzv-conf=x")
+    assert found.command[1:] == ("--master-port", "1234", "--rdzv-conf=x")
     assert found.notes == ()
     assert len(run_options.parse(["--node-rank", "1", __file__, "--node-rank", "1"], {}).notes) == 1
 

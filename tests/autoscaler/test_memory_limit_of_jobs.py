@@ -10,6 +10,7 @@ from coordinator_pump import Pump
 
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, replica_environment
 from adaptdl_elastic.autoscaler.coordinator.job_models import Report, curve_of, informed
+from adaptdl_elastic.protocol.environment import ReplicaSettings
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 from adaptdl_elastic.sched_hints import JobHints
 
@@ -77,7 +78,7 @@ def test_the_agent_tells_the_limit_to_its_replicas() -> None:
     pump.node("n0", "a")
     pump.settle()
     plan = pump.plan("a")
-    job = JobEnvironment("n0", "default", "", 120.0, 30.0, "", 3, None)
+    job = JobEnvironment("n0", ReplicaSettings({}), None)
     master = MasterRecord(plan.generation, "127.0.0.1", 1, 2)
 
     def variables(limit: int | None) -> dict[str, str]:

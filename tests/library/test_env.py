@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from code_lines import PRODUCT, ROOT
 
 from adaptdl_elastic import env
 from adaptdl_elastic.env import EnvironmentVariableError
+from adaptdl_elastic.protocol import environment
 
 ALONE: dict[str, Any] = {
     "checkpoint_path": None,
@@ -165,3 +170,17 @@ def test_answers_follow_the_environment_of_a_new_generation(monkeypatch: pytest.
     for replicas in ("2", "5", "1"):
         monkeypatch.setenv("ADAPTDL_NUM_REPLICAS", replicas)
         assert env.num_replicas() == int(replicas)
+
+
+def test_names_of_variables_stand_in_one_file_only() -> None:
+    listed = set(re.findall(r'"((?:ADAPTDL|TORCHELASTIC)_\w+)"', Path(environment.__file__).read_text()))
+    assert "ADAPTDL_SECRET" in listed
+    found = {
+        (str(path.relative_to(ROOT)), node.value)
+        for folder in PRODUCT
+        for path in (ROOT / folder).rglob("*.py")
+        if not any(part.is_symlink() for part in path.parents) and path != Path(environment.__file__)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in listed
+    }
+    assert found == set()

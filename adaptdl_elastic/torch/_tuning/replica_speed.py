@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.protocol import environment
+from adaptdl_elastic.protocol.environment import HERE
 from adaptdl_elastic.protocol.hints import Straggler
 from adaptdl_elastic.torch._runtime.step_clock import StepClock, StepParts
 from adaptdl_elastic.torch._tuning.lag import LagJudge, NetworkJudge, Report
@@ -58,7 +58,7 @@ class ReplicaSpeed:
         self._session = session
         self.clock = StepClock()
         self._host = socket.gethostname()
-        self._node = os.environ.get(environment.NODE, "")
+        self._node = HERE.node
         self._state: State = ()
         self._recent: deque[StepParts] = deque(maxlen=WINDOW)
         self._steps = 0  # in this state
@@ -113,7 +113,7 @@ class ReplicaSpeed:
 
     def _crowded(self) -> bool:
         """Return whether the replicas of this host compute on its cores and leave none of them free."""
-        local = int(os.environ.get(environment.LOCAL_WORLD_SIZE, 1))
+        local = HERE.local_replicas
         busy = local * torch.get_num_threads() >= len(os.sched_getaffinity(0))
         return local > 1 and busy and not self.clock.on_gpu
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -24,7 +23,7 @@ import numpy as np
 
 from adaptdl_elastic import _session, checkpoint, env
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
-from adaptdl_elastic.protocol import environment
+from adaptdl_elastic.protocol.environment import HERE
 from adaptdl_elastic.protocol.hints import MANY, MOST, JobHints, ProfileEntry, Straggler, encode
 from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits, accumulation_ratio
@@ -94,7 +93,7 @@ class Metrics:
         self._clock = clock
         self._background = background
         self._interval = env.report_interval()
-        self._node_type = os.environ.get(environment.NODE_TYPE, "")
+        self._node_type = HERE.node_type
         self._times = StepTimes()  # on nodes of this type
         self._refutation = Refutation(self._times)
         self._elsewhere: dict[str, OnType] = {}  # node type → measurements on it

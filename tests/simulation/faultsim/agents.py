@@ -17,7 +17,7 @@ from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.event_loop import Signalled
 from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.plan_handler import PlanHandler
-from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
+from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, job_settings
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
@@ -174,6 +174,10 @@ class AgentProcess(Process):
 
     def _setting(self, spec: JobSpec) -> AgentConfig:
         job, machine = self.job, self.machine
+        settings = job_settings(
+            replace(spec, checkpoint_timeout=job.checkpoint_timeout), job.checkpoint_interval, "default"
+        )
+        settings.node, settings.share_path, settings.secret = machine.name, "/share", ""
         return AgentConfig(
             me=AgentIdentity(
                 machine.name,
@@ -187,18 +191,7 @@ class AgentProcess(Process):
             host=machine.host,
             ports=None,
             command=Command("script", ("train.py",), "/", {}, None),
-            environment=JobEnvironment(
-                node=machine.name,
-                role="default",
-                checkpoint_path=spec.checkpoint_path,
-                checkpoint_timeout=job.checkpoint_timeout,
-                checkpoint_interval=job.checkpoint_interval,
-                share_path="/share",
-                max_restarts=spec.max_restarts,
-                threads=None,
-                rescale=spec.rescale.value,
-                devices=self._devices,
-            ),
+            environment=JobEnvironment(machine.name, settings, None, devices=self._devices),
             coordinator=CoordinatorCommand((), {}),
             max_restarts=spec.max_restarts,
         )
