@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -346,9 +345,6 @@ def take_part(
                 invite(options, common, registration.record.node, say)
             if (further := measured(registration.record.node, links)) != links:
                 registration.update(links=further)
-            if port and key is not None:
-                again = store, keys, key, registration
-                threading.Thread(target=link_probe.keep_measuring, args=again, daemon=True).start()
         except BaseException:
             registration.close()
             raise

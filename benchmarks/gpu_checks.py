@@ -281,7 +281,7 @@ def state_transfer(device: str = "cpu" if SMALL else "cuda:0") -> dict[str, Any]
     def there_and_back() -> None:
         pairs = zip(transfer._buckets(tensors), transfer._buckets(targets), strict=True)
         for ours, theirs in pairs:
-            transfer.send_bucket(group, ours, 0)
+            transfer.send_bucket(group, ours, [0])
             transfer._receive(group, theirs, 0)
 
     backends.patiently(_session.current(), group, there_and_back)

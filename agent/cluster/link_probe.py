@@ -16,14 +16,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from adaptdl_elastic._door import STRANGERS, Door
 from adaptdl_elastic._wire import introduce
 from adaptdl_elastic.agent.cluster.job_joining import live_agents
-from adaptdl_elastic.agent.cluster.store_link import NameTakenError, Registration
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError, Ports, listen
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Link, NodeRecord, Plan
@@ -37,13 +35,6 @@ SECONDS = 1.0
 BYTES = 4 << 20
 """Size of one transfer."""
 
-EVERY = 30.0
-"""Seconds from one measurement to the next while the job trains on one node."""
-
-CHANGED = 2.0
-"""Factor by which the bandwidth of a link has changed when it counts as changed."""
-
-_AGAIN = 5.0  # seconds until the measurement that confirms a change
 _PEERS = 3  # most nodes that a newcomer measures its link to
 _ROUNDS = 4  # most transfers of one measurement, of which the fastest counts
 _SHORT = 0.1  # seconds of transfers after which no further one begins
@@ -120,30 +111,6 @@ def measured_links(
 _measured: dict[tuple[str, str, int, bytes], Link] = {}
 
 
-def keep_measuring(store: Store, keys: Keys, key: bytes, registration: Registration) -> None:
-    """Measure the links to a node again and again, and register with those that have changed.
-
-    A link has changed if two measurements in succession say so. Call this in a thread of its own.
-    """
-    wait, never = EVERY, threading.Event()
-    while not never.wait(wait):
-        confirms, wait = wait < EVERY, EVERY
-        with suppress(StoreError, NameTakenError):
-            record = registration.record
-            plan = read_record(Plan, store.get(keys.job(record.job, "plan")))
-            if plan is None or not record.links:
-                continue
-            _measured.clear()
-            found = {link.node: link for link in measured_links(store, keys, record.job, key, record.node)}
-            now = [replace(found.get(one.node, one), changed=plan.generation) for one in record.links]
-            ratios = [one.bandwidth / before.bandwidth for one, before in zip(now, record.links, strict=True)]
-            if all(1 / CHANGED < ratio < CHANGED for ratio in ratios):
-                continue
-            wait = EVERY if confirms else _AGAIN
-            if confirms:
-                registration.update(links=tuple(now))
-
-
 def _measure(peers: Sequence[NodeRecord], key: bytes, found: list[Link]) -> None:
     """Append the links from `peers` to `found`, as far as they can be measured in time."""
     share = 0.95 * SECONDS / len(peers)
@@ -184,8 +151,9 @@ def _rate(sock: socket.socket, until: float) -> float:
             if not count:
                 break
             arrived.append((time.monotonic(), total + count))
-    (began, _), (ended, total) = arrived[0], arrived[-1]
-    if total < _LEAST:
+    # not from when it was asked for: the other side serves one node at a time
+    (began, first), (ended, total) = arrived[min(1, len(arrived) - 1)], arrived[-1]
+    if total - first < _LEAST:
         raise ConnectionError(f"only {total} bytes have arrived")
     half, before = next(one for one in arrived if one[1] >= total / 2)
-    return min(total / max(ended - began, 1e-6), (total - before) / max(ended - half, 1e-6))
+    return min((total - first) / max(ended - began, 1e-6), (total - before) / max(ended - half, 1e-6))

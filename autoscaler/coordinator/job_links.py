@@ -13,10 +13,6 @@ FAST = 1e9
 """Bytes per second of one connection from which the link counts as unknown: NCCL uses several of them."""
 
 
-CHANGED = 1.5
-"""Factor of the predicted goodput from which on a job is faster than what it has measured before."""
-
-
 def links_of(view: View) -> dict[str, Link]:
     """Return the median of the links between the nodes of each job, unless it is unknown or `FAST`."""
     found = {}
@@ -32,25 +28,9 @@ def with_network(model: GoodputModel, hints: JobHints, link: Link | None) -> Goo
     """Return a model that expects of several nodes what the link allows, until their steps are measured."""
     if link is None or hints.gradient_bytes is None:
         return model
-    corrections = model.corrections
-    if _outdated(hints, link):
-        corrections = corrections and replace(corrections, several=())
-        model = replace(model, perf_params=model.perf_params._replace(alpha_n=0.0, beta_n=0.0))
-    if corrections is not None and corrections.several:
+    if model.corrections is not None and model.corrections.several:
         return model
-    network = NetworkPrior(link.latency, hints.gradient_bytes / link.bandwidth)
-    return replace(model, network=network, corrections=corrections)
-
-
-def _outdated(hints: JobHints, link: Link) -> bool:
-    """Return whether the job's steps on several nodes were measured before the link changed.
-
-    The next change returns to several nodes. There they are outdated until steps are as slow as they say.
-    """
-    if hints.nodes == 1:
-        return link.changed == hints.generation
-    slow = hints.goodput is not None and hints.goodput < CHANGED * (hints.predicted_goodput or 0.0)
-    return 0 <= link.changed == hints.generation - 1 and not slow
+    return replace(model, network=NetworkPrior(link.latency, hints.gradient_bytes / link.bandwidth))
 
 
 def link_pause(hints: JobHints | None, link: Link | None, paused: bool) -> float:

@@ -108,7 +108,6 @@ class Link:
     node: str  # the other one
     latency: Annotated[float, Field(ge=0, le=1e3)]  # seconds of one way
     bandwidth: Annotated[float, Field(gt=0, le=1e15)]  # bytes per second of one connection
-    changed: int = -1  # generation of the job in which the link was found to have changed; -1: in none
 
 
 @dataclass(frozen=True, config=_CONFIG)

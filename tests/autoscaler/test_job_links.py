@@ -16,7 +16,7 @@ THETA = (0.02, 0.015, 0.0, 0.0, 0.0, 0.0, 1.0)
 ONE = ProfileEntry(1, 1, 16, 0.26, 0.26, 99, 99)
 
 
-def grown(pump: Pump, bandwidth: float, *measured: ProfileEntry, changed: bool = False) -> None:
+def grown(pump: Pump, bandwidth: float, *measured: ProfileEntry) -> None:
     """Let a node join a transformer of 10 M parameters with AdamW, which runs on another one."""
     pump.job("a", max_replicas=2, max_nodes=2)
     first = pump.node("n0", "a", 1, reports=False)
@@ -33,8 +33,7 @@ def grown(pump: Pump, bandwidth: float, *measured: ProfileEntry, changed: bool =
         max_profiled_replicas=1,
         inplace=True,
     )
-    link = Link("n0", 1e-4, bandwidth, pump.plan("a").generation if changed else -1)
-    pump.node("n1", "a", 1, reports=False).register(links=(link,))
+    pump.node("n1", "a", 1, reports=False).register(links=(Link("n0", 1e-4, bandwidth),))
     pump.later(120.0)
     pump.settle()
 
@@ -62,15 +61,6 @@ def test_measured_steps_replace_the_prediction_from_the_link() -> None:
     pump = Pump(policy=allocate)
     grown(pump, 12.3e6, ProfileEntry(2, 2, 8, 0.14, 0.15, 99, 99))
     assert set(pump.placed("a")) == {"n0", "n1"}
-
-
-@pytest.mark.parametrize(("changed", "nodes"), [(False, 1), (True, 2)])
-def test_steps_that_were_measured_over_a_link_before_it_changed_do_not_count(
-    changed: bool, nodes: int
-) -> None:
-    pump = Pump(policy=allocate)
-    grown(pump, 500e6, ProfileEntry(2, 2, 8, 4.0, 4.0, 99, 99), changed=changed)
-    assert len(pump.placed("a")) == nodes
 
 
 def test_a_change_that_the_next_report_refutes_is_taken_back_within_two_seconds() -> None:

@@ -8,7 +8,7 @@ dtype, so that many small tensors cost one message. Besides the state, at most o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,7 @@ def give(session: Session, newcomers: list[int], donors: list[int], names: set[s
     def send() -> None:
         # in turn, so that none of them takes the donor for stopped
         for bucket in _buckets(tensors):
-            for newcomer in mine:
-                send_bucket(group, bucket, newcomer)
+            send_bucket(group, bucket, mine)
 
     if mine:
         patiently(session, group, send)
@@ -158,10 +157,17 @@ def _matching(skeleton: Any, own: list[torch.Tensor], body: Any) -> list[torch.T
     return targets
 
 
-def send_bucket(group: Group, bucket: list[torch.Tensor], newcomer: int) -> None:
-    """Send tensors of one dtype in one message. They may be on different devices, as an optimizer's are."""
+def send_bucket(group: Group, bucket: list[torch.Tensor], newcomers: Sequence[int]) -> None:
+    """Send tensors of one dtype in one message. They may be on different devices, as an optimizer's are.
+
+    Several newcomers get a large tensor in turns of BUCKET, for a group that sends in smaller parts anyway.
+    """
     parts = [tensor.detach().to(group.device).reshape(-1) for tensor in bucket]
-    group.send(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous(), newcomer, STALL)
+    flat = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+    in_turns = len(newcomers) > 1 and group.device.type == "cpu"
+    for part in torch.split(flat, BUCKET // flat.element_size()) if in_turns else [flat]:
+        for newcomer in newcomers:
+            group.send(part, newcomer, STALL)
 
 
 def _receive(group: Group, bucket: list[torch.Tensor], donor: int) -> None:

@@ -8,6 +8,7 @@ the limit for its end is lower than the one for its beginning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -35,6 +36,9 @@ CHANGED = 1.5
 
 ALIKE = 1.25
 """Greatest factor between the times for which replicas are busy that are taken as the same."""
+
+APART = 60.0
+"""Least seconds between two changes of the network that are told."""
 
 PERSISTS = 10.0
 """Seconds for which steps are slower or faster until the network is said to have changed."""
@@ -116,6 +120,7 @@ class NetworkJudge:
     def __init__(self) -> None:
         self._before: tuple[float, float] | None = None  # seconds per step: the busiest replica; all of it
         self._since: float | None = None  # when steps began to take another time
+        self._said = -math.inf  # when the network was last found to have changed
 
     def judge(self, reports: Collection[Report], now: float) -> float | None:
         """Take one report of every replica, about the same steps.
@@ -133,8 +138,8 @@ class NetworkJudge:
         else:
             # it is slow in at least half of the steps of a report
             self._since = now - 3 * step if self._since is None else self._since
-            if now - self._since >= PERSISTS:
-                since, self._before, self._since = self._since, (busy, step), None
+            if now - self._since >= PERSISTS and now - self._said >= APART:
+                since, self._before, self._since, self._said = self._since, (busy, step), None, now
                 return since
         return None
 

@@ -149,7 +149,8 @@ class ReplicaSpeed:
             if self._network[0] != key[0]:
                 self._network = key[0], NetworkJudge()
             clock, (_, atomic, accumulation) = time.monotonic(), key[0]
-            changed = self._network[1].judge(reports.values(), clock)
+            # the first reports are of too few steps, and of those that warm up
+            changed = self._network[1].judge(reports.values(), clock) if number >= 3 * EVERY else None
         if changed is not None and self._session.nodes > 1 and self._session.reducer is not None:
             logger.info("the network between the nodes has changed: step times are measured again")
             busy = max(report.parts.own for report in reports.values()) / (accumulation + 1)

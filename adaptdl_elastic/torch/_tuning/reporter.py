@@ -47,6 +47,9 @@ SOON = 0.1
 UNKNOWN = 60.0
 """Least seconds of work that remain, where the script declares no end."""
 
+CHANGES = 600.0
+"""Seconds in which a network that has changed may change again."""
+
 FORMAT = 2
 
 
@@ -110,7 +113,7 @@ class Metrics:
         self._reached = 0  # global batch size of the last step, also before a restart
         self._position = _Position()
         self._started = self._clock()
-        self._network_changes = False
+        self._network_changed = -math.inf
         self._inplace = (False, "")
         self._max_profiled = 1
         # the step that is being measured
@@ -159,8 +162,8 @@ class Metrics:
             if self._where is not None and self._where[:2] != key[:2]:
                 self._skip = WARMUP
                 self._recent.clear()
-                if self._network_changes and key.nodes > 1:
-                    self._times.network_changed(now)  # it may have changed again
+                if key.nodes > 1 and now - self._network_changed < CHANGES:
+                    self._times.network_changed(now, (key.nodes, key.replicas))  # it may have changed again
             self._where = key
         self._window_time += elapsed
         passes = self._current.accumulation_steps + 1
@@ -296,7 +299,7 @@ class Metrics:
             atomic_bsz: Samples of a pass.
             busy: Seconds of a pass without waiting: one replica takes as long, over whatever network.
         """
-        now, self._network_changes = self._clock(), True
+        now = self._network_changed = self._clock()
         self._times.network_changed(now - age)
         for _ in range(ENOUGH):
             self._times.add(Key(1, 1, atomic_bsz), busy, now, accumulation=False)

@@ -205,12 +205,17 @@ class StepTimes:
         """Return mean times as of now of the configurations that were measured often enough."""
         return entries(self.spans())
 
-    def network_changed(self, since: float) -> None:
-        """Forget what was measured on several nodes before `since`."""
+    def network_changed(self, since: float, size: tuple[int, int] | None = None) -> None:
+        """Forget what was measured on several nodes before `since`: at one size, or at all of them."""
         with self._lock:
             self._close()
-            kept = (span for span in self._spans if span.key.nodes == 1 or span.began >= since + self._offset)
-            self._spans = list(kept)
+            self._spans = [
+                span
+                for span in self._spans
+                if span.key.nodes == 1
+                or span.began >= since + self._offset
+                or size not in (None, (span.key.nodes, span.key.replicas))
+            ]
 
     def dump(self) -> list[Any]:
         """Return the spans as JSON."""

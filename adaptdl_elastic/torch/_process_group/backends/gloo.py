@@ -24,7 +24,7 @@ dist: Any = torch.distributed  # its stub does not export all of it
 # time limit of each of the five attempts of gloo to connect to a peer, which may be dead
 _CONNECT = timedelta(seconds=3)
 
-_PART = 1 << 18
+_PART = 1 << 20
 """Bytes of the parts in which tensors are sent, to tell a slow link from a stopped replica."""
 
 # checks for the end of a collective without a pause; then seconds between two checks
