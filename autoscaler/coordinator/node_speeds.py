@@ -70,19 +70,18 @@ def slowness(told: Iterable[Observation]) -> dict[str, float]:
     # of several times on one node, the shortest comes last
     by_node = {one[:3]: one[3] for one in sorted(told, key=lambda one: -one[3])}
     nodes_of = Counter(job for _, job, _ in by_node)
-    kept = [(script, job, node) for script, job, node in by_node if nodes_of[job] > 1]
+    kept = [(job, node, f"{node}/{script}") for script, job, node in by_node if nodes_of[job] > 1]
     if not kept:
         return {}
-    _, job = np.unique([one[1] for one in kept], return_inverse=True)
-    names, node = np.unique([one[2] for one in kept], return_inverse=True)
-    pairs = [f"{one[2]}/{one[0]}" for one in kept]
-    _, one_of, vote = np.unique(pairs, return_index=True, return_inverse=True)
-    log, slow, group = np.array([by_node[one] for one in kept]), np.zeros(len(names)), np.arange(len(names))
-    middle = _medians(job, log)[job]
+    (_, _, job), (names, _, node), (_, voter, vote) = (
+        np.unique(column, return_index=True, return_inverse=True) for column in zip(*kept, strict=True)
+    )
+    log = np.array([one for (_, name, _), one in by_node.items() if nodes_of[name] > 1])
+    slow, group, middle = np.zeros(len(names)), np.arange(len(names)), _medians(job, log)[job]
     log = middle + np.clip(log - middle, -_LARGEST, _LARGEST)
     for _ in range(_ROUNDS):
         level = _medians(job, log - slow[node])
-        slow = _medians(node[one_of], _medians(vote, log - level[job]))
+        slow = _medians(node[voter], _medians(vote, log - level[job]))
         # nodes are compared if a chain of jobs joins them: these get the same number as their group
         first = np.full(len(level), len(names))
         np.minimum.at(first, job, group[node])

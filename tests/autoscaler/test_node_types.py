@@ -278,13 +278,18 @@ def test_a_node_where_a_job_computed_for_longer_is_of_a_slower_class() -> None:
     assert set(pump.placed("a")) == {"n0"}
     theta = (0.5, 0.01, 0.0, 0.0, 0.0, 0.0, 1.0)
     times = {"n1": (64, 0.2, 100.0), "n0": (32, 0.8, 200.0)}  # a larger batch in a quarter of the time
-    # what a report says of nodes on which the job has no agent does not count
-    agents[0].report(
-        pump.plan("a"), perf_params=theta, node_times={**times, "n9": (64, 1e-9, 200.0)}, time=200.0
-    )
+    pump.node("n9", "b")
+    times["n9"] = (64, 1e-9, 200.0)  # does not count: the job has no agent there
+    agents[0].report(pump.plan("a"), perf_params=theta, node_times=times, time=200.0)
     question, slow = pump.question(), "nodes, slow 1"
     types = {node.name: node.node_type for node in question.nodes}
-    assert types == {"n0": slow, "n1": "", "n2": slow, "n3": ""}  # n2 is n0's machine, n3 is not known
+    assert types == {
+        "n0": slow,
+        "n1": "",
+        "n2": slow,
+        "n3": "",
+        "n9": "",
+    }  # n2 is n0's machine, n3 is not known
     assert set(question.jobs[0].models) == {"", slow}
 
 
@@ -355,7 +360,7 @@ def test_step_times_on_a_fast_node_are_not_of_the_slow_class(generation: int) ->
 
 def test_a_node_that_is_about_1_5_times_slower_does_not_change_its_class_every_round() -> None:
     noise = random.Random(1)
-    types, before, changes = {name: "" for name in ("n0", "n1", "n2")}, dict[str, str](), 0
+    types, before, changes = dict.fromkeys(("n0", "n1", "n2"), ""), dict[str, str](), 0
     for _ in range(200):
         told = {"n0": 0.0, "n1": noise.gauss(0.0, 0.02), "n2": math.log(1.5) + noise.gauss(0.0, 0.05)}
         now = classes(types, told, before).type_of
