@@ -278,18 +278,14 @@ def test_a_node_where_a_job_computed_for_longer_is_of_a_slower_class() -> None:
     assert set(pump.placed("a")) == {"n0"}
     theta = (0.5, 0.01, 0.0, 0.0, 0.0, 0.0, 1.0)
     times = {"n1": (64, 0.2, 100.0), "n0": (32, 0.8, 200.0)}  # a larger batch in a quarter of the time
+    pump.job("b")
     pump.node("n9", "b")
     times["n9"] = (64, 1e-9, 200.0)  # does not count: the job has no agent there
     agents[0].report(pump.plan("a"), perf_params=theta, node_times=times, time=200.0)
     question, slow = pump.question(), "nodes, slow 1"
     types = {node.name: node.node_type for node in question.nodes}
-    assert types == {
-        "n0": slow,
-        "n1": "",
-        "n2": slow,
-        "n3": "",
-        "n9": "",
-    }  # n2 is n0's machine, n3 is not known
+    # n2 is n0's machine, n3 is not known
+    assert types == {"n0": slow, "n1": "", "n2": slow, "n3": "", "n9": ""}
     assert set(question.jobs[0].models) == {"", slow}
 
 
