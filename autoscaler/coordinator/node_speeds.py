@@ -30,6 +30,9 @@ STAYS = math.log(1.3)
 _LARGEST = math.log(1e3)  # largest ratio of a job's times that is believed, as a logarithm
 _ROUNDS = 30  # of the iteration for the medians
 
+Names = Mapping[str, str]
+"""The type, or the class, of each node."""
+
 Observation = tuple[str, str, str, float]
 """The script, the job (on a type of node), the node, and the logarithm of the job's time there."""
 
@@ -95,7 +98,7 @@ def slowness(told: Iterable[Observation]) -> dict[str, float]:
 class NodeClasses:
     """The types of nodes, where nodes that are slower than others of their type are a type of their own."""
 
-    type_of: Mapping[str, str] = field(default_factory=dict)  # by node
+    type_of: Names = field(default_factory=dict)
     # by class of slow nodes, their type and the logarithm of the ratio of its step times to the type's
     slower: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
@@ -111,8 +114,8 @@ class NodeClasses:
     @property
     def ratios(self) -> dict[tuple[str, str], float]:
         """The ratios of step times between each class of slow nodes and its type, as in `TypeRatios`."""
-        both = [((kind, name), slow) for name, (kind, slow) in self.slower.items()]
-        return dict(both) | {(name, kind): -slow for (kind, name), slow in both}
+        up = {(kind, name): slow for name, (kind, slow) in self.slower.items()}
+        return up | {(name, kind): -slow for (kind, name), slow in up.items()}
 
     def labelled(self, hints: JobHints, nodes: Iterable[str]) -> JobHints:
         """Return a report from `nodes` under the name of their class if they have proved slow meanwhile."""
@@ -120,9 +123,7 @@ class NodeClasses:
         return replace(hints, node_type=found) if found and self.declared(found) == hints.node_type else hints
 
 
-def classes(
-    type_of: Mapping[str, str], slow: Mapping[str, float], before: Mapping[str, str] | None = None
-) -> NodeClasses:
+def classes(type_of: Names, slow: Mapping[str, float], before: Names) -> NodeClasses:
     """Return the classes of nodes; one that no job has measured is as fast as its type.
 
     Args:
@@ -131,23 +132,23 @@ def classes(
         before: The class that each node had in the last question.
     """
     names, slower = dict(type_of), dict[str, tuple[str, float]]()
-    was_slow = {node for node, name in (before or {}).items() if name != type_of.get(node)}
-    # slowness of the first node of a type's last class, the class, and its number
-    last = {kind: (0.0, kind, 0) for kind in type_of.values()}
+    was_slow = {node for node, name in before.items() if name != type_of.get(node)}
+    # of a type's last class: the slowness of its nodes, in ascending order, its name and its number
+    last: dict[str, tuple[list[float], str, int]] = {kind: ([], kind, 0) for kind in type_of.values()}
     found = ((own + (APART - STAYS) * (node in was_slow), node) for node, own in slow.items())
     for own, node in sorted(found):
         kind = type_of[node]
-        least, name, number = last[kind]
-        if own - least >= APART:
-            name = f"{kind or 'nodes'}, slow {number + 1}"
-            slower[name], last[kind] = (kind, slow[node]), (own, name, number + 1)
+        others, name, number = last[kind]
+        # the fastest node would be an outlier of many, and the last one would make chains
+        if others and own - others[(len(others) - 1) // 2] >= APART:
+            others, name = [], f"{kind or 'nodes'}, slow {number + 1}"
+            slower[name], last[kind] = (kind, slow[node]), (others, name, number + 1)
+        others.append(own)
         names[node] = name
     return NodeClasses(names, slower)
 
 
-def node_classes(
-    view: View, reports: Mapping[str, Sequence[Report]], before: Mapping[str, str] | None = None
-) -> NodeClasses:
+def node_classes(view: View, reports: Mapping[str, Sequence[Report]], before: Names) -> NodeClasses:
     """Return the classes of a cluster's nodes. Nodes at one address are one machine, and so equally fast."""
     records = {node: seen.record for agents in view.nodes.values() for node, seen in agents.items()}
     machines = {node: (record.node_type, record.host or node) for node, record in records.items()}
@@ -159,8 +160,5 @@ def node_classes(
             with suppress(Exception):  # an error in this report: its job compares no nodes
                 told += observations(key, one, machines, agents, view.now)
     slow = slowness(told)
-    return classes(
-        {node: kind for node, (kind, _) in machines.items()},
-        {node: slow.get(machine, 0.0) for node, (_, machine) in machines.items()},
-        before,
-    )
+    type_of = {node: kind for node, (kind, _) in machines.items()}
+    return classes(type_of, {node: slow[of] for node, (_, of) in machines.items() if of in slow}, before)

@@ -144,7 +144,7 @@ def measured(view: View, before: Mapping[str, str] | None = None) -> Measured:
         before: The class that each node had in the last question.
     """
     reports = reports_by_script(view)
-    found = node_classes(view, reports, before)
+    found = node_classes(view, reports, before or {})
     scripts: dict[str, ScriptProfile] = {}
     of_scripts: dict[str, TypeRatios] = {}
     for key, told in reports.items():

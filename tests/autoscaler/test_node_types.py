@@ -367,10 +367,20 @@ def test_a_node_that_is_about_1_5_times_slower_does_not_change_its_class_every_r
     assert before["n2"] == "nodes, slow 1"
 
 
-def test_classes_are_counted_from_their_fastest_nodes() -> None:
+def test_noise_does_not_split_a_large_cluster_of_equal_nodes() -> None:
+    noise = random.Random(1)
+    told = [
+        (f"s{n}", f"s{n}", f"n{(3 * n + k) % 128}", noise.gauss(0.0, 0.1))
+        for n in range(128)
+        for k in range(4)
+    ]
+    assert not classes(dict.fromkeys((one[2] for one in told), ""), slowness(told), {}).slower
+
+
+def test_a_class_is_no_chain_of_nodes_that_are_each_a_bit_slower() -> None:
     """Each node is 1.45 times slower than the one before."""
     slow = {f"n{number}": number * math.log(1.45) for number in range(4)}
-    found = classes(dict.fromkeys(slow, "T4"), slow).type_of
+    found = classes(dict.fromkeys(slow, "T4"), slow, {}).type_of
     assert list(found.values()) == ["T4", "T4", "T4, slow 1", "T4, slow 1"]
 
 
