@@ -27,6 +27,9 @@ APART = math.log(1.5)
 STAYS = math.log(1.3)
 """Logarithm of the factor down to which a node stays slow that was slow in the last question."""
 
+GAP = math.log(1.2)
+"""Logarithm of the factor between the speeds of two classes: noise makes smaller gaps."""
+
 _LARGEST = math.log(1e3)  # largest ratio of a job's times that is believed, as a logarithm
 _ROUNDS = 30  # of the iteration for the medians
 
@@ -140,7 +143,8 @@ def classes(type_of: Names, slow: Mapping[str, float], before: Names) -> NodeCla
         kind = type_of[node]
         others, name, number = last[kind]
         # the fastest node would be an outlier of many, and the last one would make chains
-        if others and own - others[(len(others) - 1) // 2] >= APART:
+        apart = own - others[(len(others) - 1) // 2] if others else 0.0
+        if apart >= APART and own - others[-1] >= GAP:
             others, name = [], f"{kind or 'nodes'}, slow {number + 1}"
             slower[name], last[kind] = (kind, slow[node]), (others, name, number + 1)
         others.append(own)
