@@ -49,12 +49,11 @@ _Seconds = Annotated[float, Field(ge=0, le=1e9)]
 MOST = 1e30
 """Largest squared norm that can be reported."""
 
-_Clock = Annotated[float, Field(ge=0, le=1e12)]  # seconds since the epoch
 _Amount = Annotated[float, Field(ge=0, le=MOST)]  # samples, squared norms
 _Rate = Annotated[float, Field(ge=0, le=1e12)]  # samples per second
 _Gamma = Annotated[float, Field(ge=1, le=1e3)]
 _Theta = tuple[_Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Gamma]
-_NodeTimes = Annotated[dict[str, tuple[_Positive, _Seconds, _Clock]], Field(max_length=10_000)]
+_Measured = tuple[_Positive, _Seconds, Annotated[float, Field(ge=0, le=1e12)]]
 _ReportedName = Annotated[str, Field(max_length=100)]
 MOST_CONFIGURATIONS = 10_000
 """Largest number of configurations whose step times are in one report."""
@@ -135,7 +134,7 @@ class JobHints:
     elsewhere: Annotated[tuple[TypeProfile, ...], Field(max_length=100)] = ()  # measurements on other types
     # by node: samples of a pass, the seconds that a replica computes for it there without waiting for others,
     # and when that was measured
-    node_times: _NodeTimes = field(default_factory=dict)
+    node_times: Annotated[dict[str, _Measured], Field(max_length=10_000)] = field(default_factory=dict)
     gain: _Amount = 1.0
     lr_factor: _Amount = 1.0
     throughput: _Rate | None = None  # measured

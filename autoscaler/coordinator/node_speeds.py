@@ -143,8 +143,7 @@ def classes(type_of: Names, slow: Mapping[str, float], before: Names) -> NodeCla
         kind = type_of[node]
         others, name, number = last[kind]
         # the fastest node would be an outlier of many, and the last one would make chains
-        apart = own - others[(len(others) - 1) // 2] if others else 0.0
-        if apart >= APART and own - others[-1] >= GAP:
+        if others and own - others[(len(others) - 1) // 2] >= APART and own - others[-1] >= GAP:
             others, name = [], f"{kind or 'nodes'}, slow {number + 1}"
             slower[name], last[kind] = (kind, slow[node]), (others, name, number + 1)
         others.append(own)
@@ -159,10 +158,10 @@ def node_classes(view: View, reports: Mapping[str, Sequence[Report]], before: Na
     told: list[Observation] = []
     for key, found in reports.items():
         for one in found:
-            # a job that has ended has no agents, and its measurements count
-            agents = view.nodes.get(one.job) or machines
-            with suppress(Exception):  # an error in this report: its job compares no nodes
-                told += observations(key, one, machines, agents, view.now)
+            # an error in a report: its job compares no nodes
+            with suppress(Exception):
+                # a job that has ended has no agents, and its measurements count
+                told += observations(key, one, machines, view.nodes.get(one.job) or machines, view.now)
     slow = slowness(told)
     type_of = {node: kind for node, (kind, _) in machines.items()}
     return classes(type_of, {node: slow[of] for node, (_, of) in machines.items() if of in slow}, before)
