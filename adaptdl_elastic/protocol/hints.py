@@ -53,9 +53,13 @@ _Amount = Annotated[float, Field(ge=0, le=MOST)]  # samples, squared norms
 _Rate = Annotated[float, Field(ge=0, le=1e12)]  # samples per second
 _Gamma = Annotated[float, Field(ge=1, le=1e3)]
 _Theta = tuple[_Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Gamma]
+_Measured = tuple[_Positive, _Seconds, Annotated[float, Field(ge=0, le=1e12)]]
 _ReportedName = Annotated[str, Field(max_length=100)]
 MOST_CONFIGURATIONS = 10_000
 """Largest number of configurations whose step times are in one report."""
+
+TIMES_KEPT = 4 * 3600.0
+"""Seconds after which a node's time is forgotten: what slowed the node may be over, so jobs try it again."""
 
 _SHORTEST = 1e-12  # shortest possible time of a forward and backward pass, in seconds
 
@@ -129,8 +133,8 @@ class JobHints:
     node_type: str = ""  # of the nodes that the job runs on; step times, θ and memory limit are of this type
     elsewhere: Annotated[tuple[TypeProfile, ...], Field(max_length=100)] = ()  # measurements on other types
     # by node: samples of a pass, the seconds that a replica computes for it there without waiting for others,
-    # and when that was measured; the present nodes have the latest times of measurement
-    node_times: dict[str, tuple[_Positive, _Seconds, float]] = field(default_factory=dict)
+    # and when that was measured
+    node_times: Annotated[dict[str, _Measured], Field(max_length=10_000)] = field(default_factory=dict)
     gain: _Amount = 1.0
     lr_factor: _Amount = 1.0
     throughput: _Rate | None = None  # measured

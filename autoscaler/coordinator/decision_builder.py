@@ -254,7 +254,7 @@ class DecisionBuilder:
 
     @cached_property
     def _classes(self) -> NodeClasses:
-        return node_classes(self.view, reports_by_script(self.view))
+        return node_classes(self.view, reports_by_script(self.view), self.memory.classes)
 
     def _memory_limit(
         self, job: JobView, allocation: Allocation, agents: Mapping[str, Observed[NodeRecord]]

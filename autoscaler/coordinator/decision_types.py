@@ -145,6 +145,11 @@ class Memory:
     # jobs about which nothing could be decided, and the reason that was reported
     undecidable: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
+    @property
+    def classes(self) -> dict[str, str]:
+        """The class of each node in the last question."""
+        return {node.name: node.node_type for node in self.asked.nodes} if self.asked else {}
+
 
 @dataclass(frozen=True)
 class CompareAndSwap:

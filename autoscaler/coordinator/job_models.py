@@ -158,6 +158,14 @@ class Report:
     hints: JobHints
     seen: float  # when it was received, on a clock common to all reports
     done: bool = False  # whether the job has ended well
+    nodes: tuple[str, ...] = ()  # of the generation that reported; empty: not known
+
+
+def reported_on(job: JobView) -> tuple[str, ...]:
+    """Return the nodes of the generation that sent the job's last report; () if the plan is of another."""
+    if job.plan is None or job.hints is None or job.plan.record.generation != job.hints.record.generation:
+        return ()
+    return tuple(placement.node for placement in job.plan.record.placements)
 
 
 def reports_by_script(view: View) -> dict[str, list[Report]]:
@@ -172,7 +180,7 @@ def reports_by_script(view: View) -> dict[str, list[Report]]:
         done = job.status_now is not None and job.status_now.state is JobState.DONE
         if job.over and not done:  # stopped or failed: its full length stays unknown
             hints = replace(hints, remaining_samples=None)
-        reports.setdefault(key, []).append(Report(job.job, hints, job.hints.seen, done))
+        reports.setdefault(key, []).append(Report(job.job, hints, job.hints.seen, done, reported_on(job)))
     return reports
 
 

@@ -129,27 +129,33 @@ class Measured:
         return frozenset(name for name in found if SEVERAL not in name)
 
     def placed(self, hints: JobHints | None, nodes: Iterable[str]) -> JobHints | None:
-        """Return a report under the joined names of the types of the job's nodes, if these are several."""
+        """Return a report from `nodes` under the joined names of their types, if these are several."""
         types = sorted({self.classes.declared(self.type_of[node]) for node in nodes if node in self.type_of})
         if hints is None or len(types) < 2:
-            return hints and self.classes.labelled(hints)
+            return hints and self.classes.labelled(hints, nodes)
         return replace(hints, node_type=SEVERAL.join(types))
 
 
-def measured(view: View) -> Measured:
-    """Return what the jobs of a cluster have measured on its types of nodes."""
+def measured(view: View, before: Mapping[str, str] | None = None) -> Measured:
+    """Return what the jobs of a cluster have measured on its types of nodes.
+
+    Args:
+        view: The cluster.
+        before: The class that each node had in the last question.
+    """
     reports = reports_by_script(view)
-    found = node_classes(view, reports)
+    found = node_classes(view, reports, before or {})
     scripts: dict[str, ScriptProfile] = {}
     of_scripts: dict[str, TypeRatios] = {}
     for key, told in reports.items():
         try:
-            script = script_profile([replace(one, hints=found.labelled(one.hints)) for one in told])
+            named = [replace(one, hints=found.labelled(one.hints, one.nodes)) for one in told]
+            script = script_profile(named)
             of_scripts[key] = script_ratios(script) if len(script.by_type) > 1 else TypeRatios()
         except Exception:  # an error in these reports: their jobs share nothing, and all others are decided
             continue
         scripts[key] = script
-    known = _medians(of_scripts.values())
+    known = TypeRatios(found.ratios | dict(_medians(of_scripts.values()).known))
     return Measured(found.type_of, scripts, known, of_scripts, links_of(view), found)
 
 

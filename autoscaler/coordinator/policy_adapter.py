@@ -18,7 +18,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Target,
 )
 from adaptdl_elastic.autoscaler.coordinator.job_links import link_pause
-from adaptdl_elastic.autoscaler.coordinator.job_models import DeclaredEnd, attained, own_hints
+from adaptdl_elastic.autoscaler.coordinator.job_models import DeclaredEnd, attained, own_hints, reported_on
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.node_types import Measured, measured, most_profiled
 from adaptdl_elastic.autoscaler.coordinator.slots import (
@@ -51,7 +51,7 @@ def ask(
     settings: CoordinatorSettings,
 ) -> PolicyQuestion:
     """Return the state of the cluster in the policy's terms."""
-    known = measured(view)
+    known = measured(view, memory.classes)
     infos: list[JobInfo] = []
     current: dict[str, Allocation] = {}
     causes: dict[str, tuple[Cause, str]] = {}
@@ -175,7 +175,7 @@ def _job(
     spec, now = job.spec.record, in_plan(condition.plan)
     size = sum(now.values())
     script = known.scripts.get(spec.profile_key)
-    hints = known.placed(own_hints(job), now)
+    hints = known.placed(own_hints(job), reported_on(job))
     goodput_model, models = known.models(job.job, spec.profile_key, hints)
     several = len(known.types) > 1
     pause = expected_pause(job, settings)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from coordinator_pump import Pump
+from fake_agents import FakeAgent
 
 from adaptdl_elastic.autoscaler.coordinator import node_types
 from adaptdl_elastic.autoscaler.coordinator.job_models import MOST_SHARED, Report
+from adaptdl_elastic.autoscaler.coordinator.node_speeds import classes, slowness
 from adaptdl_elastic.autoscaler.coordinator.node_types import TypeRatios, script_profile, script_ratios
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.diagnostics.rows import node_rows
@@ -275,8 +278,120 @@ def test_a_node_where_a_job_computed_for_longer_is_of_a_slower_class() -> None:
     assert set(pump.placed("a")) == {"n0"}
     theta = (0.5, 0.01, 0.0, 0.0, 0.0, 0.0, 1.0)
     times = {"n1": (64, 0.2, 100.0), "n0": (32, 0.8, 200.0)}  # a larger batch in a quarter of the time
+    pump.job("b")
+    pump.node("n9", "b")
+    times["n9"] = (64, 1e-9, 200.0)  # does not count: the job has no agent there
     agents[0].report(pump.plan("a"), perf_params=theta, node_times=times, time=200.0)
-    question, slow = pump.question(), "nodes, 5.1 times slower"
+    question, slow = pump.question(), "nodes, slow 1"
     types = {node.name: node.node_type for node in question.nodes}
-    assert types == {"n0": slow, "n1": "", "n2": slow, "n3": ""}  # n2 is n0's machine, n3 is not known
+    # n2 is n0's machine, n3 is not known
+    assert types == {"n0": slow, "n1": "", "n2": slow, "n3": "", "n9": ""}
     assert set(question.jobs[0].models) == {"", slow}
+
+
+SLOW = (0.5, 0.005, 0.0, 0.0, 0.0, 0.0, 1.0)
+FAST = (0.1, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0)
+
+
+def two_nodes() -> tuple[Pump, dict[str, FakeAgent], str]:
+    """Return a job on one of two nodes, its agents by node, and the node that it is on."""
+    pump = Pump(policy=allocate)
+    pump.job("a", max_replicas=2, max_nodes=2, profile_key="script")
+    agents = {name: pump.node(name, "a", 2, reports=False) for name in ("n0", "n1")}
+    for name, agent in agents.items():
+        agent.register(host=name)
+    pump.settle()
+    (here,) = pump.placed("a")
+    return pump, agents, here
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"n0": (1, 5e-324, 1.0)},
+        {"n0": (32, 5e-324, 1.0), "n1": (32, 1e9, 1.0)},
+    ],
+)
+def test_impossible_times_of_nodes_stop_no_decision(times: dict[str, tuple[int, float, float]]) -> None:
+    pump, agents, here = two_nodes()
+    agents[here].report(pump.plan("a"), perf_params=(2.0, 1.0, *SLOW[2:]), node_times=times, time=1.0)
+    pump.job("b")
+    pump.node("n2", "b")
+    pump.later(120.0)
+    pump.settle()
+    assert pump.status("b").state is JobState.RUNNING
+
+
+def test_a_job_leaves_a_node_that_only_it_has_found_to_be_slow() -> None:
+    pump, agents, here = two_nodes()
+    (other,) = {"n0", "n1"} - {here}
+    now = pump.clock.now
+    agents[here].report(
+        pump.plan("a"), time=now, perf_params=SLOW, profile=(ProfileEntry(1, 1, 64, 0.82, 0.82, 50, 50),),
+        grad_params=(1.0, 100.0), remaining_samples=1e7, inplace=True,
+        node_times={other: (64, 0.164, now - 200.0), here: (64, 0.82, now)},
+    )  # fmt: skip
+    pump.later(120.0)
+    pump.settle()
+    assert set(pump.placed("a")) == {other}
+
+
+@pytest.mark.parametrize("generation", [0, 7])
+def test_step_times_on_a_fast_node_are_not_of_the_slow_class(generation: int) -> None:
+    """The last time of a node may be that of the slow one: of an earlier moment, or by another clock."""
+    pump, agents, here = two_nodes()
+    (other,) = {"n0", "n1"} - {here}
+    slow, now = "nodes, slow 1", pump.clock.now
+    entry = ProfileEntry(1, 1, 64, 0.164, 0.164, 50, 50)
+    before = TypeProfile(slow, (replace(entry, accum_step_time=0.82, optim_step_time=0.82),), SLOW, 1)
+    plan = replace(pump.plan("a"), generation=pump.plan("a").generation + generation)
+    agents[here].report(
+        plan, time=now, init_batch_size=64, perf_params=FAST, profile=(entry,), elsewhere=(before,),
+        node_times={here: (64, 0.164, now - 100.0), other: (64, 0.82, now)},
+    )  # fmt: skip
+    models = pump.question().jobs[0].models
+    alphas = {name: found.perf_params.alpha_c for name, found in models.items()}
+    assert alphas == pytest.approx({"": 0.1, slow: 0.5}, rel=0.01)
+
+
+def test_a_node_that_is_about_1_5_times_slower_does_not_change_its_class_every_round() -> None:
+    noise = random.Random(1)
+    types, before, changes = dict.fromkeys(("n0", "n1", "n2"), ""), dict[str, str](), 0
+    for _ in range(200):
+        told = {"n0": 0.0, "n1": noise.gauss(0.0, 0.02), "n2": math.log(1.5) + noise.gauss(0.0, 0.05)}
+        now = classes(types, told, before).type_of
+        assert (now["n0"], now["n1"]) == ("", "")
+        changes += bool(before) and now != before
+        before = dict(now)
+    assert changes <= 1
+    assert before["n2"] == "nodes, slow 1"
+
+
+def test_noise_does_not_split_a_large_cluster_of_equal_nodes() -> None:
+    noise = random.Random(1)
+    told = [
+        (f"s{n}", f"s{n}", f"n{(3 * n + k) % 128}", noise.gauss(0.0, 0.1))
+        for n in range(128)
+        for k in range(4)
+    ]
+    assert not classes(dict.fromkeys((one[2] for one in told), ""), slowness(told), {}).slower
+
+
+def test_a_class_is_no_chain_of_nodes_that_are_each_a_bit_slower() -> None:
+    """Each node is 1.45 times slower than the one before."""
+    slow = {f"n{number}": number * math.log(1.45) for number in range(4)}
+    found = classes(dict.fromkeys(slow, "T4"), slow, {}).type_of
+    assert list(found.values()) == ["T4", "T4", "T4, slow 1", "T4, slow 1"]
+
+
+def test_one_job_cannot_make_a_node_slow_that_two_other_scripts_find_fast() -> None:
+    honest = [(script, script, node, 0.0) for script in ("a", "b") for node in ("n0", "n1")]
+    liar = [
+        ("c", f"c{number}", node, log) for number in range(5) for node, log in (("n0", 0.0), ("n1", 20.0))
+    ]
+    assert slowness([*honest, *liar]) == pytest.approx({"n0": 0.0, "n1": 0.0})
+
+
+def test_jobs_that_stay_on_one_node_each_compare_no_nodes() -> None:
+    """Their batch sizes and data may differ."""
+    assert slowness([("a", "a0", "n0", 0.0), ("a", "a1", "n1", 5.0)]) == {}

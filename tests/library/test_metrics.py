@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from adaptdl_elastic import _session, checkpoint, sched_hints
 from adaptdl_elastic.autoscaler.coordinator.node_types import on_types
 from adaptdl_elastic.protocol.channel import Channel
+from adaptdl_elastic.protocol.hints import TIMES_KEPT
 from adaptdl_elastic.protocol.messages import Event, Hints
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._tuning import reporter
@@ -627,3 +628,13 @@ def test_steps_on_more_replicas_that_refute_the_prediction_are_reported_in_the_s
     machine.now += min(others, 1.0)
     machine.metrics.refresh()
     assert sorted((entry.replicas for entry in machine.metrics.entries()), reverse=True) == believed
+
+
+def test_times_of_nodes_are_forgotten_after_some_hours(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = Metrics(background=False)
+    for now, node in ((1e6, "n0"), (1e6 + TIMES_KEPT, "n1"), (1e6 + TIMES_KEPT + 1.0, "n2")):
+        monkeypatch.setattr(reporter.time, "time", lambda now=now: now)
+        metrics.set_node_times(32, {node: 0.1})
+    assert set(metrics.dump()["node_times"]) == {"n1", "n2"}

@@ -24,7 +24,7 @@ import numpy as np
 from adaptdl_elastic import _session, checkpoint, env
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.protocol.environment import HERE
-from adaptdl_elastic.protocol.hints import MANY, MOST, JobHints, ProfileEntry, Straggler, encode
+from adaptdl_elastic.protocol.hints import MANY, MOST, TIMES_KEPT, JobHints, ProfileEntry, Straggler, encode
 from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits, accumulation_ratio
 from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
@@ -289,7 +289,8 @@ class Metrics:
     def set_node_times(self, atomic_bsz: int, seconds: Mapping[str, float]) -> None:
         """Set how long a pass of `atomic_bsz` samples takes a replica on each node, without waiting."""
         now = time.time()
-        self._node_times = self._node_times | {node: (atomic_bsz, one, now) for node, one in seconds.items()}
+        kept = {node: told for node, told in self._node_times.items() if now - told[2] <= TIMES_KEPT}
+        self._node_times = kept | {node: (atomic_bsz, one, now) for node, one in seconds.items()}
 
     def network_changed(self, age: float, atomic_bsz: int, busy: float) -> None:
         """Forget the step times on several nodes from before the network changed.

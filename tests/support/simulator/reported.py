@@ -83,14 +83,15 @@ class Reports:
     def compare_nodes(self, type_of: Mapping[str, str], now: float) -> None:
         """Find the class of each node, as measured by now."""
         found: list[Observation] = []
+        machines = {node: (kind, node) for node, kind in type_of.items()}
         for name, jobs in self._kinds.items():
-            reports = []
             for job in jobs:
                 hints, seen = self._hints(job, labels=False), now if job.completed is None else job.completed
                 if hints is not None:
-                    reports.append(Report(job.name, replace(hints, time=seen), seen))
-            found += observations(name, reports, type_of, now) if reports else ()
-        before, self.node_classes = self.node_classes, classes(type_of, slowness(found))
+                    report = Report(job.name, replace(hints, time=seen), seen)
+                    found += observations(name, report, machines, machines, now)
+        before = self.node_classes
+        self.node_classes = classes(type_of, slowness(found), before.type_of)
         self._version += before != self.node_classes
 
     def known(self, job: SimJob, now: float, types: Sequence[str]) -> Known:
@@ -152,10 +153,10 @@ class Reports:
         if len(types) == 1:
             return TypeRatios()
         scripts = [self._script(name, now) for name in self._kinds]
-        state = tuple(script.state for script in scripts)
+        state = self._version, *(script.state for script in scripts)
         if self._ratios[0] != state:
             profiles = [script.profile for script in scripts if script.profile is not None]
-            self._ratios = state, ratios(profiles)
+            self._ratios = state, TypeRatios(self.node_classes.ratios | dict(ratios(profiles).known))
         return self._ratios[1]
 
     def _hints(self, job: SimJob, types: Sequence[str] = (), labels: bool = True) -> JobHints | None:
@@ -188,7 +189,7 @@ class Reports:
             remaining_samples=self._remaining(job),
             node_times=job.node_times if job.node_speeds else {},
         )
-        return self.node_classes.labelled(hints) if labels else hints
+        return self.node_classes.labelled(hints, job.allocation) if labels else hints
 
     def _type_profile(self, job: SimJob, node_type: str) -> TypeProfile:
         """Return what a job knows of a type of node: its batch sizes, and what it has measured there."""
