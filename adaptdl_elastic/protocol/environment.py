@@ -127,8 +127,8 @@ class ReplicaSettings:
     """
 
     job = Variable(str, None, "ADAPTDL_JOB_ID", "TORCHELASTIC_RUN_ID")
-    rank = Variable(_count(0), 0, "ADAPTDL_REPLICA_RANK", RANK, "ROLE_RANK")
-    replicas = Variable(_count(1), 1, "ADAPTDL_NUM_REPLICAS", WORLD_SIZE, "ROLE_WORLD_SIZE")
+    rank = Variable(_count(0), 0, "ADAPTDL_REPLICA_RANK", RANK)
+    replicas = Variable(_count(1), 1, "ADAPTDL_NUM_REPLICAS", WORLD_SIZE)
     nodes = Variable(_count(1), 1, "ADAPTDL_NUM_NODES", "GROUP_WORLD_SIZE")
     restarts = Variable(_count(0), 0, "ADAPTDL_NUM_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
     generation = Variable(_count(0), None, "ADAPTDL_GENERATION")
@@ -143,6 +143,8 @@ class ReplicaSettings:
     local_replicas = Variable(_count(1), 1, LOCAL_WORLD_SIZE)
     node_number = Variable(_count(0), 0, "GROUP_RANK")
     role = Variable(str, "", "ROLE_NAME")
+    role_rank = Variable(_count(0), 0, "ROLE_RANK")
+    role_replicas = Variable(_count(1), 1, "ROLE_WORLD_SIZE")
     max_restarts = Variable(_count(0), 0, "TORCHELASTIC_MAX_RESTARTS")
     agent_store = Variable(str, "", "TORCHELASTIC_USE_AGENT_STORE")
     error_file = Variable(str, "", ERROR_FILE)

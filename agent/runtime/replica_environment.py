@@ -63,6 +63,7 @@ def replica_environment(
     found = ReplicaSettings(values)
     found.job, found.generation, found.restarts = plan.job, plan.generation, restarts
     found.rank, found.replicas, found.nodes = rank, world, plan.nodes
+    found.role_rank, found.role_replicas = rank, world
     found.torch_local_rank, found.local_replicas, found.node_number = local_rank, len(ranks), group
     found.master_host, found.master_port, found.torch_port = master.host, master.collective_port, master.port
     found.node_type = plan.node_type or job.settings.node_type

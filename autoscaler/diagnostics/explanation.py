@@ -18,7 +18,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_models import model, own_hints
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Phase
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask, expected_pause
 from adaptdl_elastic.autoscaler.coordinator.rounds import ask_policy
-from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, nearest, rooms
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import typical_pause, waiting_since, why_pending
 from adaptdl_elastic.autoscaler.diagnostics.rows import job_row
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
@@ -101,7 +101,7 @@ def explain(
     condition = jobs.condition_of(view, job, settings)
     assert job.spec is not None
     spec, row = job.spec.record, job_row(view, job)
-    now = row["placements"]
+    now = {} if condition.phase is Phase.OVER else in_plan(condition.plan)
     conditions = {name: jobs.condition_of(view, one, settings) for name, one in view.jobs.items()}
     memory = Memory(waiting=waiting_since(view, conditions, {}))
     question = ask(view, conditions, memory, ledger, settings)

@@ -123,6 +123,13 @@ def test_a_script_that_is_alone(name: str) -> None:
     assert call(name) == ALONE[name]
 
 
+def test_a_process_that_took_its_rank_away_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of a replica of torchrun, which keeps torchrun's numbers within a role."""
+    monkeypatch.setenv("ROLE_RANK", "2")
+    monkeypatch.setenv("ROLE_WORLD_SIZE", "4")
+    assert (env.replica_rank(), env.num_replicas()) == (0, 1)
+
+
 @pytest.mark.parametrize(("name", "ours", "text", "value", "theirs", "other", "second"), TORCHRUN)
 def test_our_variable_comes_first_then_torchruns(
     monkeypatch: pytest.MonkeyPatch, name: str, ours: str, text: str, value: Any, theirs: str, other: str,

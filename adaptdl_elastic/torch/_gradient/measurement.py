@@ -334,7 +334,10 @@ class Sampler:
                 self._kept_step, self._kept_size = step, scale  # the next step's gradient is compared with it
             else:
                 way = SUCCESSIVE if found is None else found[0]
-                self._gns.measured(gap(self._cost(way), step, self._gns.settled))
+                steps = gap(self._cost(way), step, self._gns.settled)
+                # Replicas measure every step at first. If a script lets only some of them step, that is found
+                # one batch later, and until then the others would take part in no measurement.
+                self._gns.measured(steps if self._batch.replicas == 1 else min(steps, max(step // 32, 1)))
             if found is not None:
                 estimator, moments = found
                 self._pending = _Pending(step, scale, estimator, self._unscaled(moments, recordings[0]))
