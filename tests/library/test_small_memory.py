@@ -180,6 +180,7 @@ loader = adl.AdaptiveDataLoader(torch.randn(96, 2), batch_size=8)
 net = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 model = adl.AdaptiveDataParallel(net, optimizer)
+model.gns.gap = 2
 for epoch in adl.remaining_epochs_until(2):
     for inputs in loader:
         optimizer.zero_grad()
