@@ -100,7 +100,7 @@ class Sampler:
         self._generator = torch.Generator()  # its own: measuring must not change the script's random numbers
         self._split_works = self._half_works = again
         self._forms = KnownForms()
-        self._by_rows = False  # this step's gradients are taken from the rows of a few samples
+        self._by_rows = False  # this step's gradients are taken from the rows of half of the samples
         self._passes: dict[object, ForwardPass] = {}  # forward passes to run again on half of their samples
         self._kept_step, self._kept_size = -1, 0.0  # the step whose gradient the hook has kept
         self._singles = 0  # successive batches that seemed to have one sample
@@ -137,7 +137,7 @@ class Sampler:
     def split(
         self, key: object, edges: list[Any], gradients: Sequence[torch.Tensor | None], local: int | None
     ) -> None:
-        """Measure V = |g±|²: from the rows of a few samples, or by a walk through the graph below `edges`.
+        """Measure V = |g±|²: from rows of half of the samples, or by a walk through the graph below `edges`.
 
         Args:
             key: the forward pass.
