@@ -47,6 +47,7 @@ class UncaughtError:
     step: int | None = None  # number of the last step before it; None: unknown
     # largest batch size that is known to work, if no step was made with the present, larger one; else None
     worked_batch: int | None = None
+    exit_code: int = 1  # what the process would end with, if it were not killed before its end
 
 
 count_steps: Callable[[], int] | None = None
@@ -67,6 +68,7 @@ def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = " ".join(str(error).splitlines()[:1])
+    code = error.code if isinstance(error, SystemExit) else 1
     return UncaughtError(
         kind="" if _may_be_temporary(error) else f"{name} at {_where(error, trace)}",
         message=f"{kind.__name__}: {text}" if text else kind.__name__,
@@ -75,6 +77,7 @@ def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError
         final=getattr(error, "ends_job", False) is True or _is_of_an_import(error, trace),
         step=count_steps() if count_steps is not None else None,
         worked_batch=worked_batch() if worked_batch is not None else None,
+        exit_code=(code & 0xFF) or 1 if isinstance(code, int) else 1,
     )
 
 

@@ -99,5 +99,5 @@ def _root_cause(held: LocalGeneration, first: Failure) -> Failure:
 def _failure(replica: Replica) -> Failure:
     evidence, code = replica.evidence, replica.exit_code or 0
     if evidence.raised is not None and code < 0:
-        code = 1  # the exit code of an uncaught Python exception, if the process had not been killed
+        code = evidence.exit_code
     return failure_of(replica.rank, code, replica.message, replica.exited, evidence)

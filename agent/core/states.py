@@ -42,6 +42,7 @@ class Evidence:
     final: bool = False  # the job is to fail without restarts
     step: int | None = None  # the replica's last step before the error; None: unknown
     worked_batch: int | None = None  # as in `Failure`
+    exit_code: int = 1  # of the error, if the replica was killed before it could end
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from adaptdl_elastic.rendezvous.schema.records import Failure
 
 _LONGEST = 400  # characters of a message; the replica's stderr and error file have all of it
 _OF_A_WORKER = re.compile(r"Caught .* in DataLoader worker process \d+\.$")
-_REMEDY = {
+_REMEDY: dict[int, str] = {
     signal.SIGKILL: "killed from outside; if nobody did, the machine ran out of memory (dmesg)",
     signal.SIGSEGV: "crashed in native code; run the script alone under `python -X faulthandler`",
     signal.SIGBUS: "crashed in native code; /dev/shm may be full",
@@ -29,8 +29,8 @@ def examine(exit_code: int, error_file: str, argument: str = "") -> tuple[str, E
     if error is None:
         return line, Evidence(kind_of(exit_code))
     kind = "" if error.lost_peer else error.kind
-    evidence = Evidence(kind, error.raised, error.lost_peer, error.final, error.step, error.worked_batch)
-    return line, evidence
+    of_step = (error.step, error.worked_batch)
+    return line, Evidence(kind, error.raised, error.lost_peer, error.final, *of_step, error.exit_code)
 
 
 def describe(exit_code: int, error_file: str, argument: str = "") -> str:
@@ -39,12 +39,8 @@ def describe(exit_code: int, error_file: str, argument: str = "") -> str:
     if recorded:
         return recorded
     if exit_code < 0:
-        try:
-            number = signal.Signals(-exit_code)
-        except ValueError:
-            return f"signal {-exit_code}"
-        remedy = _REMEDY.get(number)
-        return f"{number.name}: {remedy}" if remedy else number.name
+        remedy = _REMEDY.get(-exit_code)
+        return exit_name(exit_code) + (f": {remedy}" if remedy else "")
     if exit_code == CAN_NOT_JOIN:
         return "the script cannot be rescaled in place; the newcomer's stderr says why"
     if exit_code == 127:

@@ -216,9 +216,9 @@ def cause(actions: Sequence[d.Action]) -> Failure:
 def test_a_replica_that_raised_its_error_first_is_the_cause_though_it_exits_last() -> None:
     agent = Agent().running()
     agent(d.ReplicaExited(0, 0, 1, 6.0, "KeyError: 1", evidence=d.Evidence("KeyError at a.py:1", 5.9)))
-    earlier = d.Evidence("NameError at a.py:7", 5.5)
-    ended = agent(d.ReplicaExited(0, 1, -9, 7.0, "NameError: x", evidence=earlier))
-    assert cause(ended) == Failure(1, 1, "NameError: x", 5.5, "NameError at a.py:7")
+    earlier = d.Evidence("SystemExit at a.py:7", 5.5, exit_code=3)
+    ended = agent(d.ReplicaExited(0, 1, -9, 7.0, "SystemExit: 3", evidence=earlier))
+    assert cause(ended) == Failure(1, 3, "SystemExit: 3", 5.5, "SystemExit at a.py:7")
 
 
 def test_an_error_that_tells_of_a_lost_peer_is_not_the_cause_where_there_is_another() -> None:

@@ -87,7 +87,7 @@ def because(cause: BaseException) -> BaseException:
         (because(PeerLostError("rank 1 is gone")), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (torch.cuda.OutOfMemoryError("NCCL has no memory"), False),
-        (ConnectionResetError("Connection reset by peer"), False),
+        (SystemExit(3), False),
     ],
 )
 def test_what_tells_only_of_a_lost_peer(error: BaseException, lost_peer: bool, tmp_path: Path) -> None:
@@ -95,7 +95,8 @@ def test_what_tells_only_of_a_lost_peer(error: BaseException, lost_peer: bool, t
     assert found.lost_peer == lost_peer
     uncaught_error.write(found, tmp_path)
     _, evidence = failure_reports.examine(1, str(tmp_path / "error.json"))
-    assert evidence == Evidence("" if lost_peer else found.kind, found.raised, lost_peer)
+    code = getattr(error, "code", 1)
+    assert evidence == Evidence("" if lost_peer else found.kind, found.raised, lost_peer, exit_code=code)
 
 
 @pytest.mark.parametrize(
