@@ -29,6 +29,7 @@ from adaptdl_elastic.agent.core.states import (
     EndedSeen,
     Event,
     Exit,
+    FromReplica,
     Kill,
     Leave,
     LeaveNow,
@@ -39,26 +40,14 @@ from adaptdl_elastic.agent.core.states import (
     Phase,
     PlanSeen,
     Replica,
-    ReplicaEpochsFinished,
     ReplicaExited,
-    ReplicaFinished,
-    ReplicaHangs,
-    ReplicaHello,
-    ReplicaLostPeer,
-    ReplicaPong,
-    ReplicaReady,
-    ReplicaResilient,
     ReplicaStarted,
-    ReplicaStep,
-    ReplicaStopping,
-    ReplicaSwitched,
     SpecSeen,
     StartReplicas,
     State,
     StatusSeen,
     StoreAway,
     StoreBack,
-    Tick,
     Unfit,
     WriteDraining,
     WriteEnded,
@@ -67,6 +56,19 @@ from adaptdl_elastic.agent.core.states import (
     failure_of,
 )
 from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.protocol.messages import (
+    EpochsFinished,
+    Finished,
+    Hanging,
+    Hello,
+    PeerLost,
+    Pong,
+    Ready,
+    Resilient,
+    StepFinished,
+    Stopping,
+    Switched,
+)
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     JobStatus,
@@ -204,52 +206,55 @@ def _answer(state: State, generation: int, outcome: Outcome) -> tuple[State, Act
 
 def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
     held = state.held
-    if held is None or isinstance(event, Tick):
+    if held is None:
         return state, []
-    if isinstance(event, (ReplicaReady, ReplicaSwitched)):
-        return replace(state, held=inplace_change.learn(held, event, now)), []
-    if isinstance(event, ReplicaResilient):
-        return peer_loss.record_resilient(state, held, event.local_rank)
-    if isinstance(event, ReplicaEpochsFinished):
-        return replace(
-            state, held=peer_loss.record_report(held, event.local_rank, epochs_finished=event.over)
-        ), []
-    if isinstance(event, ReplicaFinished):
-        return replace(state, held=peer_loss.record_report(held, event.local_rank, finished=True)), []
-    if isinstance(event, ReplicaStopping):
-        stop = {"stopping": True, "unsaved": event.unsaved}
-        return replace(state, held=peer_loss.record_report(held, event.local_rank, **stop)), []
-    if isinstance(event, ReplicaLostPeer):
-        return peer_loss.handle_report(state, held, event, now)
-    if isinstance(event, ReplicaExited):
-        for replica in held.replicas:
-            if replica.hanging and replica.local_rank == event.local_rank:
-                why = replica.hang_reason or hang_detection.hang_message(state)
-                event = replace(event, message=why)
-    if isinstance(event, ReplicaExited) and peer_loss.survived(held, event):
-        return peer_loss.record_death(state, held, event, now)
-    if getattr(event, "generation", None) != held.generation:
-        newcomer = isinstance(event, ReplicaExited)
-        return (replace(state, held=inplace_change.learn(held, event, now)) if newcomer else state), []  # type: ignore[arg-type]
-    actions: list[Action] = []
     match event:
-        case ReplicaStarted(_, local_rank, pid):
+        case FromReplica():
+            return _learn_message(state, held, event, now)
+        case ReplicaStarted(generation, local_rank, pid) if generation == held.generation:
             held = _change(held, local_rank, pid=pid)
-        case ReplicaHello() if held.joining:
-            pass  # a newcomer is ready only after `ready`, and runs nothing before it has joined
-        case ReplicaHello(_, local_rank):
+        case ReplicaExited(generation, local_rank):
+            for replica in held.replicas:
+                if replica.hanging and replica.local_rank == local_rank:
+                    why = replica.hang_reason or hang_detection.hang_message(state)
+                    event = replace(event, message=why)
+            if peer_loss.survived(held, event):
+                return peer_loss.record_death(state, held, event, now)
+            mine = generation == held.generation
+            held = _learn_exit(held, event) if mine else inplace_change.learn_end(held, event)
+    return replace(state, held=held), []
+
+
+def _learn_message(
+    state: State, held: LocalGeneration, event: FromReplica, now: float
+) -> tuple[State, list[Action]]:
+    local_rank, present = event.local_rank, event.generation == held.generation
+    match event.message:
+        case Ready() | Switched():
+            held = inplace_change.learn(held, event, now)
+        case Resilient():
+            return peer_loss.record_resilient(state, held, local_rank)
+        case EpochsFinished(finished):
+            held = peer_loss.record_report(held, local_rank, epochs_finished=finished)
+        case Finished():
+            held = peer_loss.record_report(held, local_rank, finished=True)
+        case Stopping(unsaved):
+            held = peer_loss.record_report(held, local_rank, stopping=True, unsaved=unsaved)
+        case PeerLost():
+            return peer_loss.handle_report(state, held, event, now)
+        # a newcomer is ready only after `ready`, and runs nothing before it has joined
+        case Hello() if present and not held.joining:
             held = replace(_change(held, local_rank, library=True), plain=False)
             if all(r.library for r in held.replicas):  # the node can change its replicas in place from now on
-                actions.append(WriteRunning(held.generation, library=True))
-        case ReplicaStep(_, local_rank, step):
+                return replace(state, held=held), [WriteRunning(held.generation, library=True)]
+        case StepFinished(step) if present:
             held = _change(held, local_rank, step=step, stepped=now, heard=now, pinged=None)
-        case ReplicaPong(_, local_rank):
+        case Pong() if present:
             held = _change(held, local_rank, heard=now, pinged=None)
-        case ReplicaHangs(_, local_rank, reason):
+        case Hanging(reason) if present:
             held, actions = hang_detection.kill_reported(state, held, local_rank, reason)
-        case ReplicaExited():
-            held = _learn_exit(held, event)
-    return replace(state, held=held), actions
+            return replace(state, held=held), actions
+    return replace(state, held=held), []
 
 
 def _learn_exit(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:

@@ -20,13 +20,12 @@ from dataclasses import dataclass, replace
 from adaptdl_elastic.agent.core import peer_loss
 from adaptdl_elastic.agent.core.states import (
     Action,
+    FromReplica,
     Kill,
     LocalGeneration,
     Phase,
     Replica,
     ReplicaExited,
-    ReplicaReady,
-    ReplicaSwitched,
     StartReplicas,
     State,
     StateChange,
@@ -37,7 +36,7 @@ from adaptdl_elastic.agent.core.states import (
     WriteRunning,
     failure_of,
 )
-from adaptdl_elastic.protocol.messages import ChangePlan, RecoveryPlan
+from adaptdl_elastic.protocol.messages import ChangePlan, Ready, RecoveryPlan, Switched
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
@@ -117,18 +116,14 @@ def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord,
     return replace(state, held=replace(held, change=change)), actions
 
 
-def learn(
-    held: LocalGeneration, event: ReplicaReady | ReplicaSwitched | ReplicaExited, now: float
-) -> LocalGeneration:
-    """Record what a replica reports about the change, or the end of a newcomer."""
+def learn(held: LocalGeneration, event: FromReplica, now: float) -> LocalGeneration:
+    """Record that a replica is ready for the change, or has made it."""
     change = held.change
-    if held.joining and event.generation == held.generation and not isinstance(event, ReplicaExited):
+    if held.joining and event.generation == held.generation:
         return _learn_joining(held, event, now)
-    if isinstance(event, ReplicaExited):
-        return _learn_end(held, event)
     if change is None or event.generation != change.plan.generation:
         return held
-    if isinstance(event, ReplicaReady):
+    if isinstance(event.message, Ready):
         change = replace(change, ready=change.ready | {event.local_rank})
     else:
         change = replace(
@@ -144,11 +139,9 @@ def _heard(replicas: tuple[Replica, ...], local_rank: int, now: float) -> tuple[
     return tuple(replace(r, heard=now) if r.local_rank == local_rank else r for r in replicas)
 
 
-def _learn_joining(
-    held: LocalGeneration, event: ReplicaReady | ReplicaSwitched, now: float
-) -> LocalGeneration:
+def _learn_joining(held: LocalGeneration, event: FromReplica, now: float) -> LocalGeneration:
     joined = tuple(replace(r, library=True) if r.local_rank == event.local_rank else r for r in held.replicas)
-    if isinstance(event, ReplicaSwitched):
+    if isinstance(event.message, Switched):
         joined = tuple(
             replace(r, switched=True) if r.local_rank == event.local_rank else r
             for r in _heard(joined, event.local_rank, now)
@@ -156,7 +149,9 @@ def _learn_joining(
     return replace(held, replicas=joined)
 
 
-def _learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
+def learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
+    """Record the end of a newcomer, or of a replica that is on its way out."""
+
     def ended(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
         return tuple(
             replace(r, exit_code=event.exit_code, message=event.message)

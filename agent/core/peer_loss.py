@@ -27,13 +27,13 @@ from typing import Any
 from adaptdl_elastic.agent.core.states import (
     Action,
     Adopt,
+    FromReplica,
     Kill,
     LocalGeneration,
     Lost,
     Phase,
     Replica,
     ReplicaExited,
-    ReplicaLostPeer,
     State,
     StateChange,
     TellPlan,
@@ -126,7 +126,7 @@ def orphan_ended(held: LocalGeneration, local_rank: int, exit_code: int) -> Loca
     )
 
 
-def handle_report(state: State, held: LocalGeneration, event: ReplicaLostPeer, now: float) -> Step:
+def handle_report(state: State, held: LocalGeneration, event: FromReplica, now: float) -> Step:
     """Handle a replica's report that others are gone."""
     change, actions = held.change, list[Action]()
     if held.phase is not Phase.RUNNING or held.failure is not None or held.joining:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from adaptdl_elastic.protocol.messages import ReplicaMessage
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
@@ -222,92 +223,15 @@ class ReplicaStarted:
 
 
 @dataclass(frozen=True)
-class ReplicaHello:
-    """A replica's script uses the library."""
+class FromReplica:
+    """A message of a replica.
+
+    `generation`: the one that the message names, else the one in which the agent has started or adopted it.
+    """
 
     generation: int
     local_rank: int
-
-
-@dataclass(frozen=True)
-class ReplicaStep:
-    """A replica finished an optimizer step."""
-
-    generation: int
-    local_rank: int
-    step: int
-
-
-@dataclass(frozen=True)
-class ReplicaReady:
-    """A newcomer is ready to join `generation`."""
-
-    generation: int
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class ReplicaSwitched:
-    """A survivor or a newcomer is in the new generation."""
-
-    generation: int
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class ReplicaResilient:
-    """A replica survives the death of others from now on."""
-
-    generation: int
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class ReplicaEpochsFinished:
-    """All replicas have finished all epochs (`over`), or begin more epochs."""
-
-    local_rank: int
-    over: bool
-
-
-@dataclass(frozen=True)
-class ReplicaFinished:
-    """A script ended by itself with exit code 0, and SIGTERM cannot interrupt it any more."""
-
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class ReplicaStopping:
-    """A replica has carried out a stop; its process will end with any exit code."""
-
-    local_rank: int
-    unsaved: str = ""  # why it could not save
-
-
-@dataclass(frozen=True)
-class ReplicaLostPeer:
-    """A replica has noticed that others of that generation are gone, and waits for another plan."""
-
-    generation: int
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class ReplicaPong:
-    """A replica has answered a ping."""
-
-    generation: int
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class ReplicaHangs:
-    """A replica reports that its script hangs, and that all others wait for it."""
-
-    generation: int
-    local_rank: int
-    reason: str
+    message: ReplicaMessage
 
 
 @dataclass(frozen=True)
@@ -373,17 +297,7 @@ Event = (
     | EndedSeen
     | MasterSeen
     | ReplicaStarted
-    | ReplicaHello
-    | ReplicaStep
-    | ReplicaReady
-    | ReplicaSwitched
-    | ReplicaResilient
-    | ReplicaEpochsFinished
-    | ReplicaFinished
-    | ReplicaStopping
-    | ReplicaLostPeer
-    | ReplicaPong
-    | ReplicaHangs
+    | FromReplica
     | ReplicaExited
     | Leave
     | LeaveNow

@@ -418,7 +418,7 @@ class ElasticAgent(SimpleElasticAgent):
         for handle in members:
             early, handle.early_step, handle.switched = handle.early_step, None, False
             if early is not None:
-                self._on_step(handle, *early)
+                self._on_step(handle, early)
 
     def _held(self, local_ranks: tuple[int, ...]) -> list[ReplicaHandle]:
         return [h for h in self._replicas.values() if h.local_rank in local_ranks]
@@ -537,61 +537,52 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _on_message(self, handle: ReplicaHandle, message: ReplicaMessage) -> None:
         match message:
-            case messages.Hello():
-                handle.library = True
-                self._recorder.hello()
-                self._decide(states.ReplicaHello(handle.generation, handle.local_rank))
-            case messages.StepFinished(step, when):
-                self._on_step(handle, step, when)
+            case messages.StepFinished():
+                self._on_step(handle, message)
+                return
             case messages.Event(event, when, fields):
                 self._recorder.emit(event, when, **fields)
                 if event == "metrics":
                     self._reporter.script_reported(
                         {name: value for name, value in fields.items() if name != "epoch"}
                     )
-            case messages.Ready(generation):
-                self._decide(states.ReplicaReady(generation, handle.local_rank))
+                return
+            case messages.Hints(hints):
+                if self._reporter.hints(hints):
+                    self._recorder.goodput(hints)
+                return
+            case messages.Saved():
+                self._on_saved(handle, message)
+                return
+            case messages.Hello():
+                handle.library = True
+                self._recorder.hello()
             case messages.Switched(generation, last_step):
                 # newcomers belong to their generation from the start
                 handle.switched = self._plan is None or self._plan.generation != generation
                 self._recorder.last_step_was(last_step)
-                self._decide(states.ReplicaSwitched(generation, handle.local_rank))
-            case messages.Pong():
-                self._decide(states.ReplicaPong(handle.generation, handle.local_rank))
-            case messages.Hanging(reason):
-                self._decide(states.ReplicaHangs(handle.generation, handle.local_rank, reason))
-            case messages.Resilient(generation, why_not):
+            case messages.Resilient(_, why_not):
                 self._failures.why_not_resilient = why_not
-                if not why_not:
-                    self._decide(states.ReplicaResilient(generation, handle.local_rank))
-            case messages.EpochsFinished(finished):
-                self._decide(states.ReplicaEpochsFinished(handle.local_rank, finished))
-            case messages.Finished():
-                self._decide(states.ReplicaFinished(handle.local_rank))
-            case messages.Stopping(unsaved):
-                self._decide(states.ReplicaStopping(handle.local_rank, unsaved))
-            case messages.PeerLost(generation, reason):
+                if why_not:
+                    return
+            case messages.PeerLost(_, reason):
                 logger.info("replica %d: others are gone: %s", handle.rank, reason)
-                self._decide(states.ReplicaLostPeer(generation, handle.local_rank))
-            case messages.Hints(hints):
-                if self._reporter.hints(hints):
-                    self._recorder.goodput(hints)
-            case messages.Saved():
-                self._on_saved(handle, message)
+        generation = getattr(message, "generation", handle.generation)
+        self._decide(states.FromReplica(generation, handle.local_rank, message))
 
-    def _on_step(self, handle: ReplicaHandle, step: int, when: float) -> None:
+    def _on_step(self, handle: ReplicaHandle, message: messages.StepFinished) -> None:
         # a step of a generation that this agent has not adopted yet
         if handle.switched and handle.first_step is not None:
-            handle.early_step = handle.early_step or (step, when)
+            handle.early_step = handle.early_step or message
             return
-        self._recorder.step(when)
+        self._recorder.step(message.time)
         if handle.first_step is None:
-            handle.first_step = when
+            handle.first_step = message.time
             if all(h.first_step is None or h is handle for h in self._replicas.values()):
                 held = self.state.held
                 resilient = held is not None and all(r.resilient for r in held.replicas)
                 self._write_running(handle.generation, library=True, resilient=resilient)
-        self._decide(states.ReplicaStep(handle.generation, handle.local_rank, step))
+        self._decide(states.FromReplica(handle.generation, handle.local_rank, message))
 
     def _on_saved(self, handle: ReplicaHandle, saved: messages.Saved) -> None:
         record = CheckpointRecord(saved.id, saved.path, handle.generation, saved.step, time.time())

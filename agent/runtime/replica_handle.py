@@ -9,6 +9,7 @@ from adaptdl_elastic.protocol.messages import (
     AgentMessage,
     MalformedMessageError,
     ReplicaMessage,
+    StepFinished,
     decode_report,
 )
 from adaptdl_elastic.rendezvous.text import pluralize
@@ -32,7 +33,7 @@ class ReplicaHandle:
         self.first_step: float | None = None  # wall clock
         self.switched = False  # it has switched to the next generation, which this agent has not adopted yet
         # its first step in that generation: number, wall clock
-        self.early_step: tuple[int, float] | None = None
+        self.early_step: StepFinished | None = None
         self.channel, self.theirs = Channel.pair()
         self.broken = ""  # why its channel cannot be used any more
         self._buffer = b""

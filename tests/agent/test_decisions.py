@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from decided import ME, Agent, kinds, master, plan
+from decided import HELLO, ME, Agent, kinds, master, plan, said
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.agent.core.decisions import KILL_AGAIN_AFTER, OWN_STOP_AFTER, PATIENCE, deadline, decide
+from adaptdl_elastic.protocol.messages import Finished, Ready, StepFinished, Stopping, Switched
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
@@ -125,11 +126,11 @@ def test_a_script_that_fails_before_our_signal_arrives_has_failed() -> None:
 @pytest.mark.parametrize("others", [0, 143])
 def test_a_replica_that_was_at_its_end_when_the_signal_came_has_ended_by_itself(others: int) -> None:
     agent = Agent().running(library=False)
-    agent(d.ReplicaFinished(0))
+    agent(said(0, Finished()))
     agent(d.PlanSeen(plan(1, ("here", 1), leaving=[Leaving("here", 2, "agent-1", 0)])))
     agent(d.ReplicaExited(0, 0, 0, 5.0))
     if others == 0:
-        agent(d.ReplicaFinished(1))
+        agent(said(1, Finished()))
     outcome = Outcome.DONE if others == 0 else Outcome.STOPPED
     assert agent(d.ReplicaExited(0, 1, others, 5.0))[0] == d.WriteEnded(
         EndedRecord("here", 0, outcome, others)
@@ -141,15 +142,15 @@ def test_a_script_that_makes_another_exit_code_of_a_stop_has_been_stopped(code: 
     agent = Agent().running()
     agent(d.PlanSeen(plan(1, ("here", 1), leaving=[Leaving("here", 2, "agent-1", 0)])))
     for local_rank in (0, 1):
-        agent(d.ReplicaStopping(local_rank))
+        agent(said(local_rank, Stopping()))
     assert agent.exits(code, code)[0] == d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143))
 
 
 def test_a_script_that_was_stopped_from_outside_and_exits_0_takes_the_others_along() -> None:
     agent = Agent().running()
-    agent(d.ReplicaStopping(0))
+    agent(said(0, Stopping()))
     assert kinds(agent(d.ReplicaExited(0, 0, 0, 5.0))) == ["AskToStop"]
-    agent(d.ReplicaStopping(1))
+    agent(said(1, Stopping()))
     assert agent(d.ReplicaExited(0, 1, 0, 5.0)) == [
         d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143))
     ]
@@ -157,14 +158,14 @@ def test_a_script_that_was_stopped_from_outside_and_exits_0_takes_the_others_alo
 
 def test_a_node_says_that_it_uses_the_library_when_all_its_replicas_have_said_hello() -> None:
     agent = Agent().running(count=2, library=False)
-    assert agent(d.ReplicaHello(0, 1)) == [], "no change in place could keep the other one"
-    assert agent(d.ReplicaHello(0, 0)) == [d.WriteRunning(0, library=True)]
+    assert agent(said(1, HELLO, 0)) == [], "no change in place could keep the other one"
+    assert agent(said(0, HELLO, 0)) == [d.WriteRunning(0, library=True)]
 
 
 def test_one_that_says_hello_after_the_signal_is_not_a_failure() -> None:
     agent = Agent().running(count=1, library=False)
     agent(d.PlanSeen(plan(1, ("here", 1))))
-    agent(d.ReplicaHello(0, 0))
+    agent(said(0, HELLO, 0))
     assert agent.exits(-15)[0] == d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143))
 
 
@@ -183,8 +184,8 @@ def test_a_stop_that_could_not_save_says_why() -> None:
     agent = Agent().running()
     agent(d.Leave("SIGTERM", None))
     assert kinds(agent.later(OWN_STOP_AFTER)) == ["AskToStop"]
-    agent(d.ReplicaStopping(0, "No space left on device"))
-    agent(d.ReplicaStopping(1))
+    agent(said(0, Stopping("No space left on device")))
+    agent(said(1, Stopping()))
     why = "No space left on device"
     ended = d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143, unsaved=why))
     assert ended in agent.exits(143, 143)
@@ -309,9 +310,9 @@ def test_a_newcomer_is_not_ready_and_does_not_run_when_it_says_hello() -> None:
     there = Leaving("there", 1, "agent-there", 0)
     agent(d.PlanSeen(plan(1, ("there", 1), ("here", 1), leaving=[there], transition=Transition.INPLACE)))
     assert kinds(agent(master(1))) == ["StartReplicas"]
-    assert agent(d.ReplicaHello(1, 0)) == [], "it has a long way to where the others are"
-    assert agent(d.ReplicaReady(1, 0)) == [d.WriteReady(1)]
-    assert agent(d.ReplicaSwitched(1, 0)) == [d.WriteRunning(1, library=True)]
+    assert agent(said(0, HELLO, 1)) == [], "it has a long way to where the others are"
+    assert agent(said(0, Ready(1))) == [d.WriteReady(1)]
+    assert agent(said(0, Switched(1, None))) == [d.WriteRunning(1, library=True)]
 
 
 def test_a_newcomer_that_said_hello_and_is_not_ready_in_time_is_late() -> None:
@@ -319,7 +320,7 @@ def test_a_newcomer_that_said_hello_and_is_not_ready_in_time_is_late() -> None:
     there = Leaving("there", 1, "agent-there", 0)
     agent(d.PlanSeen(plan(1, ("there", 1), ("here", 1), leaving=[there], transition=Transition.INPLACE)))
     agent(master(1))
-    agent(d.ReplicaHello(1, 0))
+    agent(said(0, HELLO, 1))
     assert agent.later(60.0) == [d.Kill((0,), "not ready in time")]
 
 
@@ -447,8 +448,8 @@ events = st.one_of(
     st.builds(d.PlanSeen, plans()),
     st.builds(d.EndedSeen, generations, nodes, st.sampled_from(Outcome)),
     st.builds(master, generations),
-    st.builds(d.ReplicaHello, generations, st.integers(0, 0)),
-    st.builds(d.ReplicaStep, generations, st.integers(0, 0), st.integers(0, 99)),
+    st.builds(said, st.just(0), st.just(HELLO), generations),
+    st.builds(said, st.just(0), st.builds(StepFinished, st.integers(0, 99), st.just(0.0)), generations),
     st.builds(
         d.NodesSeen, st.sampled_from([{"here": "agent-1"}, {"here": "agent-1", "there": "agent-there"}])
     ),
@@ -520,9 +521,9 @@ def test_growing_in_place_starts_the_newcomers_beside_the_others() -> None:
         d.TellPlan(new, found.master),
         d.StartReplicas(new, found.master, (1,), join=True),
     ]
-    assert agent(d.ReplicaReady(1, 1)) == [d.WriteReady(1)]
-    assert agent(d.ReplicaSwitched(1, 0)) == []
-    assert agent(d.ReplicaSwitched(1, 1)) == [
+    assert agent(said(1, Ready(1))) == [d.WriteReady(1)]
+    assert agent(said(0, Switched(1, None))) == []
+    assert agent(said(1, Switched(1, None))) == [
         d.Adopt(new),
         d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 0)),
         d.WriteRunning(1, library=True),
@@ -535,7 +536,7 @@ def test_growing_in_place_starts_the_newcomers_beside_the_others() -> None:
 def test_shrinking_in_place_waits_for_those_who_leave() -> None:
     agent = Agent().running(count=2)
     assert kinds(change(agent, 1, ("here", 1))) == ["OpenMaster", "TellPlan"]
-    agent(d.ReplicaSwitched(1, 0))
+    agent(said(0, Switched(1, None)))
     assert kinds(agent(d.ReplicaExited(0, 1, 0, 5.0))) == ["Adopt", "WriteEnded", "WriteRunning"]
 
 
@@ -543,7 +544,7 @@ def test_a_node_that_only_leaves_has_stopped_and_is_not_done() -> None:
     agent = Agent()
     agent(d.PlanSeen(plan(0, ("there", 1), ("here", 1))))
     agent(master(0))
-    agent(d.ReplicaHello(0, 0))
+    agent(said(0, HELLO, 0))
     assert kinds(change(agent, 1, ("there", 1))) == ["TellPlan"]
     assert agent(d.ReplicaExited(0, 0, 0, 5.0)) == [d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 0))]
 
@@ -555,11 +556,11 @@ def test_a_node_that_was_to_leave_is_done_if_its_script_was_at_its_end_first(
     agent = Agent()
     agent(d.PlanSeen(plan(0, ("there", 1), ("here", 1))))
     agent(master(0))
-    agent(d.ReplicaHello(0, 0))
+    agent(said(0, HELLO, 0))
     assert kinds(change(agent, 1, ("there", 1))) == ["TellPlan"]
     if switched:
-        agent(d.ReplicaSwitched(1, 0))
-    agent(d.ReplicaFinished(0))
+        agent(said(0, Switched(1, None)))
+    agent(said(0, Finished()))
     assert agent(d.ReplicaExited(0, 0, 0, 5.0)) == [d.WriteEnded(EndedRecord("here", 0, outcome, 0))]
 
 
@@ -571,8 +572,8 @@ def test_a_node_with_newcomers_only_does_not_wait_for_survivors_to_leave() -> No
     assert kinds(actions) == ["StartReplicas"]
     assert isinstance(actions[0], d.StartReplicas)
     assert actions[0].join
-    assert agent(d.ReplicaReady(1, 0)) == [d.WriteReady(1)]
-    assert agent(d.ReplicaSwitched(1, 0)) == [d.WriteRunning(1, library=True)]
+    assert agent(said(0, Ready(1))) == [d.WriteReady(1)]
+    assert agent(said(0, Switched(1, None))) == [d.WriteRunning(1, library=True)]
 
 
 @pytest.mark.parametrize("base", [0, 1])
@@ -582,12 +583,12 @@ def test_the_next_change_of_a_node_whose_newcomers_are_just_about_to_switch(base
     running = Leaving("there", 1, "agent-there", 0)
     agent(d.PlanSeen(over(1, ("there", 1), ("here", 1), leaving=[running])))
     agent(master(1))
-    agent(d.ReplicaReady(1, 0))
+    agent(said(0, Ready(1)))
     both = [Leaving("there", 1, "agent-there", 1), Leaving("here", 1, "agent-1", 1)]
     actions = agent(d.PlanSeen(replace(over(2, ("here", 1), leaving=both), base=base)))
     assert ("Kill" in kinds(actions)) == (base == 0)
     if base == 1:
-        assert "WriteRunning" in kinds(agent(d.ReplicaSwitched(1, 0)))
+        assert "WriteRunning" in kinds(agent(said(0, Switched(1, None))))
         assert "TellPlan" in kinds(agent(master(2)))
 
 
@@ -657,7 +658,7 @@ def test_after_a_withdrawal_the_next_plan_is_carried_out_from_the_same_generatio
     change(agent, 1, ("here", 2))
     assert kinds(change(agent, 2, ("here", 1))) == ["Withdraw", "Kill", "WriteEnded"]
     assert kinds(agent(d.ReplicaExited(1, 1, -9, 5.0))) == ["TellPlan"]
-    actions = agent(d.ReplicaSwitched(2, 0))
+    actions = agent(said(0, Switched(2, None)))
     assert actions[1] == d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 0))
 
 
@@ -673,8 +674,8 @@ def test_a_survivor_that_dies_takes_the_newcomers_with_it() -> None:
 def test_after_the_switch_a_death_is_the_new_generations() -> None:
     agent = Agent().running(count=1)
     change(agent, 1, ("here", 2))
-    agent(d.ReplicaReady(1, 1))
-    agent(d.ReplicaSwitched(1, 0))
+    agent(said(1, Ready(1)))
+    agent(said(0, Switched(1, None)))
     assert kinds(agent(d.ReplicaExited(1, 1, -9, 5.0, "SIGKILL"))) == ["Kill"]
     actions = agent(d.ReplicaExited(0, 0, -9, 5.0))
     outcomes = [(a.record.generation, a.record.outcome) for a in actions if isinstance(a, d.WriteEnded)]
@@ -707,9 +708,9 @@ def test_replicas_keep_their_slots_and_get_their_new_ranks() -> None:
 in_place = st.one_of(
     events,
     st.builds(lambda p: d.PlanSeen(replace(p, transition=Transition.INPLACE)), plans()),
-    st.builds(d.ReplicaHello, generations, st.integers(0, 0)),
-    st.builds(d.ReplicaReady, generations, st.integers(0, 1)),
-    st.builds(d.ReplicaSwitched, generations, st.integers(0, 1)),
+    st.builds(said, st.just(0), st.just(HELLO), generations),
+    st.builds(said, st.integers(0, 1), st.builds(Ready, generations)),
+    st.builds(said, st.integers(0, 1), st.builds(Switched, generations, st.none())),
     st.just("a newcomer exits"),
 )
 
@@ -735,7 +736,7 @@ def test_with_changes_in_place_too_each_generation_is_answered_for_once(
             event = d.ReplicaExited(
                 held.withdrawn if orphan else generation, pool[0].local_rank, number, agent.now
             )
-        if isinstance(event, (d.ReplicaReady, d.ReplicaSwitched)):
+        if isinstance(event, d.FromReplica) and isinstance(event.message, (Ready, Switched)):
             local = [r.local_rank for r in held.replicas] if held is not None else []
             change = held.change if held is not None else None
             local += [r.local_rank for r in change.newcomers] if change is not None else []

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from decided import Agent, kinds, master, plan
+from decided import HELLO, PONG, Agent, kinds, master, plan, said
 
 from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.agent.core.decisions import deadline
 from adaptdl_elastic.agent.core.hang_detection import MOMENT, SILENCE
+from adaptdl_elastic.protocol.messages import (
+    EpochsFinished,
+    PeerLost,
+    Ready,
+    Resilient,
+    StepFinished,
+    Switched,
+)
 from adaptdl_elastic.rendezvous.schema.records import Failure, Leaving, Transition
 
 WHY = "does not answer for 30 s: it hangs, or is stopped (--hang-timeout)"
@@ -16,19 +24,19 @@ WHY = "does not answer for 30 s: it hangs, or is stopped (--hang-timeout)"
 def resilient(hang_timeout: float | None) -> Agent:
     agent = Agent(hang_timeout=hang_timeout).running()
     for slot in range(2):
-        agent(d.ReplicaResilient(0, slot))
+        agent(said(slot, Resilient(0)))
     steps(agent)
     return agent
 
 
 def answers(agent: Agent, *slots: int) -> None:
     for slot in slots:
-        agent(d.ReplicaPong(0, slot))
+        agent(said(slot, PONG, 0))
 
 
 def steps(agent: Agent) -> None:
     for slot in range(2):
-        agent(d.ReplicaStep(0, slot, 7))
+        agent(said(slot, StepFinished(7, 0.0), 0))
 
 
 def test_who_is_silent_is_asked_and_only_who_does_not_answer_is_killed() -> None:
@@ -92,7 +100,7 @@ def test_when_all_answer_but_take_no_step_all_are_killed_after_a_moment() -> Non
 
 def test_who_waits_for_a_plan_takes_no_step_and_does_not_hang() -> None:
     agent = resilient(30.0)
-    agent(d.ReplicaLostPeer(0, 0))
+    agent(said(0, PeerLost(0, "")))
     for _ in range(10):
         assert agent.later(15) == [d.Ping((0, 1))]
         answers(agent, 0, 1)
@@ -111,7 +119,7 @@ def test_steps_of_others_do_not_count() -> None:
     agent = resilient(30.0)
     for _ in range(2):
         agent.later(15)
-        agent(d.ReplicaStep(0, 0, 8))
+        agent(said(0, StepFinished(8, 0.0), 0))
     assert agent.state.held is not None
     assert [r.hanging for r in agent.state.held.replicas] == [False, True]
 
@@ -122,11 +130,11 @@ def grown(hang_timeout: float | None, joined_after: float = 0.0) -> Agent:
     grow = plan(1, ("here", 3), transition=Transition.INPLACE)
     agent(d.PlanSeen(grow))
     agent(master(1))
-    agent(d.ReplicaHello(1, 2))
-    agent(d.ReplicaReady(1, 2))
+    agent(said(2, HELLO, 1))
+    agent(said(2, Ready(1)))
     agent.later(joined_after)
     for slot in range(3):
-        actions = agent(d.ReplicaSwitched(1, slot))
+        actions = agent(said(slot, Switched(1, None)))
     assert actions[0] == d.Adopt(grow)
     return agent
 
@@ -135,7 +143,7 @@ def test_a_newcomer_is_asked_from_when_it_has_joined() -> None:
     agent = grown(None)
     assert agent.later(SILENCE / 2) == [d.Ping((0, 1, 2))]  # two of them wait for the gradients of the third
     for slot in (0, 1):
-        agent(d.ReplicaPong(1, slot))
+        agent(said(slot, PONG, 1))
     actions = agent.later(SILENCE / 2)
     assert [a.local_ranks for a in actions if isinstance(a, d.Kill)] == [(2,)]
     assert "Lost" in kinds(agent(d.ReplicaExited(1, 2, -9, 5.0, "SIGKILL")))  # and the others go on
@@ -150,7 +158,7 @@ def test_who_waits_for_a_newcomer_is_not_killed_before_it() -> None:
                 killed.append(action.local_ranks)
             elif isinstance(action, d.Ping):
                 for slot in set(action.local_ranks) - {2}:
-                    agent(d.ReplicaPong(1, slot))
+                    agent(said(slot, PONG, 1))
     assert killed == [(2,)]
 
 
@@ -162,17 +170,17 @@ def test_a_newcomer_to_replicas_of_other_nodes_is_asked_too() -> None:
     agent(master(1))
     assert agent.state.held is not None
     assert agent.state.held.joining
-    agent(d.ReplicaHello(1, 0))
-    agent(d.ReplicaReady(1, 0))
+    agent(said(0, HELLO, 1))
+    agent(said(0, Ready(1)))
     assert agent.later(1000) == []  # while it warms up nobody waits for it
-    agent(d.ReplicaSwitched(1, 0))
+    agent(said(0, Switched(1, None)))
     assert agent.later(15) == [d.Ping((0,))]
 
 
 def test_behind_the_last_epoch_nobody_is_to_take_a_step() -> None:
     agent = resilient(30.0)
     for slot in range(2):
-        agent(d.ReplicaEpochsFinished(slot, True))
+        agent(said(slot, EpochsFinished(True)))
     for _ in range(10):
         assert agent.later(15) == [d.Ping((0, 1))]
         answers(agent, 0, 1)

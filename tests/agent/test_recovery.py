@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from decided import Agent, kinds, master, plan
+from decided import HELLO, Agent, kinds, master, plan, said
 
 from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.agent.core.decisions import OWN_STOP_AFTER
 from adaptdl_elastic.agent.core.inplace_change import renumber
+from adaptdl_elastic.protocol.messages import EpochsFinished, PeerLost, Ready, Resilient, Switched
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
@@ -35,7 +36,7 @@ def with_slots(made: Plan, **slots: tuple[int, ...]) -> Plan:
 def resilient(count: int = 2) -> Agent:
     agent = Agent().running(count=count)
     for slot in range(count):
-        agent(d.ReplicaResilient(0, slot))
+        agent(said(slot, Resilient(0)))
     return agent
 
 
@@ -54,9 +55,9 @@ def recover(generation: int, *slots: int) -> Plan:
 
 def test_the_coordinator_hears_once_that_all_replicas_are_resilient() -> None:
     agent = Agent().running()
-    assert agent(d.ReplicaResilient(0, 1)) == []
-    assert agent(d.ReplicaResilient(0, 0)) == [d.WriteRunning(0, library=True, resilient=True)]
-    assert agent(d.ReplicaResilient(0, 0)) == []
+    assert agent(said(1, Resilient(0))) == []
+    assert agent(said(0, Resilient(0))) == [d.WriteRunning(0, library=True, resilient=True)]
+    assert agent(said(0, Resilient(0))) == []
 
 
 def test_a_death_kills_nobody_else() -> None:
@@ -69,7 +70,7 @@ def test_a_death_kills_nobody_else() -> None:
 def test_without_resilience_a_death_is_a_failure_as_ever(told: tuple[int, ...]) -> None:
     agent = Agent().running(count=3)
     for slot in told:
-        agent(d.ReplicaResilient(0, slot))
+        agent(said(slot, Resilient(0)))
     assert kinds(dies(agent, 0)) == ["Kill"]
 
 
@@ -89,8 +90,8 @@ def test_survivors_go_on_under_their_new_ranks() -> None:
     again = recover(1, 1, 2)
     assert agent(d.PlanSeen(again)) == [d.OpenMaster(1)]
     assert agent(master(1)) == [d.TellPlan(again, master(1).master)]
-    assert agent(d.ReplicaSwitched(1, 2)) == []
-    assert agent(d.ReplicaSwitched(1, 1)) == [
+    assert agent(said(2, Switched(1, None))) == []
+    assert agent(said(1, Switched(1, None))) == [
         d.Adopt(again),
         d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 0)),
         d.WriteRunning(1, library=True, resilient=True),
@@ -104,8 +105,8 @@ def test_a_later_generation_knows_nothing_of_those_dead() -> None:
     dies(agent, 0)
     agent(d.PlanSeen(recover(1, 1, 2)))
     agent(master(1))
-    agent(d.ReplicaSwitched(1, 1))
-    agent(d.ReplicaSwitched(1, 2))
+    agent(said(1, Switched(1, None)))
+    agent(said(2, Switched(1, None)))
     assert slots_written(dies(agent, 2, generation=1)) == [(1, (2,))]
 
 
@@ -117,8 +118,8 @@ def test_a_second_death_is_added_to_the_first() -> None:
 
 def test_a_word_of_the_living_is_passed_on_once() -> None:
     agent = resilient()
-    assert agent(d.ReplicaLostPeer(0, 1)) == [d.WritePeerLoss(PeerLossRecord("here", 0))]
-    assert agent(d.ReplicaLostPeer(0, 0)) == []
+    assert agent(said(1, PeerLost(0, ""))) == [d.WritePeerLoss(PeerLossRecord("here", 0))]
+    assert agent(said(0, PeerLost(0, ""))) == []
     assert slots_written(dies(agent, 0)) == [(0, (0,))]
 
 
@@ -127,7 +128,7 @@ def test_the_plan_may_come_before_anybody_here_noticed() -> None:
     both = plan(1, ("here", 2), ("there", 1), transition=RECOVER)
     agent(d.PlanSeen(both))
     assert kinds(agent(master(1))) == ["TellPlan"]
-    assert agent(d.ReplicaLostPeer(0, 0)) == []  # of the generation that it is about to leave
+    assert agent(said(0, PeerLost(0, ""))) == []  # of the generation that it is about to leave
 
 
 def test_a_death_during_the_recovery_is_one_of_the_new_generation() -> None:
@@ -140,7 +141,7 @@ def test_a_death_during_the_recovery_is_one_of_the_new_generation() -> None:
     actions = agent(master(2))
     assert kinds(actions) == ["TellPlan", "WriteEnded"]
     assert actions[1] == d.WriteEnded(EndedRecord("here", 1, Outcome.STOPPED))
-    assert kinds(agent(d.ReplicaSwitched(2, 2))) == ["Adopt", "WriteEnded", "WriteRunning"]
+    assert kinds(agent(said(2, Switched(2, None)))) == ["Adopt", "WriteEnded", "WriteRunning"]
 
 
 def test_a_plan_that_counts_on_somebody_dead_is_answered() -> None:
@@ -219,9 +220,9 @@ def growing(switched: bool = False) -> tuple[Agent, list[d.Action]]:
     agent = resilient()
     agent(d.PlanSeen(plan(1, ("here", 3), transition=INPLACE)))
     actions = agent(master(1))
-    agent(d.ReplicaReady(1, 2))
+    agent(said(2, Ready(1)))
     if switched:
-        agent(d.ReplicaSwitched(1, 1))
+        agent(said(1, Switched(1, None)))
     return agent, actions
 
 
@@ -234,14 +235,14 @@ def test_before_anybody_has_switched_a_death_withdraws_the_change() -> None:
     agent(d.PlanSeen(recover(2, 1)))
     assert kinds(agent(master(2))) == ["TellPlan"]  # it does not wait for the newcomer's end
     agent(d.ReplicaExited(1, 2, -9, 6.0))
-    assert kinds(agent(d.ReplicaSwitched(2, 1))) == ["Adopt", "WriteEnded", "WriteRunning"]
+    assert kinds(agent(said(1, Switched(2, None)))) == ["Adopt", "WriteEnded", "WriteRunning"]
 
 
 def test_a_leaver_that_dies_when_another_has_left_is_lost_to_the_generation_that_they_leave() -> None:
     agent = resilient()
     agent(d.PlanSeen(plan(1, ("there", 2), transition=INPLACE)))
     agent(master(1))
-    agent(d.ReplicaSwitched(1, 0))
+    agent(said(0, Switched(1, None)))
     actions = dies(agent, 1)
     assert "Adopt" not in kinds(actions)
     assert slots_written(actions) == [(0, (1,))]
@@ -250,7 +251,7 @@ def test_a_leaver_that_dies_when_another_has_left_is_lost_to_the_generation_that
 
 def test_a_death_elsewhere_withdraws_it_too() -> None:
     agent, _ = growing()
-    assert kinds(agent(d.ReplicaLostPeer(0, 0))) == ["WritePeerLoss", "Withdraw", "Kill", "WriteEnded"]
+    assert kinds(agent(said(0, PeerLost(0, "")))) == ["WritePeerLoss", "Withdraw", "Kill", "WriteEnded"]
 
 
 def test_a_recovery_overtakes_a_change_that_nobody_has_gone_over_to() -> None:
@@ -280,7 +281,7 @@ def test_a_newcomer_that_was_killed_in_the_switch_holds_nothing_up(first: str) -
         agent(d.ReplicaExited(1, 2, -9, 6.0))
     agent(d.PlanSeen(recover(2, 1)))
     agent(master(2))
-    agent(d.ReplicaSwitched(2, 1))
+    agent(said(1, Switched(2, None)))
     if first == "the recovery":
         agent(d.ReplicaExited(1, 2, -9, 6.0))
     agent(d.PlanSeen(with_slots(plan(3, ("here", 2), transition=INPLACE), here=(1, 2))))
@@ -298,7 +299,7 @@ def test_a_newcomer_that_dies_in_the_middle_of_the_switch_is_one_of_the_dead() -
 
 def test_survivors_that_find_the_new_generation_broken_are_in_it() -> None:
     agent, _ = growing()
-    actions = agent(d.ReplicaLostPeer(1, 0))
+    actions = agent(said(0, PeerLost(1, "")))
     assert slots_written(actions) == [(1, (2,))]
     assert kinds(actions)[0] == "Adopt"
 
@@ -307,7 +308,7 @@ def test_replicas_that_lose_a_peer_while_they_switch_go_on_though_they_are_not_r
     agent = Agent().running(count=1)
     agent(d.PlanSeen(plan(1, ("here", 1), ("there", 1), transition=INPLACE)))
     agent(master(1))
-    agent(d.ReplicaLostPeer(1, 0))
+    agent(said(0, PeerLost(1, "")))
     agent(d.PlanSeen(recover(2, 0)))
     assert kinds(agent(master(2))) == ["TellPlan"]
 
@@ -316,8 +317,8 @@ def test_a_leaver_that_dies_on_its_way_out_is_no_loss() -> None:
     agent = resilient(3)
     agent(d.PlanSeen(plan(1, ("here", 2), transition=INPLACE)))
     agent(master(1))
-    agent(d.ReplicaSwitched(1, 0))
-    agent(d.ReplicaSwitched(1, 1))
+    agent(said(0, Switched(1, None)))
+    agent(said(1, Switched(1, None)))
     actions = dies(agent, 2)
     assert kinds(actions) == ["Adopt", "WriteEnded", "WriteRunning"]
     assert agent.later(1) == []
@@ -333,13 +334,13 @@ def test_a_replacement_takes_the_free_slot_and_ranks_after_the_survivors() -> No
     dies(agent, 0)
     agent(d.PlanSeen(recover(1, 1)))
     agent(master(1))
-    agent(d.ReplicaSwitched(1, 1))
+    agent(said(1, Switched(1, None)))
     grown = with_slots(plan(2, ("here", 2), transition=INPLACE), here=(1, 0))
     agent(d.PlanSeen(grown))
     assert agent(master(2))[1] == d.StartReplicas(grown, master(2).master, (0,), join=True)
-    agent(d.ReplicaReady(2, 0))
-    agent(d.ReplicaSwitched(2, 0))
-    agent(d.ReplicaSwitched(2, 1))
+    agent(said(0, Ready(2)))
+    agent(said(0, Switched(2, None)))
+    agent(said(1, Switched(2, None)))
     assert agent.state.held is not None
     assert [(r.local_rank, r.rank) for r in agent.state.held.replicas] == [(1, 0), (0, 1)]
 
@@ -358,8 +359,8 @@ def test_a_draining_node_gives_the_coordinator_time_after_each_change() -> None:
     agent(d.PlanSeen(plan(1, ("here", 2), ("there", 1), transition=INPLACE)))
     agent(master(1))
     agent.later(OWN_STOP_AFTER)
-    agent(d.ReplicaSwitched(1, 0))
-    assert kinds(agent(d.ReplicaSwitched(1, 1))) == ["Adopt", "WriteEnded", "WriteRunning"]
+    agent(said(0, Switched(1, None)))
+    assert kinds(agent(said(1, Switched(1, None)))) == ["Adopt", "WriteEnded", "WriteRunning"]
     assert agent.later(OWN_STOP_AFTER - 1) == []
     assert kinds(agent.later(1)) == ["AskToStop"]
 
@@ -371,7 +372,7 @@ def over(count: int = 2) -> Agent:
     """All epochs are behind its replicas."""
     agent = resilient(count)
     for slot in range(count):
-        assert agent(d.ReplicaEpochsFinished(slot, True)) == []
+        assert agent(said(slot, EpochsFinished(True))) == []
     return agent
 
 
@@ -395,7 +396,7 @@ def test_nor_if_it_dies_after_the_others_have_ended() -> None:
 @pytest.mark.parametrize("first", ["exit", "report"])
 def test_a_replica_that_ends_well_while_the_others_train_is_a_failure_with_a_reason(first: str) -> None:
     agent = resilient(2)
-    exits, misses = d.ReplicaExited(0, 1, 0, 5.0, ""), d.ReplicaLostPeer(0, 0)
+    exits, misses = d.ReplicaExited(0, 1, 0, 5.0, ""), said(0, PeerLost(0, ""))
     agent(exits if first == "exit" else misses)
     assert "Kill" in kinds(agent(misses if first == "exit" else exits))
     (ended,) = (a for a in agent(d.ReplicaExited(0, 0, -9, 6.0, "")) if isinstance(a, d.WriteEnded))
@@ -407,7 +408,7 @@ def test_a_replica_that_ends_well_while_the_others_train_is_a_failure_with_a_rea
 
 def test_more_epochs_are_as_any_others() -> None:
     agent = over()
-    agent(d.ReplicaEpochsFinished(1, False))
+    agent(said(1, EpochsFinished(False)))
     assert slots_written(dies(agent, 1)) == [(0, (1,))]
 
 
@@ -415,12 +416,12 @@ def test_a_newcomer_that_dies_behind_the_last_epoch_is_reported_too() -> None:
     agent = resilient(1)
     agent(d.PlanSeen(plan(1, ("here", 2), transition=INPLACE)))
     agent(master(1))
-    agent(d.ReplicaReady(1, 1))
-    agent(d.ReplicaResilient(1, 1))
-    agent(d.ReplicaSwitched(1, 1))
-    agent(d.ReplicaEpochsFinished(1, True))
-    assert "Adopt" in kinds(agent(d.ReplicaSwitched(1, 0)))
-    agent(d.ReplicaEpochsFinished(0, True))
+    agent(said(1, Ready(1)))
+    agent(said(1, Resilient(1)))
+    agent(said(1, Switched(1, None)))
+    agent(said(1, EpochsFinished(True)))
+    assert "Adopt" in kinds(agent(said(0, Switched(1, None))))
+    agent(said(0, EpochsFinished(True)))
     assert slots_written(dies(agent, 1, generation=1)) == [(1, (1,))]
 
 
@@ -431,9 +432,9 @@ def lost_node(first: str) -> tuple[Agent, list[d.Action]]:
     agent(d.PlanSeen(plan(0, (first, 1), (other, 1))))
     agent(master(0))
     agent(d.ReplicaStarted(0, 0, 100))
-    agent(d.ReplicaHello(0, 0))
-    agent(d.ReplicaResilient(0, 0))
-    agent(d.ReplicaEpochsFinished(0, True))
+    agent(said(0, HELLO, 0))
+    agent(said(0, Resilient(0)))
+    agent(said(0, EpochsFinished(True)))
     agent(d.PlanSeen(plan(1, ("here", 1), transition=RECOVER)))
     return agent, agent(master(1))
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 from unittest.mock import MagicMock
 
-from adaptdl_elastic.agent.core.states import ReplicaExited, ReplicaResilient
+from adaptdl_elastic.agent.core.states import FromReplica, ReplicaExited
 from adaptdl_elastic.agent.runtime.agent import ElasticAgent
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.protocol.messages import Resilient, encode
@@ -34,7 +34,7 @@ def test_what_survivors_have_said_is_decided_before_the_end_of_another(monkeypat
     agent._exited(handles[0], -9)
     handles[1].close()
     events = [type(call.args[0]) for call in agent._decide.call_args_list]
-    assert events == [ReplicaResilient, ReplicaExited]
+    assert events == [FromReplica, ReplicaExited]
 
 
 def test_a_channel_that_was_read_already_does_not_block() -> None:

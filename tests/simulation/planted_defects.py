@@ -51,8 +51,8 @@ PLANTED: tuple[Planted, ...] = (
         "hello-is-ready",
         "a newcomer counts as ready and running at its hello",
         _AGENT,
-        "        case ReplicaHello() if held.joining:\n            pass",
-        "        case ReplicaHello() if False:\n            pass",
+        "        case Hello() if present and not held.joining:",
+        "        case Hello() if present:",
         True,
     ),
     Planted(

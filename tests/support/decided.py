@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.agent.core.decisions import decide
+from adaptdl_elastic.protocol.messages import Hello, Pong, ReplicaMessage
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     Leaving,
@@ -17,6 +18,13 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 
 ME = d.AgentIdentity("here", "agent-1", "job", "run", checkpoint_timeout=120.0, hang_timeout=0.0)
+
+HELLO, PONG = Hello("1", 100), Pong(0, False)
+
+
+def said(local_rank: int, message: ReplicaMessage, generation: int = 0) -> d.FromReplica:
+    """Return the event of a message, about the generation that it names, else the given one."""
+    return d.FromReplica(getattr(message, "generation", generation), local_rank, message)
 
 
 def plan(
@@ -54,7 +62,7 @@ class Agent:
         for local_rank in range(count):
             self(d.ReplicaStarted(generation, local_rank, 100 + local_rank))
             if library:
-                self(d.ReplicaHello(generation, local_rank))
+                self(said(local_rank, HELLO, generation))
         return self
 
     def exits(self, *codes: int, generation: int = 0) -> list[d.Action]:
