@@ -226,6 +226,13 @@ class ClusterCache:
         """Whether the leader's key exists, even with an invalid value."""
         return self._keys.coordinator_leader in self._known
 
+    def take(self, news: Snapshot | Change, now: float) -> bool:
+        """Apply what `Follow` yields; return False if it changes nothing that was known."""
+        if isinstance(news, Change):
+            return self.apply(news, now)
+        self.load(news, now)
+        return True
+
     def load(self, snapshot: Snapshot, now: float) -> None:
         """Apply a whole range: keys that are not in it have been deleted."""
         for key in self._known - {item.key for item in snapshot.items}:

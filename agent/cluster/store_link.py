@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError, NodeRecord, decode, encode
 from adaptdl_elastic.rendezvous.store.base import (
-    CompactedError,
     Lease,
     LeaseLostError,
+    Snapshot,
     Store,
     StoreAuthError,
     StoreError,
     StoreRefusedError,
-    Watch,
 )
+from adaptdl_elastic.rendezvous.store.follow import Follow
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +42,6 @@ class Keyspace:
 
     prefix: str
     items: dict[str, str]
-
-
-@dataclass(frozen=True)
-class KeyChanged:
-    """A change of one key under a watched prefix; None: it was deleted."""
-
-    prefix: str
-    key: str
-    value: str | None
 
 
 @dataclass(frozen=True)
@@ -118,45 +109,25 @@ class NameTakenError(Exception):
 
 
 class Watcher(threading.Thread):
-    """A thread that posts a Keyspace, then a KeyChanged for every change under a prefix."""
+    """A thread that posts a Keyspace, then every Change under a prefix; again a Keyspace after a gap."""
 
     def __init__(self, store: Store, prefix: str, post: Post) -> None:
         super().__init__(name=f"watch {prefix}", daemon=True)
-        self._store, self._prefix, self._post = store, prefix, post
-        self._closing = threading.Event()
-        self._watch: Watch | None = None
+        self._prefix, self._post = prefix, post
+        self._news = Follow(store, prefix, lambda error: logger.debug("watch of %s: %s", prefix, error))
 
     def run(self) -> None:
         """Read and watch the prefix until `close`."""
-        delay = _FIRST_RETRY
-        while not self._closing.is_set():
-            try:
-                snapshot = self._store.range(self._prefix)
-                items = {item.key: item.value for item in snapshot.items}
+        for news in self._news:
+            if isinstance(news, Snapshot):
+                items = {item.key: item.value for item in news.items}
                 self._post(Keyspace(self._prefix, items))
-                delay = _FIRST_RETRY
-                self._follow(snapshot.revision + 1)
-            except CompactedError:
-                continue
-            except StoreError as error:
-                logger.debug("watch of %s: %s", self._prefix, error)
-                self._closing.wait(delay)
-                delay = min(2 * delay, _LAST_RETRY)
-
-    def _follow(self, revision: int) -> None:
-        with self._store.watch(self._prefix, revision) as watch:
-            self._watch = watch
-            if self._closing.is_set():
-                return
-            for change in watch:
-                value = change.value if change.kind == "put" else None
-                self._post(KeyChanged(self._prefix, change.key, value))
+            else:
+                self._post(news)
 
     def close(self) -> None:
         """Make the thread end soon."""
-        self._closing.set()
-        if self._watch is not None:
-            self._watch.close()
+        self._news.close()
 
 
 class Writer(threading.Thread):
@@ -384,13 +355,11 @@ class Registration:
 
 def wait_for_removal(store: Store, key: str, seconds: float) -> None:
     """Wait until a key is deleted, at most so many seconds."""
-    revision = store.range(key).revision
-    if store.get(key) is None:
-        return
-    with store.watch(key, revision + 1) as watch:
-        timer = threading.Timer(seconds, watch.close)
+    with Follow(store, key) as follow:
+        timer = threading.Timer(seconds, follow.close)
+        timer.daemon = True
         timer.start()
-        for change in watch:
-            if change.kind == "delete":
+        for news in follow:
+            if not news.items if isinstance(news, Snapshot) else news.kind == "delete":
                 break
         timer.cancel()

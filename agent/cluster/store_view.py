@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import TypeVar
 
-from adaptdl_elastic.agent.cluster.store_link import KeyChanged, Keyspace
+from adaptdl_elastic.agent.cluster.store_link import Keyspace
 from adaptdl_elastic.agent.core import states
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -21,7 +21,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     decode,
 )
-from adaptdl_elastic.rendezvous.store.base import read_text
+from adaptdl_elastic.rendezvous.store.base import Change, read_text
 
 logger = logging.getLogger(__name__)
 _KEPT = ("checkpoint", "request", "plan", "spec")
@@ -50,9 +50,9 @@ class StoreView:
         keys = self._keys
         return keys.job(self._job), keys.nodes, f"{keys.root}coordinator/", keys.drain(self._node)
 
-    def apply(self, news: Keyspace | KeyChanged) -> Iterator[states.Event]:
+    def apply(self, news: Keyspace | Change) -> Iterator[states.Event]:
         """Apply a change to the view; yield the events that the agent's decisions need."""
-        if isinstance(news, KeyChanged):
+        if isinstance(news, Change):
             yield from self._set(news.key, news.value)
             return
         changed = [(k, None) for k in self._values if k.startswith(news.prefix) and k not in news.items]

@@ -34,7 +34,6 @@ from adaptdl_elastic.agent.cluster.node_reporter import NodeReporter
 from adaptdl_elastic.agent.cluster.store_link import (
     Connection,
     ConnectionMonitor,
-    KeyChanged,
     Keyspace,
     Registration,
     UserLine,
@@ -72,7 +71,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     Transition,
 )
-from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.base import Change, Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
 logger = logging.getLogger(__name__)
@@ -217,7 +216,7 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _handle(self, event: object) -> None:
         match event:
-            case Keyspace() | KeyChanged():
+            case Keyspace() | Change():
                 if isinstance(event, Keyspace) and (lost := self._view.lost_records(event)):
                     self._say("the store has lost records of this job: this node writes back what it knows")
                     self._reporter.restore(lost)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from adaptdl_elastic.agent.cluster.store_link import KeyChanged, Keyspace, Watcher
+from adaptdl_elastic.agent.cluster.store_link import Keyspace, Watcher
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobSpec, JobStatus, Plan
-from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, read_record
+from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Store, read_record
 
 R = TypeVar("R", CheckpointRecord, JobSpec, JobStatus, Plan)
 
@@ -55,7 +55,7 @@ class JobRecords:
             self._items = {key: KeyValue(key, value, 0, 0) for key, value in kept.items()}
             self.ready = True
             self._wake()
-        elif isinstance(news, KeyChanged) and (name := self._name(news.key)):
+        elif isinstance(news, Change) and (name := self._name(news.key)):
             if news.value is None:
                 self._items.pop(news.key, None)
             else:

@@ -49,8 +49,9 @@ from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, no
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
 from adaptdl_elastic.rendezvous.services.signatures import SignatureError, UncheckedError
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
-from adaptdl_elastic.rendezvous.store.base import CompactedError, Lease, LeaseLostError, Store, StoreError
+from adaptdl_elastic.rendezvous.store.base import Lease, LeaseLostError, Store, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.follow import Follow
 
 logger = logging.getLogger(__name__)
 
@@ -316,12 +317,11 @@ class _Registration:
 
 def _follow(store: Store, prefix: str, wake: threading.Event, stack: contextlib.ExitStack) -> None:
     """Set `wake` at every change under a prefix until the stack is closed."""
-    watch = store.watch(prefix)
-    stack.callback(watch.close)
+    news = Follow(store, prefix, lambda error: None)  # the service reads everything every 2 s anyway
+    stack.callback(news.close)
 
     def follow() -> None:
-        with contextlib.suppress(CompactedError, StoreError):  # the service reads everything every 2 s anyway
-            for _ in watch:
-                wake.set()
+        for _ in news:
+            wake.set()
 
     threading.Thread(target=follow, name="watch", daemon=True).start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from adaptdl_elastic.autoscaler.cli import CommandError, Place, Where, echo
@@ -13,7 +12,8 @@ from adaptdl_elastic.autoscaler.cluster_view import BILL_SECONDS, ClusterCache, 
 from adaptdl_elastic.autoscaler.diagnostics.rows import Row, job_rows
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
-from adaptdl_elastic.rendezvous.store.base import CompactedError, Store, StoreError
+from adaptdl_elastic.rendezvous.store.base import Store, StoreError
+from adaptdl_elastic.rendezvous.store.follow import Follow
 from adaptdl_elastic.rendezvous.store.local_socket import JobEndedError
 from adaptdl_elastic.rendezvous.text import printable, record_lines
 
@@ -73,27 +73,19 @@ def wait_until(store: Store, keys: Keys, done: Callable[[View], bool], timeout: 
     """Watch the cluster until `done`; return False if `timeout` seconds pass first."""
     import threading
 
-    deadline = time.monotonic() + timeout
-    while True:
-        keeper = ClusterCache(keys)
-        snapshot = store.range(keys.root)
-        keeper.load(snapshot, time.monotonic())
-        if done(keeper.view(time.monotonic(), time.time())):
-            return True
-        with store.watch(keys.root, snapshot.revision + 1) as watch:
-            alarm = threading.Timer(max(0.0, deadline - time.monotonic()), watch.close)
-            alarm.daemon = True
-            alarm.start()
-            try:
-                with suppress(CompactedError):
-                    for change in watch:
-                        keeper.apply(change, time.monotonic())
-                        if done(keeper.view(time.monotonic(), time.time())):
-                            return True
-            finally:
-                alarm.cancel()
-        if time.monotonic() >= deadline:
-            return False
+    keeper = ClusterCache(keys)
+    with Follow(store, keys.root) as follow:
+        alarm = threading.Timer(timeout, follow.close)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            for news in follow:
+                keeper.take(news, time.monotonic())
+                if done(keeper.view(time.monotonic(), time.time())):
+                    return True
+        finally:
+            alarm.cancel()
+    return False
 
 
 def find_job(view: View, name: str, cluster: str) -> JobView:

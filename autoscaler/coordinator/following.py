@@ -9,30 +9,25 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from adaptdl_elastic.autoscaler.cluster_view import ClusterCache
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import (
     Change,
-    CompactedError,
     Lease,
+    Snapshot,
     Store,
     StoreAuthError,
     StoreError,
-    Watch,
 )
+from adaptdl_elastic.rendezvous.store.follow import Follow
 
 logger = logging.getLogger(__name__)
 
 # changes of these keys may wait a moment, so that several are handled together
 _LAZY = ("hints", "checkpoint")
-
-
-@dataclass(frozen=True)
-class _Reload:
-    """The watch cannot continue: its revision was compacted."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Wake:
     """Another thread has called `wake`."""
 
 
-_Item = Change | _Reload | _Broken | Wake
+_Item = Snapshot | Change | _Broken | Wake
 
 
 @dataclass(frozen=True)
@@ -68,24 +63,25 @@ class Follower:
         self.keeper = ClusterCache(keys)
         self.steady_since = clock()
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._watch: Watch | None = None
+        self._follow: Follow | None = None
 
     def load(self) -> None:
         """Read everything, and watch from there."""
         self.close()
         self._queue = queue.SimpleQueue()  # drop changes of the old watch
-        snapshot = self._store.range(self._keys.root)
-        self.keeper.load(snapshot, self._clock())
-        watch = self._watch = self._store.watch(self._keys.root, snapshot.revision + 1)
+        follow = Follow(self._store, self._keys.root)
+        news = iter(follow)
+        self.keeper.take(next(news), self._clock())
+        self._follow = follow
         threading.Thread(
-            target=_pump, args=(watch, self._queue), name="coordinator-watch", daemon=True
+            target=_pump, args=(news, self._queue), name="coordinator-watch", daemon=True
         ).start()
 
     def close(self) -> None:
         """Close the watch."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
+        follow, self._follow = self._follow, None
+        if follow is not None:
+            follow.close()
 
     def wake(self) -> None:
         """End a waiting `take`."""
@@ -94,7 +90,7 @@ class Follower:
     @property
     def loaded(self) -> bool:
         """Whether the store is being watched."""
-        return self._watch is not None
+        return self._follow is not None
 
     @property
     def pending(self) -> bool:
@@ -129,9 +125,9 @@ class Follower:
                     return Update()  # nothing is decided by these
                 lazy = item.key.rsplit("/", 1)[-1] in _LAZY
                 return Update(eager=not lazy, lazy=lazy)
-            case _Reload():
-                logger.info("the store has forgotten what the watch asked for: reading everything again")
-                self.load()
+            case Snapshot():
+                logger.info("the store has forgotten what the watch asked for: everything was read again")
+                self.keeper.load(item, self._clock())
                 return Update(eager=True)
             case _Broken(error):
                 if isinstance(error, StoreAuthError):
@@ -150,12 +146,10 @@ class Follower:
         self.steady_since = self._clock()
 
 
-def _pump(watch: Watch, into: queue.SimpleQueue[_Item]) -> None:
-    """Put a watch's changes into the queue, from a thread."""
+def _pump(news: Iterator[Snapshot | Change], into: queue.SimpleQueue[_Item]) -> None:
+    """Put what is followed into the queue, from a thread."""
     try:
-        for change in watch:
-            into.put(change)
-    except CompactedError:
-        into.put(_Reload())
+        for item in news:
+            into.put(item)
     except BaseException as error:
         into.put(_Broken(error))

@@ -3,6 +3,7 @@
 | question | module |
 |---|---|
 | What does every store guarantee? | `base` |
+| How does one follow what is under a prefix? | `follow` |
 | Where is the store, and with which credentials is it reached? | `store_options` |
 | Which driver fits the server that answers? | `connect` |
 | Which files are read again after a refusal, and how does an etcd user log in? | `credentials`, `login` |

@@ -18,16 +18,16 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError, MasterRecord, decode, encode
 from adaptdl_elastic.rendezvous.store.base import (
     Change,
-    CompactedError,
     KeyValue,
     Lease,
     LeaseLostError,
+    Snapshot,
     Store,
     StoreError,
     StoreUnavailableError,
-    Watch,
     read_record,
 )
+from adaptdl_elastic.rendezvous.store.follow import Follow
 from adaptdl_elastic.rendezvous.torchrun import membership as m
 
 logger = logging.getLogger(__name__)
@@ -71,19 +71,14 @@ class Roster:
         self._revisions: dict[str, int] = {}  # revisions of the round and of the end as in the view
         self._found: dict[int, MasterRecord] = {}
         self._closing = threading.Event()
-        self._watch: Watch | None = None
+        self._news = Follow(store, self._prefix, self._note)
         self._trouble: StoreError | None = None  # present problem of the store
-        self._next = 0
-        self._threads = [
-            threading.Thread(target=self._follow, name="roster-watch", daemon=True),
-            threading.Thread(target=self._keep, name="roster-entry", daemon=True),
-        ]
 
     def start(self) -> None:
         """Read the store, and follow it from now on. StoreError if it cannot be read."""
-        self._next = self._read() + 1
-        for thread in self._threads:
-            thread.start()
+        self._read(self._store.range(self._prefix))
+        for target, name in ((self._follow, "roster-watch"), (self._keep, "roster-entry")):
+            threading.Thread(target=target, name=name, daemon=True).start()
 
     def view(self) -> m.View:
         """Return the last known content of the store."""
@@ -222,8 +217,7 @@ class Roster:
             logger.debug("left without a word: %s", error)
         if self._closed_lease is not None:
             self._closed_lease.abandon()
-        if self._watch is not None:
-            self._watch.close()
+        self._news.close()
 
     # Threads that keep the entry and the view
 
@@ -275,28 +269,12 @@ class Roster:
             self._written = wanted
 
     def _follow(self) -> None:
-        while not self._closing.is_set():
-            try:
-                with self._store.watch(self._prefix, self._next) as watch:
-                    self._watch = watch
-                    for change in watch:
-                        self._next = change.revision
-                        self._learn(change)
-                        self._note(None)
-                return
-            except CompactedError:
-                self._catch_up()
-            except StoreError as error:
-                self._note(error)
-                self._closing.wait(_RETRY_SECONDS)
-
-    def _catch_up(self) -> None:
-        try:
-            self._next = self._read() + 1
+        for news in self._news:
+            if isinstance(news, Snapshot):
+                self._read(news)
+            else:
+                self._learn(news)
             self._note(None)
-        except StoreError as error:
-            self._note(error)
-            self._closing.wait(_RETRY_SECONDS)
 
     def _note(self, trouble: StoreError | None) -> None:
         """Record the store's present problem, and log it once."""
@@ -305,8 +283,7 @@ class Roster:
         if trouble is not None and known is None and not self._closing.is_set():
             logger.warning("the store does not answer as it should, asking again: %s", trouble)
 
-    def _read(self) -> int:
-        snapshot = self._store.range(self._prefix)
+    def _read(self, snapshot: Snapshot) -> None:
         there = {item.key for item in snapshot.items}
         for name in list(self._view.members):
             if self._nodes + name not in there:
@@ -315,7 +292,6 @@ class Roster:
             self._learn(Change("delete", self._closed_key, None, snapshot.revision))
         for item in snapshot.items:
             self._learn(Change("put", item.key, item.value, item.mod_revision), item)
-        return snapshot.revision
 
     def _learn(self, change: Change, item: KeyValue | None = None) -> None:
         try:

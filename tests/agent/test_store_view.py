@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from adaptdl_elastic.agent.cluster.store_link import KeyChanged, Keyspace
+from adaptdl_elastic.agent.cluster.store_link import Keyspace
 from adaptdl_elastic.agent.cluster.store_view import StoreView
 from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -19,8 +19,13 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Outcome,
     encode,
 )
+from adaptdl_elastic.rendezvous.store.base import Change
 
 KEYS = Keys("test")
+
+
+def changed(key: str, value: str | None) -> Change:
+    return Change("delete" if value is None else "put", key, value, 1)
 
 
 def node(name: str, job: str = "job") -> tuple[str, str]:
@@ -41,32 +46,31 @@ def test_registrations_are_told_all_at_once(view: StoreView) -> None:
 def test_what_vanished_while_nobody_watched_is_told(view: StoreView) -> None:
     list(view.apply(Keyspace(KEYS.nodes, dict([node("a"), node("b")]))))
     assert list(view.apply(Keyspace(KEYS.nodes, dict([node("b")])))) == [d.NodesSeen({"b": "agent-b"})]
-    assert list(view.apply(KeyChanged(KEYS.nodes, node("b")[0], None))) == [d.NodesSeen({})]
+    assert list(view.apply(changed(node("b")[0], None))) == [d.NodesSeen({})]
 
 
 def test_who_has_this_nodes_name_is_told(view: StoreView) -> None:
-    (seen,) = view.apply(KeyChanged(KEYS.nodes, *node("here")))
+    (seen,) = view.apply(changed(*node("here")))
     assert seen == d.NodesSeen({"here": "agent-here"}, "the agent at 127.0.0.1, process 0")
 
 
 def test_records_of_the_job_become_events(view: StoreView) -> None:
-    prefix = KEYS.job("job")
     master = MasterRecord(3, "10.0.0.1", 5, 6)
     ended = EndedRecord("a", 2, Outcome.STOPPED, 143)
     told = [
-        *view.apply(KeyChanged(prefix, KEYS.generation("job", 3, "master"), encode(master))),
-        *view.apply(KeyChanged(prefix, KEYS.generation("job", 2, "ended", "a"), encode(ended))),
+        *view.apply(changed(KEYS.generation("job", 3, "master"), encode(master))),
+        *view.apply(changed(KEYS.generation("job", 2, "ended", "a"), encode(ended))),
     ]
     assert told == [d.MasterSeen(master), d.EndedSeen(2, "a", Outcome.STOPPED)]
 
 
 def test_requests_are_kept(view: StoreView) -> None:
-    list(view.apply(KeyChanged("", KEYS.job("job", "request"), encode(JobRequest(checkpoint=2)))))
-    list(view.apply(KeyChanged("", KEYS.drain("here"), encode(DrainRequest("here", "why")))))
+    list(view.apply(changed(KEYS.job("job", "request"), encode(JobRequest(checkpoint=2)))))
+    list(view.apply(changed(KEYS.drain("here"), encode(DrainRequest("here", "why")))))
     assert view.request is not None
     assert view.request.checkpoint == 2
     assert view.drain is not None
-    list(view.apply(KeyChanged("", KEYS.drain("here"), None)))
+    list(view.apply(changed(KEYS.drain("here"), None)))
     assert view.drain is None
 
 
@@ -76,11 +80,11 @@ def test_garbage_under_our_prefix_is_ignored(
     view: StoreView, value: str, parts: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
-    told = list(view.apply(KeyChanged("", KEYS.job("job", *parts), value)))
+    told = list(view.apply(changed(KEYS.job("job", *parts), value)))
     assert told == []
 
 
 def test_garbage_among_generations_and_nodes_is_ignored(view: StoreView) -> None:
     for key in ("generations/x/ended/a", "generations/1/master", "generations", "generations/1/ended/a"):
-        assert list(view.apply(KeyChanged("", KEYS.job("job", key), "garbage"))) == []
-    assert list(view.apply(KeyChanged("", KEYS.node("a", "job"), "garbage"))) == []
+        assert list(view.apply(changed(KEYS.job("job", key), "garbage"))) == []
+    assert list(view.apply(changed(KEYS.node("a", "job"), "garbage"))) == []
