@@ -185,7 +185,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "watch-ends-at-compaction",
         "a watch whose history is forgotten ends",
-        "agent/cluster/store_link.py",
+        "rendezvous/store/follow.py",
         "            except CompactedError:\n                continue",
         "            except CompactedError:\n                return",
     ),

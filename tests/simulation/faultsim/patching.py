@@ -72,6 +72,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "os": None,  # the world's pipes
         "Path": files.Path,
     },
+    "adaptdl_elastic.rendezvous.store.follow": {"threading": _T},
     "adaptdl_elastic.rendezvous.store.keepalive": {"time": _C, "threading": _T},
     "adaptdl_elastic.autoscaler.coordinator.following": {"queue": _Q, "threading": _T},
     "adaptdl_elastic.autoscaler.coordinator.process": {
