@@ -319,11 +319,11 @@ class ClusterCache:
         return None
 
     def _parts(self, key: str) -> list[str]:
-        root = self._keys.root
-        parts = key[len(root) :].split("/") if key.startswith(root) else []
-        if parts[:1] == ["reports"] and len(parts) > 1:
-            return ["jobs", parts[1], "generations", *parts[2:]]
-        return parts
+        match self._keys.parse(key):
+            case ("reports", job, *rest):
+                return ["jobs", job, "generations", *rest]
+            case parts:
+                return list(parts)
 
     def _decode(
         self, kind: type[R], key: str, value: object, revision: int, now: float

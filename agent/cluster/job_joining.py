@@ -110,7 +110,7 @@ def _is_stopping(store: Store, keys: Keys, spec: JobSpec) -> bool:
 
 def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:
     """Return the registrations of a job's agents."""
-    found = (item for item in store.range(keys.nodes).items if item.key.rpartition("/")[2] == job)
+    found = (item for item in store.range(keys.nodes).items if keys.parse(item.key)[2:] == (job,))
     return [record for item in found if (record := read_record(NodeRecord, item)) is not None]
 
 

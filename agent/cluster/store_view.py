@@ -48,7 +48,7 @@ class StoreView:
     def prefixes(self) -> tuple[str, ...]:
         """The prefixes to watch."""
         keys = self._keys
-        return keys.job(self._job), keys.nodes, f"{keys.root}coordinator/", keys.drain(self._node)
+        return keys.job(self._job), keys.nodes, keys.coordinators, keys.drain(self._node)
 
     def apply(self, news: Keyspace | Change) -> Iterator[states.Event]:
         """Apply a change to the view; yield the events that the agent's decisions need."""
@@ -105,25 +105,22 @@ class StoreView:
             logger.warning("ignored a value in the store: %s", error)
 
     def _translate(self, key: str, value: str | None) -> Iterator[states.Event]:
-        keys = self._keys
-        own = keys.job(self._job)
-        if key.startswith(own):
-            yield from self._of_job(key.removeprefix(own).split("/"), key, value)
-        elif key.startswith(keys.nodes):
-            node, _, job = key.removeprefix(keys.nodes).partition("/")
-            if job == self._job:
+        match self._keys.parse(key):
+            case ("jobs", self._job, *parts):
+                yield from self._of_job(parts, key, value)
+            case ("nodes", node, self._job):
                 self.agents.pop(node, None)
                 if value is not None:
                     self.agents[node] = decode(NodeRecord, value, key)
                 yield self._nodes()
-        elif key == keys.coordinator_host:
-            self.host = value
-        elif key == keys.coordinator_second:
-            self.second = value
-        elif key == keys.coordinator_leader:
-            self.leader = value
-        elif key == keys.drain(self._node):
-            self.drain = _decode(DrainRequest, value, key)
+            case ("coordinator", "host"):
+                self.host = value
+            case ("coordinator", "second"):
+                self.second = value
+            case ("coordinator", "leader"):
+                self.leader = value
+            case ("drains", self._node):
+                self.drain = _decode(DrainRequest, value, key)
 
     def _of_job(self, parts: list[str], key: str, value: str | None) -> Iterator[states.Event]:
         match parts:

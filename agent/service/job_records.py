@@ -60,12 +60,13 @@ class JobRecords:
                 self._items.pop(news.key, None)
             else:
                 self._items[news.key] = KeyValue(news.key, news.value, 0, 0)
-            job = news.key.split("/")[-2]
-            status = self.read(JobStatus, job, name) if name == "status" else None
+            status = self.read(JobStatus, self._keys.parse(news.key)[1], name) if name == "status" else None
             if name == "plan" or (status is not None and status.state.ended):
                 self._wake()
 
     def _name(self, key: str) -> str | None:
         """Return the name of a record that is kept; None for every other key."""
-        _, _, name = key.removeprefix(self._keys.jobs).partition("/")
-        return name if name in _KEPT else None
+        match self._keys.parse(key):
+            case ("jobs", _, name) if name in _KEPT:
+                return name
+        return None

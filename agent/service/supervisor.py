@@ -148,7 +148,7 @@ class Supervisor:
     def _serve(self, store: Store, registered: Callable[[], None]) -> None:
         """Serve with one connection to the store; StoreError if it fails."""
         keys, node = self._keys, self._config.node
-        coordinator = f"{keys.root}coordinator/"
+        coordinator = keys.coordinators
         with contextlib.ExitStack() as stack:
             asked = keys.submissions, keys.cancellations, keys.resumptions
             for prefix in (*asked, coordinator, keys.drains):

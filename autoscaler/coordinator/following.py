@@ -121,9 +121,10 @@ class Follower:
             case Change():
                 if not self.keeper.apply(item, self._clock()):
                     return Update()  # this process's own write
-                if item.key.startswith((self._keys.events, self._keys.usage)):
+                parts = self._keys.parse(item.key)
+                if parts[0] in ("events", "usage"):
                     return Update()  # nothing is decided by these
-                lazy = item.key.rsplit("/", 1)[-1] in _LAZY
+                lazy = parts[-1] in _LAZY
                 return Update(eager=not lazy, lazy=lazy)
             case Snapshot():
                 logger.info("the store has forgotten what the watch asked for: everything was read again")

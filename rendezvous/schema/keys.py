@@ -37,6 +37,7 @@ events/<millis>-<suffix>                bounded log of what coordinator and auto
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
@@ -55,11 +56,46 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
+class _Key:
+    """A key, or the prefix of several, below a cluster's root."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, keys: Keys, owner: type[Keys]) -> str:
+        return keys.root + self._path
+
+
+class _KeyOf(_Key):
+    """The key of a node or job: a function of its name."""
+
+    def __get__(self, keys: Keys, owner: type[Keys]) -> Callable[[str], str]:  # type: ignore[override]
+        kind = "node" if self._path in ("drains/", "usage/", "services/") else "job"
+        return lambda name: f"{keys.root}{self._path}{check_name(kind, name)}"
+
+
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one cluster."""
+    """The keys of one cluster. Names that end with a slash are prefixes; see the module's table."""
 
     cluster: str = "default"
+
+    nodes, jobs, events = _Key("nodes/"), _Key("jobs/"), _Key("events/")
+    drains, drain = _Key("drains/"), _KeyOf("drains/")
+    usage, usage_of = _Key("usage/"), _KeyOf("usage/")
+    services, service = _Key("services/"), _KeyOf("services/")
+    submissions, submission = _Key("submissions/"), _KeyOf("submissions/")
+    cancellations, cancellation = _Key("cancellations/"), _KeyOf("cancellations/")
+    resumptions, resumption = _Key("resumptions/"), _KeyOf("resumptions/")
+    outcomes = _Key("outcomes/")
+    # a secret that all agents share; written only if other users cannot read the store
+    secret = _Key("secret")
+    coordinators = _Key("coordinator/")
+    coordinator_host, coordinator_second = _Key("coordinator/host"), _Key("coordinator/second")
+    coordinator_leader = _Key("coordinator/leader")
+    autoscaler_leader, autoscaler_status = _Key("autoscaler/leader"), _Key("autoscaler/status")
+    # the cluster's random, permanent id, with which its auto-scaling groups are tagged
+    autoscaler_owner = _Key("autoscaler/owner")
 
     def __post_init__(self) -> None:
         check_name("cluster", self.cluster)
@@ -69,19 +105,13 @@ class Keys:
         """The prefix of every key of this cluster."""
         return f"/adaptdl/v1/{self.cluster}/"
 
-    @property
-    def nodes(self) -> str:
-        """The prefix of all registrations of nodes."""
-        return f"{self.root}nodes/"
+    def parse(self, key: str) -> tuple[str, ...]:
+        """Return the parts of a key below the root, e.g. `("drains", "host0")`; () for any other key."""
+        return tuple(key.removeprefix(self.root).split("/")) if key.startswith(self.root) else ()
 
     def node(self, node: str, job: str) -> str:
         """Return the key of one agent's registration."""
         return f"{self.nodes}{check_name('node', node)}/{check_name('job', job)}"
-
-    @property
-    def jobs(self) -> str:
-        """The prefix of all keys of jobs."""
-        return f"{self.root}jobs/"
 
     def job(self, job: str, *parts: str) -> str:
         """Return a key of one job, e.g. `job("mnist", "plan")`; without parts the prefix of its keys."""
@@ -106,108 +136,9 @@ class Keys:
         """Return a key of a run of plain torchrun; without parts the prefix of its keys."""
         return f"{self.root}torchrun/{check_name('--rdzv-id', run_id)}/" + "/".join(parts)
 
-    @property
-    def secret(self) -> str:
-        """The key of a secret that all agents share; written only if other users cannot read the store."""
-        return f"{self.root}secret"
-
-    @property
-    def coordinator_host(self) -> str:
-        """The key held by the agent whose child process is the coordinator."""
-        return f"{self.root}coordinator/host"
-
-    @property
-    def coordinator_second(self) -> str:
-        """The key held by an agent of another node, whose child process is a coordinator that stands by."""
-        return f"{self.root}coordinator/second"
-
     def coordinator_standby(self, identity: str) -> str:
         """Return the key held by a coordinator that stands by."""
-        return f"{self.root}coordinator/standby/{identity}"
-
-    @property
-    def coordinator_leader(self) -> str:
-        """The key held by the coordinator that decides."""
-        return f"{self.root}coordinator/leader"
-
-    @property
-    def drains(self) -> str:
-        """The prefix of all requests to drain a node."""
-        return f"{self.root}drains/"
-
-    def drain(self, node: str) -> str:
-        """Return the key of the request to drain one node."""
-        return f"{self.drains}{check_name('node', node)}"
-
-    @property
-    def usage(self) -> str:
-        """The prefix of what agents report of their nodes' load."""
-        return f"{self.root}usage/"
-
-    def usage_of(self, node: str) -> str:
-        """Return the key of what is reported of one node's load."""
-        return f"{self.usage}{check_name('node', node)}"
-
-    @property
-    def autoscaler_leader(self) -> str:
-        """The key held by the autoscaler that buys and releases nodes."""
-        return f"{self.root}autoscaler/leader"
-
-    @property
-    def autoscaler_owner(self) -> str:
-        """The key of the cluster's random, permanent id, with which its auto-scaling groups are tagged."""
-        return f"{self.root}autoscaler/owner"
-
-    @property
-    def autoscaler_status(self) -> str:
-        """The key of the autoscaler's status."""
-        return f"{self.root}autoscaler/status"
-
-    @property
-    def events(self) -> str:
-        """The prefix of the bounded log of events."""
-        return f"{self.root}events/"
-
-    @property
-    def services(self) -> str:
-        """The prefix of the registrations of node services."""
-        return f"{self.root}services/"
-
-    def service(self, node: str) -> str:
-        """Return the key of the registration of one node's service."""
-        return f"{self.services}{check_name('node', node)}"
-
-    @property
-    def submissions(self) -> str:
-        """The prefix of all submissions."""
-        return f"{self.root}submissions/"
-
-    def submission(self, job: str) -> str:
-        """Return the key of the submission of one job."""
-        return f"{self.submissions}{check_name('job', job)}"
-
-    @property
-    def cancellations(self) -> str:
-        """The prefix of all cancellations."""
-        return f"{self.root}cancellations/"
-
-    def cancellation(self, job: str) -> str:
-        """Return the key of the cancellation of one job."""
-        return f"{self.cancellations}{check_name('job', job)}"
-
-    @property
-    def resumptions(self) -> str:
-        """The prefix of all resumptions."""
-        return f"{self.root}resumptions/"
-
-    def resumption(self, job: str) -> str:
-        """Return the key of the resumption of one job."""
-        return f"{self.resumptions}{check_name('job', job)}"
-
-    @property
-    def outcomes(self) -> str:
-        """The prefix of how submitted jobs ended whose other records are deleted."""
-        return f"{self.root}outcomes/"
+        return f"{self.coordinators}standby/{identity}"
 
     def outcome(self, job: str, *parts: str) -> str:
         """Return a key of how one job ended: `outcome("mnist", "status")`; without parts the prefix."""
