@@ -13,7 +13,9 @@ import torch.distributed as dist
 method, *rest = [*sys.argv[1:], "env://"]
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "MASTER_ADDR")
 names += ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID")
-print(json.dumps({name: os.environ[name] for name in names}), flush=True)
+# one write, since torchrun's replicas share a pipe
+sys.stdout.write(json.dumps({name: os.environ[name] for name in names}) + "\n")
+sys.stdout.flush()
 print(f"to stderr from {os.environ['RANK']}", file=sys.stderr, flush=True)
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
