@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import shutil
@@ -14,18 +13,19 @@ from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import pydantic.dataclasses
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as validated
 
 from adaptdl_elastic.agent.terminal.run_parser import WITHOUT_MEANING, OptionError, parser
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
-from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, MOST_SLOTS, JobSpec
+from adaptdl_elastic.rendezvous.schema.records import MOST_REPLICAS, MOST_SLOTS, POSITIVE, JobSpec
 from adaptdl_elastic.rendezvous.store.local_socket import is_local, socket_path
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
-_MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
+_MANY_REPLICAS = 64 * MOST_SLOTS  # stands for "as many replicas as the nodes have slots"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,11 @@ class MeetingPoint:
         return f"{address}--master-port={self.port}"
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=pydantic.ConfigDict(extra="ignore"))
+_CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False)
+_OFF_AT_ZERO = Field(ge=0, description="must be a finite, positive number of seconds; 0 switches it off")
+
+
+@validated(frozen=True, kw_only=True, config=_CONFIG)
 class RunOptions(JobSpec):
     """A checked command line: the job as it describes it, and what belongs to this node."""
 
@@ -60,18 +64,18 @@ class RunOptions(JobSpec):
     etcd_cert: str | None
     etcd_key: str | None
     etcd_user: str | None
-    etcd_timeout: float | None
+    etcd_timeout: Annotated[float | None, POSITIVE]
     cluster: str
     node_name: str | None
     node_type: str | None
     local_addr: str | None
     meeting_point: MeetingPoint | None  # at which generations meet, if the user asks for one
     port_range: tuple[int, int] | None
-    checkpoint_interval: float
+    checkpoint_interval: Annotated[float, _OFF_AT_ZERO]
     once: bool
     anew: bool
     follows: str
-    hang_timeout: float | None
+    hang_timeout: Annotated[float | None, _OFF_AT_ZERO]
     event_log: Path | None
     summary: bool | None  # None: only on a terminal
     log_dir: Path | None
@@ -148,7 +152,6 @@ def check(
     path = args.checkpoint_path or environ.get(environment.CHECKPOINT_PATH) or str(Path(".adaptdl") / job)
     if "://" not in path:
         path = str(Path(path).absolute())
-    _check_numbers(args)
     replicas = parse_range("--replicas", args.replicas) if args.replicas else None
     fewest = min_nodes * min_slots
     if replicas is not None and replicas[0] < fewest:
@@ -185,7 +188,13 @@ def check(
         "signals": parse_signals(args.signals_to_handle),
         "notes": (*notes, *_notes(args, given, point is not None, slots)),
     }
-    return RunOptions(**{**vars(args), **checked})
+    try:
+        return RunOptions(**{**vars(args), **checked})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, value = str(first["loc"][0]), first["input"]
+        must = RunOptions.__pydantic_fields__[name].description  # type: ignore[attr-defined]
+        raise OptionError(f"--{name.replace('_', '-')}={value:g} {must}") from None
 
 
 def _check_endpoint(endpoint: str, max_nodes: int) -> None:
@@ -300,9 +309,9 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     if match is None:
         raise OptionError(f"{option}={text} is neither a number nor MIN:MAX, as in {option}=1:8")
     low, high = int(match[1]), int(match[2] or match[1])
-    if not 1 <= low <= high:
+    if not 1 <= low <= high <= MOST_REPLICAS:
         raise OptionError(
-            f"{option}={text}: MIN must be at least 1 and not more than MAX, as in {option}=1:8"
+            f"{option}={text}: MIN must be at least 1 and not more than MAX (at most 1e9), as in {option}=1:8"
         )
     return low, high
 
@@ -353,28 +362,6 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
             )
         found.append(number)
     return tuple(dict.fromkeys(found))
-
-
-_OFF_AT_ZERO = ("checkpoint_interval", "hang_timeout")
-
-
-def _check_numbers(args: argparse.Namespace) -> None:
-    if args.max_restarts < 0:
-        raise OptionError(f"--max-restarts={args.max_restarts} must not be negative; 0 means none")
-    if not 0 < args.weight <= HEAVIEST:
-        raise OptionError(
-            f"--weight={args.weight:g} must be above 0 and at most {HEAVIEST:g}; the default is 1"
-        )
-    if not 1 <= args.gpus_per_replica <= MOST_SLOTS:
-        raise OptionError(f"--gpus-per-replica={args.gpus_per_replica} must be between 1 and {MOST_SLOTS}")
-    for name in (*_OFF_AT_ZERO, "checkpoint_timeout", "rescale_timeout", "etcd_timeout"):
-        value = getattr(args, name)
-        if value is None or (0 < value < math.inf) or (value == 0 and name in _OFF_AT_ZERO):
-            continue
-        off = "; 0 switches it off" if name in _OFF_AT_ZERO else ""
-        raise OptionError(
-            f"--{name.replace('_', '-')}={value:g} must be a finite, positive number of seconds{off}"
-        )
 
 
 def _ranks(text: str) -> frozenset[int] | None:

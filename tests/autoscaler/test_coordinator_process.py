@@ -483,7 +483,7 @@ def test_a_failure_is_counted_once_and_by_every_leader(cluster: Cluster) -> None
     second = cluster.process("--metrics-port", str(ports[1]))
     # of one size: replicas that fail while they are about to leave are no failure
     agent = cluster.job("a", max_restarts=0, max_replicas=1)
-    asked = Submission("queued", "eve", "script", ("t.py",), "0" * 64)
+    asked = Submission(job="queued", owner="eve", mode="script", command=("t.py",), bundle="0" * 64)
     signed = Signed(records.encode(asked), "eve", "-")
     cluster.store.put(cluster.keys.submission("queued"), records.encode(signed))
     cluster.until(lambda: served(ports[0]).get('adaptdl_jobs{state="running"}') == 1)

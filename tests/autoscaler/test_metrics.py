@@ -250,7 +250,16 @@ def test_jobs_are_counted_by_the_states_that_commands_show() -> None:
     metrics.read_submitted = lambda: reader.read(None)
     pump.store.put(pump.keys.service("n0"), encode(ServiceRecord("n0", "127.0.0.1", 1, 1)))
     for name, replicas in (("runs", 1), ("queued", 2), ("cancelled", 1), ("pending", 1)):
-        asked = Submission(name, "eve", "script", ("t.py",), "0" * 64, None, replicas, replicas)
+        asked = Submission(
+            job=name,
+            owner="eve",
+            mode="script",
+            command=("t.py",),
+            bundle="0" * 64,
+            environment=None,
+            min_replicas=replicas,
+            max_replicas=replicas,
+        )
         pump.store.put(pump.keys.submission(name), encode(Signed(encode(asked), "eve", "-")))
     wish = Signed(encode(Cancellation("cancelled", "eve")), "eve", "-")
     for name in ("runs", "cancelled", "pending"):

@@ -33,7 +33,9 @@ def small_world(*states: str) -> PageWorld:
     store, keys = world.store, world.keys
     store.put(keys.service("n0"), encode(ServiceRecord("n0", "127.0.0.1", 1, 4)))
     for number, state in enumerate(states):
-        asked = Submission(state, "eve", "script", ("t.py",), "0" * 64, created=number + 1.0)
+        asked = Submission(
+            job=state, owner="eve", mode="script", command=("t.py",), bundle="0" * 64, created=number + 1.0
+        )
         asked = replace(asked, min_replicas=9, max_replicas=9) if state == "queued" else asked
         store.put(keys.submission(state), encode(Signed(encode(asked), "eve", "-")))
         if state in ("queued", "starting"):

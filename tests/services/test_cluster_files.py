@@ -305,7 +305,17 @@ def test_an_agent_is_started_as_a_person_would_start_it(tmp_path: Path) -> None:
 
     (tmp_path / "train.py").write_text("")
     config = ServiceConfig("lab", "abc", "n1", "10.0.0.5", "https://h:1", port_range="29500:29600")
-    wanted = Submission("job", "eve", "script", (str(tmp_path / "train.py"), "--x"), "0" * 64, None, 2, 6, 2)
+    wanted = Submission(
+        job="job",
+        owner="eve",
+        mode="script",
+        command=(str(tmp_path / "train.py"), "--x"),
+        bundle="0" * 64,
+        environment=None,
+        min_replicas=2,
+        max_replicas=6,
+        gpus_per_replica=2,
+    )
     wanted = replace(wanted, weight=1e6)
     words = agent_options(config, Request(wanted, None, JobState(), most_weight=2.5), 4, "/saved")
     options = parse([*words, *wanted.command], {})

@@ -61,7 +61,9 @@ class World:
 
     def job(self, state: JobState | None = None, owner: str = "alice", **status: Any) -> None:
         """Submit `job`, of which the coordinator says this."""
-        of = Submission("job", owner, "script", ("old.py",), "0" * 64, created=1.0)
+        of = Submission(
+            job="job", owner=owner, mode="script", command=("old.py",), bundle="0" * 64, created=1.0
+        )
         self.put(KEYS.submission("job"), of)
         if state is not None:
             self.store.put(KEYS.job("job", "spec"), encode(JobSpec("job", "r1")))

@@ -21,7 +21,7 @@ def test_a_job_that_a_node_has_given_up_is_tried_again_when_it_is_resumed(tmp_pa
     config = ServiceConfig("lab", "id", "n1", "127.0.0.1", "https://127.0.0.1:1")
     client, changed = ServiceClient(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)), threading.Event()
     agents = Agents(config, ServiceDirectory(tmp_path), 1, Blobs(tmp_path / "blobs"), client, changed.set)
-    submission = Submission("job", "alice", "script", ("t.py",), "0" * 64)
+    submission = Submission(job="job", owner="alice", mode="script", command=("t.py",), bundle="0" * 64)
     request, store = Request(submission, None, JobState()), MemoryStore()
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / submission.bundle).write_bytes(b"nonsense")

@@ -27,7 +27,9 @@ def opened(path: Path) -> KnownJobs:
 
 
 def job(owner: str = "alice", *, created: float = 1.0) -> Submission:
-    return Submission("job", owner, "script", ("train.py",), "0" * 64, created=created)
+    return Submission(
+        job="job", owner=owner, mode="script", command=("train.py",), bundle="0" * 64, created=created
+    )
 
 
 def read(*requests: Request) -> Submitted:

@@ -26,7 +26,7 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_record_counts_for_the_job_and_the_person_that_it_names() -> None:
-    hers = Submission("job", "alice", "script", ("train.py",), "0" * 64)
+    hers = Submission(job="job", owner="alice", mode="script", command=("train.py",), bundle="0" * 64)
     good = sign_record("lab", hers, "alice", lambda text: text)
     assert verify_record("lab", PEOPLE, Submission, good, "/x/job") == hers
     with pytest.raises(SignatureError, match="was signed for job 'job'"):

@@ -39,7 +39,9 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 KEYS = Keys("lab")
 REQUEST = Request(
-    Submission("job", "alice", "script", ("train.py",), "0" * 64, created=1.0), None, JobState()
+    Submission(job="job", owner="alice", mode="script", command=("train.py",), bundle="0" * 64, created=1.0),
+    None,
+    JobState(),
 )
 
 

@@ -30,7 +30,16 @@ IDLE, BUSY = JobState(), JobState(agents=2, state=State.RUNNING)
 def request(
     job: str, least: int = 1, *, run: JobState = IDLE, cancelled: str | None = None, **options: object
 ) -> Request:
-    made = Submission(job, "alice", "script", ("train.py",), "0" * 64, None, least, max(8, least))
+    made = Submission(
+        job=job,
+        owner="alice",
+        mode="script",
+        command=("train.py",),
+        bundle="0" * 64,
+        environment=None,
+        min_replicas=least,
+        max_replicas=max(8, least),
+    )
     return Request(replace(made, **options), cancelled, run)  # type: ignore[arg-type]
 
 
