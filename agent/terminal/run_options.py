@@ -21,7 +21,8 @@ from pydantic.dataclasses import dataclass as validated
 from adaptdl_elastic.agent.terminal.run_parser import WITHOUT_MEANING, OptionError, parser
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
-from adaptdl_elastic.rendezvous.schema.records import MOST_REPLICAS, MOST_SLOTS, POSITIVE, JobSpec
+from adaptdl_elastic.rendezvous.schema.records import MOST_REPLICAS, MOST_SLOTS, POSITIVE, JobSpec, decode
+from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.store.local_socket import is_local, socket_path
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
@@ -97,16 +98,37 @@ class RunOptions(JobSpec):
         return self.standalone or (self.endpoint is not None and is_local(self.endpoint))
 
 
-def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
+def parse(
+    arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ, look: bool = True
+) -> RunOptions:
     """Return the checked options.
+
+    Node services give the job as a file: `--spec FILE`, and options of the node without a script. What the
+    file says counts before options and variables of torchrun.
+
+    Args:
+        arguments: The command line; None: that of this process.
+        environ: Variables that stand for options.
+        look: Whether the script of a file has to be there.
 
     Raises:
         OptionError: an option is invalid.
         SystemExit: for --help.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    args = parser().parse_args(typed)
-    return replace(check(args, _given(typed), environ), typed=tuple(typed))
+    if typed[:1] != ["--spec"] or len(typed) == 1:
+        return replace(check(parser().parse_args(typed), _given(typed), environ), typed=tuple(typed))
+    try:
+        job = decode(Submission, Path(typed[1]).read_text(), typed[1])
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--spec: {error}") from None
+    words = [*typed[2:], "--no-python", sys.executable]
+    args = parser().parse_args(words)
+    args.nnodes, args.module = f"1:{job.max_nodes}", False
+    if look:
+        args.no_python, args.module = job.mode == "exec", job.mode == "module"
+        args.training_script = job.command[0]
+    return replace(check(args, _given(words), environ), typed=tuple(typed), **vars(job))
 
 
 def _given(typed: Sequence[str]) -> set[str]:

@@ -169,6 +169,7 @@ def submit(
             bundle="0" * 64,
             min_replicas=least,
             max_replicas=most,
+            max_nodes=most,
             weight=weight,
             checkpoint_path=checkpoint_path,
             created=now + number * 1e-3,  # those of an array begin in the order of its values

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaptdl_elastic.agent import launch
-from adaptdl_elastic.agent.service.agents import agent_options
+from adaptdl_elastic.agent.service.agents import agent_options, write_spec
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
@@ -57,7 +57,8 @@ def make(store: Store, folder: Path, submission: Submission = SUBMISSION) -> Sta
     work = folder / "work"
     work.mkdir(exist_ok=True)
     (work / "train.py").write_text("pass")
-    options = agent_options(CONFIG, Request(submission, None, JobState()), 2, str(folder / "saved"))
+    write_spec(Request(submission, None, JobState()), str(folder / "saved"), folder / "job.spec")
+    options = agent_options(CONFIG, 2, folder / "job.spec")
     membership = Membership(store, store.lease(60.0))
     return StandIn(submission, work, {}, options, {SECRET: "secret"}, membership).register()
 
@@ -65,7 +66,7 @@ def make(store: Store, folder: Path, submission: Submission = SUBMISSION) -> Sta
 def take_over(store: Store, folder: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> launch.Found:
     """Do what the agent does that the service starts."""
     monkeypatch.chdir(folder / "work")
-    options = parse([*stand_in.arguments], stand_in.environment)
+    options = parse(stand_in.options, stand_in.environment)
     access = launch.StoreAccess("", store, True, stand_in.environment)
     return launch.take_part(options, "127.0.0.1", access, KEYS, print)
 
