@@ -9,6 +9,7 @@ from enum import Enum
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
+    JobSpec,
     JobStatus,
     MasterRecord,
     Outcome,
@@ -20,15 +21,12 @@ from adaptdl_elastic.rendezvous.schema.records import (
 
 @dataclass(frozen=True)
 class AgentIdentity:
-    """The names of this agent and its fixed time limits, in seconds."""
+    """The names of this agent, its job, and the time limit of its own, in seconds."""
 
     node: str
     agent: str
-    job: str
-    run: str
-    checkpoint_timeout: float = 120.0
+    spec: JobSpec  # of the run
     hang_timeout: float | None = None  # seconds without a step or an answer; None and 0: see `hang_detection`
-    rescale_timeout: float = 60.0
     on_demand: bool = False  # the agent leaves when a plan has no replicas here: another is started later
 
 

@@ -56,38 +56,38 @@ class RunOptions(JobSpec):
     """A checked command line: the job as it describes it, and what belongs to this node."""
 
     run: str = ""  # a run is named when an agent begins it
-    mode: str  # "script", "module" or "exec"
-    slots: int
-    standalone: bool
-    endpoint: str | None
-    etcd_api: str
-    etcd_ca: str | None
-    etcd_cert: str | None
-    etcd_key: str | None
-    etcd_user: str | None
-    etcd_timeout: Annotated[float | None, POSITIVE]
-    cluster: str
-    node_name: str | None
-    node_type: str | None
-    local_addr: str | None
-    meeting_point: MeetingPoint | None  # at which generations meet, if the user asks for one
-    port_range: tuple[int, int] | None
-    checkpoint_interval: Annotated[float, _OFF_AT_ZERO]
-    once: bool
-    anew: bool
-    follows: str
-    hang_timeout: Annotated[float | None, _OFF_AT_ZERO]
-    event_log: Path | None
-    summary: bool | None  # None: only on a terminal
-    log_dir: Path | None
-    redirects: str
-    tee: str
-    local_ranks_filter: frozenset[int] | None
-    line_prefix: str | None  # template of what stands before lines of replicas; None: not given
-    role: str
-    cores: int  # divided among the replicas of the node; 0: the environment sets OMP_NUM_THREADS
-    virtual_local_rank: bool
-    signals: tuple[signal.Signals, ...]  # signals at which the agent saves and leaves
+    mode: str = "script"  # "script", "module" or "exec"
+    slots: int = 1
+    standalone: bool = False
+    endpoint: str | None = None
+    etcd_api: str = "auto"
+    etcd_ca: str | None = None
+    etcd_cert: str | None = None
+    etcd_key: str | None = None
+    etcd_user: str | None = None
+    etcd_timeout: Annotated[float | None, POSITIVE] = None
+    cluster: str = "default"
+    node_name: str | None = None
+    node_type: str | None = None
+    local_addr: str | None = None
+    meeting_point: MeetingPoint | None = None  # at which generations meet, if the user asks for one
+    port_range: tuple[int, int] | None = None
+    checkpoint_interval: Annotated[float, _OFF_AT_ZERO] = 30.0
+    once: bool = False
+    anew: bool = False
+    follows: str = ""
+    hang_timeout: Annotated[float | None, _OFF_AT_ZERO] = None
+    event_log: Path | None = None
+    summary: bool | None = None  # None: only on a terminal
+    log_dir: Path | None = None
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks_filter: frozenset[int] | None = None
+    line_prefix: str | None = None  # template of what stands before lines of replicas; None: not given
+    role: str = "default"
+    cores: int = 0  # divided among the replicas of the node; 0: the environment sets OMP_NUM_THREADS
+    virtual_local_rank: bool = False
+    signals: tuple[signal.Signals, ...] = ()  # signals at which the agent saves and leaves
     directory: Path = Path()  # that the script's path is relative to
     notes: tuple[str, ...] = ()  # one line each, to print for the user
     typed: tuple[str, ...] = ()  # the arguments as they were given
