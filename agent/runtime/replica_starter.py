@@ -54,9 +54,9 @@ class ReplicaStarter:
         quiet = self._output.keeps_tracebacks(local_rank)
         devices = replica_devices(self._config.environment.devices, plan, self._config.me.node, local_rank)
         options, threads = self._config.options, self._config.environment.threads
+        work = str(options.directory.absolute())
         command = Command(
-            *(options.mode, options.command, str(Path.cwd()), environment, threads, reports, quiet),
-            devices=tuple(devices),
+            *(options.mode, options.command, work, environment, threads, reports, quiet, tuple(devices))
         )
         theirs = handle.theirs.fileno()
         sys.stdout.flush()

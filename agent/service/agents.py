@@ -344,6 +344,7 @@ def write_spec(request: Request, checkpoint_path: str, file: Path) -> None:
     """
     spec = replace(
         request.submission,
+        min_slots=1,
         most_weight=request.most_weight,
         checkpoint_path=checkpoint_path,
         follows=_followed(request),
