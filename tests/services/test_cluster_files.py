@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent.service.agents import agent_environment, agent_options, write_spec
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Place, Where
@@ -25,7 +26,6 @@ from adaptdl_elastic.autoscaler.provisioning import nodes, wheel
 from adaptdl_elastic.autoscaler.provisioning.credentials import write_private
 from adaptdl_elastic.autoscaler.provisioning.nodes import Wanted, etcd_warning, parse_probe
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, UnreachableError
-from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request
 from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextError
@@ -305,16 +305,8 @@ def test_an_agent_is_told_its_job_by_a_file(tmp_path: Path, monkeypatch: pytest.
 
     (tmp_path / "train.py").write_text("")
     config = ServiceConfig("lab", "abc", "n1", "10.0.0.5", "https://h:1", port_range="29500:29600")
-    wanted = Submission(
-        job="job",
-        owner="eve",
-        mode="script",
-        command=(str(tmp_path / "train.py"), "--x"),
-        bundle="0" * 64,
-        environment=None,
-        min_replicas=2,
-        max_replicas=6,
-        gpus_per_replica=2,
+    wanted = submission_by(
+        "eve", command=(str(tmp_path / "train.py"), "--x"), min_replicas=2, max_replicas=6, gpus_per_replica=2
     )
     wanted = replace(wanted, weight=1e6)
     file = tmp_path / "agents" / "job.spec"

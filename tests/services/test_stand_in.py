@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.service.agents import agent_options, write_spec
@@ -34,16 +35,7 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 CONFIG = ServiceConfig("lab", "id", "n1", "127.0.0.1", "https://127.0.0.1:1")
 KEYS = Keys("lab")
-SUBMISSION = Submission(
-    job="job",
-    owner="alice",
-    mode="script",
-    command=("train.py", "--x"),
-    bundle="0" * 64,
-    environment=None,
-    min_replicas=1,
-    max_replicas=4,
-)
+SUBMISSION = submission_by("alice", command=("train.py", "--x"), min_replicas=1, max_replicas=4)
 KEY = KEYS.node("n1", "job")
 
 
