@@ -27,7 +27,6 @@ from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
 from adaptdl_elastic.agent.own_records import job_spec, node_record
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
-from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath, job_settings
 from adaptdl_elastic.agent.terminal.display import Display
 from adaptdl_elastic.agent.terminal.event_log import EventLog
@@ -451,30 +450,18 @@ def check_meeting_point(point: MeetingPoint, host: str) -> None:
 def _agent_config(options: RunOptions, found: Found, parts: AgentParts) -> AgentConfig:
     record = found.registration.record
     threads = max(1, options.cores // record.slots) if options.cores and record.slots > 1 else None
-    settings = job_settings(options, options.checkpoint_interval, options.role)
+    # what the run's first agent said counts, but for the place of checkpoints
+    settings = job_settings(found.spec, options.checkpoint_interval, options.role)
     settings.node, settings.node_type, settings.secret = record.node, record.node_type, found.secret
     settings.share_path, settings.hang_timeout = str(parts.share.path), options.hang_timeout or None
+    settings.checkpoint_path = options.checkpoint_path
+    on_demand = STAND_IN in parts.access.environ
     return AgentConfig(
-        me=AgentIdentity(
-            record.node,
-            record.agent,
-            options.job,
-            found.spec.run,
-            options.checkpoint_timeout,
-            options.hang_timeout,
-            options.rescale_timeout,
-            on_demand=STAND_IN in parts.access.environ,
-        ),
-        host=found.host,
-        ports=options.port_range,
-        meeting_point=options.meeting_point,
-        command=Command(options.mode, options.command, str(Path.cwd()), {}, threads),
-        environment=JobEnvironment(
-            record.node, settings, threads, options.virtual_local_rank, record.devices
-        ),
-        coordinator=_coordinator_command(options, parts.access),
-        max_restarts=found.spec.max_restarts,
-        signals=options.signals,
+        AgentIdentity(record.node, record.agent, found.spec, options.hang_timeout, on_demand),
+        found.host,
+        options,
+        JobEnvironment(record.node, settings, threads, options.virtual_local_rank, record.devices),
+        _coordinator_command(options, parts.access),
     )
 
 

@@ -9,7 +9,6 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import fields
 
 import adaptdl_elastic
 from adaptdl_elastic.agent.cluster.job_joining import JoinError, node_name
@@ -65,9 +64,8 @@ def _slots_on(gpus: Sequence[Device], options: RunOptions) -> tuple[int, bool]:
 
 def job_spec(options: RunOptions) -> JobSpec:
     """Return the job as the command line describes it, as a new run."""
-    of_the_job = {one.name: getattr(options, one.name) for one in fields(JobSpec)}
     now = {"run": new_run(), "profile_key": _digest(options), "created": time.time()}
-    return JobSpec(**{**of_the_job, **now, "code": os.environ.get(CODE, "")})
+    return JobSpec(**{**vars(options), **now, "code": os.environ.get(CODE, "")})
 
 
 def new_run() -> str:

@@ -40,7 +40,7 @@ class NodeReporter:
 
     def __init__(self, store: Store, keys: Keys, writer: Writer, me: AgentIdentity) -> None:
         self._store, self._keys, self._writer = store, keys, writer
-        self._job, self._node, self._agent, self._run = me.job, me.node, me.agent, me.run
+        self._job, self._node, self._agent, self._run = me.spec.job, me.node, me.agent, me.spec.run
         self._reported: dict[str, float] = {}
         self._of_newest: dict[str, str] = {}  # this node's reports of its newest generation, by key
         self._newest = -1

@@ -128,7 +128,7 @@ def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]
         case PlanSeen(plan):
             return _learn_plan(state, plan)
         case StatusSeen(status):
-            return (replace(state, status=status) if status.run == state.me.run else state), []
+            return (replace(state, status=status) if status.run == state.me.spec.run else state), []
         case NodesSeen(agents, holder):
             if agents.get(state.me.node, state.me.agent) == state.me.agent:
                 return replace(state, agents=agents), []
@@ -153,19 +153,19 @@ def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]
         case StoreBack():
             return replace(state, away=None), []
         case SpecSeen(run):
-            if run == state.me.run:
+            if run == state.me.spec.run:
                 return state, []
             return _exit_now(
                 state,
                 1,
-                f"job {state.me.job!r} was started again as run {run}: this agent is of an older run",
+                f"job {state.me.spec.job!r} was started again as run {run}: this agent is of an older run",
             )
         case _:
             return _learn_replica(state, event, now)
 
 
 def _learn_plan(state: State, plan: Plan) -> tuple[State, list[Action]]:
-    if plan.run != state.me.run or plan.claim:
+    if plan.run != state.me.spec.run or plan.claim:
         return state, []
     before = state.plan
     if before is not None and plan.generation <= before.generation:
@@ -345,7 +345,7 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
     )
     actions: list[Action] = [StartReplicas(plan, state.master, tuple(named), join)]
     if join:
-        held = replace(held, joining=True, join_by=now + state.me.rescale_timeout)
+        held = replace(held, joining=True, join_by=now + state.me.spec.rescale_timeout)
     else:
         actions.append(WriteRunning(plan.generation))
     return replace(state, held=held, acted=plan.generation), actions
@@ -401,7 +401,7 @@ def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[St
             return (_recover if recovers else _begin_inplace)(state, held, plan, now)
         why = _why_stop(state, held, now)
         if why is not None:
-            held = replace(held, phase=Phase.STOPPING, until=now + state.me.checkpoint_timeout)
+            held = replace(held, phase=Phase.STOPPING, until=now + state.me.spec.checkpoint_timeout)
             plain = tuple(r.local_rank for r in held.alive if not r.library)
             for local_rank in plain:
                 held = _change(held, local_rank, signalled=True)
@@ -462,7 +462,7 @@ def _why_kill(state: State, held: LocalGeneration, now: float) -> str | None:
     if status is not None and status.state.ended:
         return f"the job has {status.state.value}: {status.reason}"
     if held.phase is Phase.STOPPING and held.until is not None and now >= held.until:
-        return f"no checkpoint within {state.me.checkpoint_timeout:g} s"
+        return f"no checkpoint within {state.me.spec.checkpoint_timeout:g} s"
     return None
 
 

@@ -109,7 +109,7 @@ def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord,
     here = {r.local_rank for r in held.replicas}
     named = plan.rank_by_slot(state.me.node)
     fresh = tuple(Replica(slot, rank) for slot, rank in named.items() if slot not in here)
-    change = StateChange(plan, fresh, now + state.me.rescale_timeout, announced=not fresh)
+    change = StateChange(plan, fresh, now + state.me.spec.rescale_timeout, announced=not fresh)
     actions: list[Action] = [TellPlan(plan, master)]
     if fresh:
         actions.append(StartReplicas(plan, master, tuple(r.local_rank for r in fresh), join=True))
@@ -194,7 +194,7 @@ def reconcile(state: State, held: LocalGeneration, now: float) -> Step | None:
         if newer and state.plan is not None:
             return withdraw(state, held, state.plan.reason)
         if now >= change.until and not _all_ready(change):
-            return withdraw(state, held, f"newcomers not ready within {state.me.rescale_timeout:g} s")
+            return withdraw(state, held, f"newcomers not ready within {state.me.spec.rescale_timeout:g} s")
     if not change.announced and _all_ready(change):
         held = replace(held, change=replace(change, announced=True))
         return replace(state, held=held), [WriteReady(change.plan.generation)]

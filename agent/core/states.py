@@ -10,6 +10,7 @@ from adaptdl_elastic.protocol.messages import ReplicaMessage
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
+    JobSpec,
     JobStatus,
     MasterRecord,
     Outcome,
@@ -21,15 +22,12 @@ from adaptdl_elastic.rendezvous.schema.records import (
 
 @dataclass(frozen=True)
 class AgentIdentity:
-    """The names of this agent and its fixed time limits, in seconds."""
+    """The names of this agent, its job, and the time limit of its own, in seconds."""
 
     node: str
     agent: str
-    job: str
-    run: str
-    checkpoint_timeout: float = 120.0
+    spec: JobSpec  # of the run
     hang_timeout: float | None = None  # seconds without a step or an answer; None and 0: see `hang_detection`
-    rescale_timeout: float = 60.0
     on_demand: bool = False  # the agent leaves when a plan has no replicas here: another is started later
 
 

@@ -108,11 +108,11 @@ class ElasticAgent(SimpleElasticAgent):
         self._registration.monitor = ConnectionMonitor(self._loop.post)
         self._writer = Writer(self._loop.post, self._registration.monitor)
         self._reporter = NodeReporter(store, keys, self._writer, config.me)
-        self._view = StoreView(keys, config.me.job, config.me.node)
+        self._view = StoreView(keys, config.me.spec.job, config.me.node)
         self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._view.prefixes]
         self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
         self._starter = ReplicaStarter(config, output)
-        self._generation_store = GenerationStore(config.host, config.ports)
+        self._generation_store = GenerationStore(config.host, config.options.port_range)
         log, holder = output.directory / "coordinator.log", Holder(config.me.node, config.me.agent)
         self._coordinator = CoordinatorHost(
             holder,
@@ -126,7 +126,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._signals = StopRequests()
         self._checkpoint_asked = 0
         self._failures = FailureReporter(
-            output, recorder, say, config.max_restarts, config.environment.settings.checkpoint_path or ""
+            output, recorder, say, config.me.spec.max_restarts, config.options.checkpoint_path
         )
         # (generation, rank) of replicas whose death the others survived
         self._survived_losses: set[tuple[int, int]] = set()
@@ -153,7 +153,7 @@ class ElasticAgent(SimpleElasticAgent):
     # Methods of SimpleElasticAgent
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        self._loop.on_signals(self._config.signals)
+        self._loop.on_signals(self._config.options.signals)
         self._loop.add(self._fork_server, self._on_fork_server)
         self._writer.start()
         for watcher in self._watchers:
@@ -289,7 +289,7 @@ class ElasticAgent(SimpleElasticAgent):
             if drain.instance in (None, record.instance):
                 self._leave(drain.reason, drain.deadline)
         asked = view.request
-        if asked is not None and asked.run in ("", me.run) and asked.checkpoint > self._checkpoint_asked:
+        if asked is not None and asked.run in ("", me.spec.run) and asked.checkpoint > self._checkpoint_asked:
             self._checkpoint_asked = asked.checkpoint
             for handle in self._replicas.values():
                 if handle.rank == 0 and handle.library:
@@ -341,7 +341,7 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _open_master(self, generation: int) -> None:
         # while replicas of the previous generation run, they may still use the port that the user asked for
-        wanted = self._config.meeting_point if self.state.held is None else None
+        wanted = self._config.options.meeting_point if self.state.held is None else None
         record = self._generation_store.open(generation, wanted)
         if wanted is not None and wanted.host not in (None, record.host):
             self._say(f"{wanted} is not here, where rank 0 is: replicas meet at {record.host}:{record.port}")
@@ -517,7 +517,9 @@ class ElasticAgent(SimpleElasticAgent):
         self._last_exits.append((handle, code))
         message, evidence = handle.broken, states.Evidence()
         if code not in (0, STOPPED) and not handle.broken:
-            message, evidence = failure_reports.examine(code, handle.error_file, self._config.command.argv[0])
+            message, evidence = failure_reports.examine(
+                code, handle.error_file, self._config.options.command[0]
+            )
         generation, local_rank, when = handle.generation, handle.local_rank, when or time.time()
         self._decide(states.ReplicaExited(generation, local_rank, code, when, message, signalled, evidence))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from adaptdl_elastic.agent.core.states import StartReplicas
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
+from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.replica_environment import replica_devices, replica_environment
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.terminal.replica_output import Output
@@ -53,8 +53,10 @@ class ReplicaStarter:
         reports = str(Path(destination.error_file).parent)
         quiet = self._output.keeps_tracebacks(local_rank)
         devices = replica_devices(self._config.environment.devices, plan, self._config.me.node, local_rank)
-        command = replace(
-            self._config.command, env=environment, reports=reports, devices=tuple(devices), quiet=quiet
+        options, threads = self._config.options, self._config.environment.threads
+        work = str(options.directory.absolute())
+        command = Command(
+            *(options.mode, options.command, work, environment, threads, reports, quiet, tuple(devices))
         )
         theirs = handle.theirs.fileno()
         sys.stdout.flush()

@@ -28,7 +28,7 @@ from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
 from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import Plan
+from adaptdl_elastic.rendezvous.schema.records import Plan, encode
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
@@ -79,6 +79,9 @@ class Agents:
 
     def _notes(self) -> Path:
         return self._directory.state / "agents"
+
+    def _spec(self, job: str) -> Path:
+        return self._notes() / f"{job}.spec"
 
     def _find_agents(self) -> None:
         """Take over the agents that an earlier service has started."""
@@ -212,7 +215,8 @@ class Agents:
         job, path = submission.job, self._checkpoint_path(submission)
         try:
             given, environment = self.fetch(submission, peers)
-            options = agent_options(self._config, request, self._slots, path)
+            write_spec(request, path, self._spec(job))
+            options = agent_options(self._config, self._slots, self._spec(job))
             work = self._directory.work(submission.folder)
             stand_in = StandIn(submission, work, given, options, environment, membership)
             # this process has neither the job's variables nor what was imported under them
@@ -242,10 +246,10 @@ class Agents:
         log, note = self._directory.log(job), self._notes() / f"{job}.json"
         try:
             if can_fork(stand_in.given):
-                child = self.forker.start(stand_in.arguments, stand_in.work, log, stand_in.environment)
+                child = self.forker.start(stand_in.options, stand_in.work, log, stand_in.environment)
                 process = KeptProcess.noted(child, note)
             else:
-                command = _own_python.module("adaptdl_elastic.agent", *stand_in.arguments)
+                command = _own_python.module("adaptdl_elastic.agent", *stand_in.options)
                 process = KeptProcess.start(command, note, log, stand_in.work, stand_in.environment)
         except Exception as error:  # or the job would be prepared for ever
             with self._lock:
@@ -290,6 +294,7 @@ class Agents:
             self.problems.pop(job, None)
             if job not in {*self._processes, *self._preparing, *self._stand_ins}:
                 self._states.pop(job, None)
+                self._spec(job).unlink(missing_ok=True)
 
     @property
     def given_up(self) -> tuple[str, ...]:
@@ -332,33 +337,35 @@ def _followed(request: Request) -> str:
     return request.run.run if request.run.resumed else request.submission.follows
 
 
-def agent_options(config: ServiceConfig, request: Request, slots: int, checkpoint_path: str) -> list[str]:
-    """Return the options of an agent, as a person would type them on this node.
+def write_spec(request: Request, checkpoint_path: str, file: Path) -> None:
+    """Write the file that tells an agent its job.
 
     An agent that comes late starts nothing when the job has ended, unless by the run that it `follows`.
     """
-    submission, follows = request.submission, _followed(request)
-    options = [
+    spec = replace(
+        request.submission,
+        min_slots=1,
+        most_weight=request.most_weight,
+        checkpoint_path=checkpoint_path,
+        follows=_followed(request),
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(encode(spec))
+
+
+def agent_options(config: ServiceConfig, slots: int, file: Path) -> list[str]:
+    """Return the options of an agent on this node, whose job is in a file."""
+    return [
+        *("--spec", str(file)),
         f"--rdzv-endpoint={config.endpoint}",
         f"--cluster={config.cluster}",
-        f"--rdzv-id={submission.job}",
-        f"--nnodes=1:{submission.max_replicas}",
         f"--nproc-per-node=1:{slots}" if slots > 1 else "--nproc-per-node=1",
-        f"--replicas={submission.min_replicas}:{submission.max_replicas}",
-        f"--gpus-per-replica={submission.gpus_per_replica}",
-        f"--max-restarts={submission.max_restarts}",
-        f"--weight={submission.weight!r}",
-        f"--most-weight={request.most_weight!r}",
         f"--node-name={config.node}",
         f"--local-addr={config.host}",
-        f"--checkpoint-path={checkpoint_path}",
         "--once",
-        *([f"--follows={follows}"] if follows else []),
         "--no-summary",
+        *([f"--port-range={config.port_range}"] if config.port_range else []),
     ]
-    if config.port_range:
-        options.append(f"--port-range={config.port_range}")
-    return options
 
 
 def agent_environment(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,6 @@ _REFUSALS = (
     NameTakenError,
 )
 _PASSING = StoreError, NameTakenError, StoppingError
-_MODES = {"script": [], "module": ["--module"], "exec": ["--no-python"]}
 
 
 class StandInError(Exception):
@@ -87,11 +85,6 @@ class StandIn:
         return "" if self.registration is None else self.registration.record.run
 
     @property
-    def arguments(self) -> list[str]:
-        """The command line of the agent."""
-        return [*self.options, *_MODES[self.submission.mode], *self.submission.command]
-
-    @property
     def environment(self) -> dict[str, str]:
         """The environment of the agent, which then takes over the registration."""
         if self.registration is None:
@@ -107,15 +100,14 @@ class StandIn:
         """
         try:
             # the script is looked for by the agent, whose directory it may be relative to
-            parsed = parse([*self.options, "--no-python", sys.executable], self.variables)
-            launch.check_checkpoint_path(parsed.checkpoint_path)
-            parsed = replace(parsed, command=self.submission.command, mode=self.submission.mode)
-            store, keys = self.membership.store, Keys(parsed.cluster)
-            _delete_ghost(store, keys.node(parsed.node_name or "", self.job))
+            options = replace(parse(self.options, self.variables, look=False), directory=self.work)
+            launch.check_checkpoint_path(options.checkpoint_path)
+            store, keys = self.membership.store, Keys(options.cluster)
+            _delete_ghost(store, keys.node(options.node_name or "", self.job))
             found = launch.take_part(
-                replace(parsed, directory=self.work),
-                parsed.local_addr or "127.0.0.1",
-                launch.StoreAccess(parsed.endpoint or "", store, True, self.variables),
+                options,
+                options.local_addr or "127.0.0.1",
+                launch.StoreAccess(options.endpoint or "", store, True, self.variables),
                 keys,
                 lambda text: logger.info("job %s: %s", self.job, text),
                 self.membership.lease,
@@ -169,8 +161,7 @@ def record_failure(store: Store, keys: Keys, submission: Submission, reason: str
     found = store.get(key)
     spec = read_record(JobSpec, found)
     if spec is None or spec.run == ended:
-        least, most = submission.min_replicas, submission.max_replicas
-        spec = JobSpec(job, new_run(), submission.command, 1, most, least, most, created=time.time())
+        spec = JobSpec(**{**vars(submission), "run": new_run(), "created": time.time()})
         if store.compare_and_swap(key, encode(spec), found.mod_revision if found else 0) is None:
             return  # another node does the same
     ended_run.fail(store, keys, job, spec.run, reason, time.time())

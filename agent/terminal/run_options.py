@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import shutil
@@ -14,18 +13,20 @@ from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import pydantic.dataclasses
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as validated
 
 from adaptdl_elastic.agent.terminal.run_parser import WITHOUT_MEANING, OptionError, parser
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
-from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, MOST_SLOTS, JobSpec
+from adaptdl_elastic.rendezvous.schema.records import MOST_REPLICAS, MOST_SLOTS, POSITIVE, JobSpec, decode
+from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.store.local_socket import is_local, socket_path
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
-_MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
+_MANY_REPLICAS = 64 * MOST_SLOTS  # stands for "as many replicas as the nodes have slots"
 
 
 @dataclass(frozen=True)
@@ -46,43 +47,47 @@ class MeetingPoint:
         return f"{address}--master-port={self.port}"
 
 
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=pydantic.ConfigDict(extra="ignore"))
+_CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False)
+_OFF_AT_ZERO = Field(ge=0, description="must be a finite, positive number of seconds; 0 switches it off")
+
+
+@validated(frozen=True, kw_only=True, config=_CONFIG)
 class RunOptions(JobSpec):
     """A checked command line: the job as it describes it, and what belongs to this node."""
 
     run: str = ""  # a run is named when an agent begins it
-    mode: str  # "script", "module" or "exec"
-    slots: int
-    standalone: bool
-    endpoint: str | None
-    etcd_api: str
-    etcd_ca: str | None
-    etcd_cert: str | None
-    etcd_key: str | None
-    etcd_user: str | None
-    etcd_timeout: float | None
-    cluster: str
-    node_name: str | None
-    node_type: str | None
-    local_addr: str | None
-    meeting_point: MeetingPoint | None  # at which generations meet, if the user asks for one
-    port_range: tuple[int, int] | None
-    checkpoint_interval: float
-    once: bool
-    anew: bool
-    follows: str
-    hang_timeout: float | None
-    event_log: Path | None
-    summary: bool | None  # None: only on a terminal
-    log_dir: Path | None
-    redirects: str
-    tee: str
-    local_ranks_filter: frozenset[int] | None
-    line_prefix: str | None  # template of what stands before lines of replicas; None: not given
-    role: str
-    cores: int  # divided among the replicas of the node; 0: the environment sets OMP_NUM_THREADS
-    virtual_local_rank: bool
-    signals: tuple[signal.Signals, ...]  # signals at which the agent saves and leaves
+    mode: str = "script"  # "script", "module" or "exec"
+    slots: int = 1
+    standalone: bool = False
+    endpoint: str | None = None
+    etcd_api: str = "auto"
+    etcd_ca: str | None = None
+    etcd_cert: str | None = None
+    etcd_key: str | None = None
+    etcd_user: str | None = None
+    etcd_timeout: Annotated[float | None, POSITIVE] = None
+    cluster: str = "default"
+    node_name: str | None = None
+    node_type: str | None = None
+    local_addr: str | None = None
+    meeting_point: MeetingPoint | None = None  # at which generations meet, if the user asks for one
+    port_range: tuple[int, int] | None = None
+    checkpoint_interval: Annotated[float, _OFF_AT_ZERO] = 30.0
+    once: bool = False
+    anew: bool = False
+    follows: str = ""
+    hang_timeout: Annotated[float | None, _OFF_AT_ZERO] = None
+    event_log: Path | None = None
+    summary: bool | None = None  # None: only on a terminal
+    log_dir: Path | None = None
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks_filter: frozenset[int] | None = None
+    line_prefix: str | None = None  # template of what stands before lines of replicas; None: not given
+    role: str = "default"
+    cores: int = 0  # divided among the replicas of the node; 0: the environment sets OMP_NUM_THREADS
+    virtual_local_rank: bool = False
+    signals: tuple[signal.Signals, ...] = ()  # signals at which the agent saves and leaves
     directory: Path = Path()  # that the script's path is relative to
     notes: tuple[str, ...] = ()  # one line each, to print for the user
     typed: tuple[str, ...] = ()  # the arguments as they were given
@@ -93,16 +98,37 @@ class RunOptions(JobSpec):
         return self.standalone or (self.endpoint is not None and is_local(self.endpoint))
 
 
-def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
+def parse(
+    arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ, look: bool = True
+) -> RunOptions:
     """Return the checked options.
+
+    Node services give the job as a file: `--spec FILE`, and options of the node without a script. What the
+    file says counts before options and variables of torchrun.
+
+    Args:
+        arguments: The command line; None: that of this process.
+        environ: Variables that stand for options.
+        look: Whether the script of a file has to be there.
 
     Raises:
         OptionError: an option is invalid.
         SystemExit: for --help.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    args = parser().parse_args(typed)
-    return replace(check(args, _given(typed), environ), typed=tuple(typed))
+    if typed[:1] != ["--spec"] or len(typed) == 1:
+        return replace(check(parser().parse_args(typed), _given(typed), environ), typed=tuple(typed))
+    try:
+        job = decode(Submission, Path(typed[1]).read_text(), typed[1])
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--spec: {error}") from None
+    words = [*typed[2:], "--no-python", sys.executable]
+    args = parser().parse_args(words)
+    args.nnodes, args.module = f"1:{job.max_nodes}", False
+    if look:
+        args.no_python, args.module = job.mode == "exec", job.mode == "module"
+        args.training_script = job.command[0]
+    return replace(check(args, _given(words), environ), typed=tuple(typed), **vars(job))
 
 
 def _given(typed: Sequence[str]) -> set[str]:
@@ -148,7 +174,6 @@ def check(
     path = args.checkpoint_path or environ.get(environment.CHECKPOINT_PATH) or str(Path(".adaptdl") / job)
     if "://" not in path:
         path = str(Path(path).absolute())
-    _check_numbers(args)
     replicas = parse_range("--replicas", args.replicas) if args.replicas else None
     fewest = min_nodes * min_slots
     if replicas is not None and replicas[0] < fewest:
@@ -185,7 +210,13 @@ def check(
         "signals": parse_signals(args.signals_to_handle),
         "notes": (*notes, *_notes(args, given, point is not None, slots)),
     }
-    return RunOptions(**{**vars(args), **checked})
+    try:
+        return RunOptions(**{**vars(args), **checked})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, value = str(first["loc"][0]), first["input"]
+        must = RunOptions.__pydantic_fields__[name].description  # type: ignore[attr-defined]
+        raise OptionError(f"--{name.replace('_', '-')}={value:g} {must}") from None
 
 
 def _check_endpoint(endpoint: str, max_nodes: int) -> None:
@@ -300,9 +331,9 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     if match is None:
         raise OptionError(f"{option}={text} is neither a number nor MIN:MAX, as in {option}=1:8")
     low, high = int(match[1]), int(match[2] or match[1])
-    if not 1 <= low <= high:
+    if not 1 <= low <= high <= MOST_REPLICAS:
         raise OptionError(
-            f"{option}={text}: MIN must be at least 1 and not more than MAX, as in {option}=1:8"
+            f"{option}={text}: MIN must be at least 1 and not more than MAX (at most 1e9), as in {option}=1:8"
         )
     return low, high
 
@@ -353,28 +384,6 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
             )
         found.append(number)
     return tuple(dict.fromkeys(found))
-
-
-_OFF_AT_ZERO = ("checkpoint_interval", "hang_timeout")
-
-
-def _check_numbers(args: argparse.Namespace) -> None:
-    if args.max_restarts < 0:
-        raise OptionError(f"--max-restarts={args.max_restarts} must not be negative; 0 means none")
-    if not 0 < args.weight <= HEAVIEST:
-        raise OptionError(
-            f"--weight={args.weight:g} must be above 0 and at most {HEAVIEST:g}; the default is 1"
-        )
-    if not 1 <= args.gpus_per_replica <= MOST_SLOTS:
-        raise OptionError(f"--gpus-per-replica={args.gpus_per_replica} must be between 1 and {MOST_SLOTS}")
-    for name in (*_OFF_AT_ZERO, "checkpoint_timeout", "rescale_timeout", "etcd_timeout"):
-        value = getattr(args, name)
-        if value is None or (0 < value < math.inf) or (value == 0 and name in _OFF_AT_ZERO):
-            continue
-        off = "; 0 switches it off" if name in _OFF_AT_ZERO else ""
-        raise OptionError(
-            f"--{name.replace('_', '-')}={value:g} must be a finite, positive number of seconds{off}"
-        )
 
 
 def _ranks(text: str) -> frozenset[int] | None:

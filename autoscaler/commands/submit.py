@@ -135,12 +135,10 @@ def submit(
     command: tuple[str, ...],
     replicas: str,
     job: str | None,
-    weight: float,
     array: tuple[str, ...],
     variables: tuple[str, ...],
     workdir: Path,
     max_size: int,
-    checkpoint_path: str,
     replaces: bool,
     dry_run: bool,
     as_json: bool,
@@ -150,10 +148,9 @@ def submit(
     context, workdir = contexts.choose(name), workdir.expanduser()
     mode, words = command_of(command, workdir)
     least, most = replicas_of(replicas)
-    if checkpoint_path and "://" not in checkpoint_path and not checkpoint_path.startswith("/"):
-        raise OptionError(
-            f"--checkpoint-path {checkpoint_path}: give an absolute path, nodes have other directories"
-        )
+    path = asked["checkpoint_path"]
+    if path and "://" not in path and not path.startswith("/"):
+        raise OptionError(f"--checkpoint-path {path}: give an absolute path, nodes have other directories")
     try:
         stem = name_of(job, words[0] if mode != "module" else words[0].rpartition(".")[2])
         members = job_array.expand(stem, words, array)
@@ -169,8 +166,7 @@ def submit(
             bundle="0" * 64,
             min_replicas=least,
             max_replicas=most,
-            weight=weight,
-            checkpoint_path=checkpoint_path,
+            max_nodes=most,
             created=now + number * 1e-3,  # those of an array begin in the order of its values
             **asked,
         )
@@ -183,6 +179,7 @@ def submit(
         fixed = replaces or job is not None
         drafts = [_replacing(one, reader) if replaces else _named(one, found, fixed) for one in drafts]
         _check_after(drafts[0], found)
+        weight = asked["weight"]
         told = weight_problem(weight, job_requests.most_weight(client, found)) if weight > 1 else []
         private = (contexts.config_directory(), Path.home() / ".ssh")
         packed = bundles.pack(workdir, Path(folder) / "bundle", context.person, max_size << 20, private)

@@ -186,7 +186,7 @@ def _job(
     chosen = fixed is not None and fixed.cause is not None and fixed.size == size
     info = JobInfo(
         name=job.job,
-        min_replicas=max(1, spec.min_replicas),
+        min_replicas=spec.min_replicas,
         max_replicas=spec.max_replicas,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
@@ -240,7 +240,7 @@ def _fixed_size(
     wanted = jobs.requested_replicas(job)
     if wanted is not None:
         possible = nearest(spec, wanted, places, now)
-        size = sum((possible or {}).values()) or max(1, spec.min_replicas)
+        size = sum((possible or {}).values()) or spec.min_replicas
         text = f"adaptdl scale: {pluralize(wanted, 'replica')}"
         text = text if size == wanted else f"{text}, of which {size} are possible"
         return _Fixed(size, text, Cause.MANUAL), places

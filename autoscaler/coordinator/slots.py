@@ -272,7 +272,7 @@ def _fill(
 
 def _sizes(spec: JobSpec, places: Mapping[str, Room]) -> range:
     """Return the numbers of replicas that the job may have and that fit into these rooms."""
-    least = max(1, spec.min_replicas, spec.min_nodes)
+    least = max(spec.min_replicas, spec.min_nodes)
     return range(least, min(spec.max_replicas, sum(room.most for room in places.values())) + 1)
 
 
@@ -283,7 +283,7 @@ def fewest(view: View, job: JobView) -> int:
         return 1
     agents = (seen.record for seen in view.agents(job.job).values())
     least = sorted(agent.min_slots for agent in agents if agent.run == spec.run)
-    return max(1, spec.min_replicas, spec.min_nodes, sum(least[: max(1, spec.min_nodes)]))
+    return max(spec.min_replicas, spec.min_nodes, sum(least[: spec.min_nodes]))
 
 
 def smallest(

@@ -14,7 +14,6 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSet
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, holding, smallest
 from adaptdl_elastic.rendezvous.schema.records import (
-    HEAVIEST,
     MOST_NAMED,
     Cause,
     JobSpec,
@@ -29,7 +28,6 @@ WAITED_STEP = 60.0
 """Seconds of waiting after which the status is written again, and so what a change of leader may lose."""
 LONGEST = 1e7
 """Longest wait or pause, in seconds; a longer one in the store counts as this long."""
-_MOST = 10**9  # most replicas and nodes in a job's bounds
 _MOST_WRONG = 1e6  # largest measured / predicted - 1; beyond it the prediction is invalid
 _PLANNED = (Cause.POLICY, Cause.MANUAL, Cause.JOIN, Cause.DRAIN)
 
@@ -286,12 +284,6 @@ def impossible(spec: JobSpec) -> str | None:
         return f"min_replicas {spec.min_replicas} is more than max_replicas {spec.max_replicas}"
     if spec.min_nodes > spec.max_nodes:
         return f"min_nodes {spec.min_nodes} is more than max_nodes {spec.max_nodes}"
-    if spec.max_replicas < 1 or spec.max_nodes < 1:
-        return f"max_replicas {spec.max_replicas} and max_nodes {spec.max_nodes} must be at least 1"
-    if max(spec.min_nodes, spec.max_nodes, spec.min_replicas, spec.max_replicas) > _MOST:
-        return f"its bounds speak of more than {_MOST} nodes or replicas"
-    if not 0 < spec.weight <= HEAVIEST:
-        return f"weight {spec.weight:g} must be above 0, and {HEAVIEST:g} at most"
     if spec.min_nodes > spec.max_replicas:
         return f"min_nodes {spec.min_nodes} is more than max_replicas {spec.max_replicas}"
     return None
@@ -302,7 +294,7 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
     wrong = impossible(spec)
     if wrong is not None:
         return f"can never run: {wrong}; submit it with other bounds"
-    need = f"{pluralize(max(1, spec.min_replicas), 'replica')} on {pluralize(max(1, spec.min_nodes), 'node')}"
+    need = f"{pluralize(spec.min_replicas, 'replica')} on {pluralize(spec.min_nodes, 'node')}"
     if not places:
         drained = f"drained: {', '.join(ledger.drained)}" if ledger.drained else ""
         return f"waits for nodes: needs at least {need}, {drained or 'none is registered that could take it'}"

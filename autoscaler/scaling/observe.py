@@ -174,7 +174,7 @@ def without_nodes(job: JobView, known: Measured) -> JobInfo | None:
     hints = own_hints(job)
     return JobInfo(
         name=job.job,
-        min_replicas=max(1, spec.min_replicas),
+        min_replicas=spec.min_replicas,
         max_replicas=spec.max_replicas,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,

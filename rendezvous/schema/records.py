@@ -25,10 +25,14 @@ _CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
 MOST_SLOTS = 1024
 """Most slots of one node. A record with more is an error, and would slow down every round of the policy."""
 
+MOST_REPLICAS = 10**9
+"""Most nodes and replicas in the bounds of a job."""
+
 # bounds of numbers in records, so that a defective writer cannot cause huge loops or ranges
 _Replicas = Annotated[int, Field(ge=1, le=MOST_SLOTS)]
 _Slot = Annotated[int, Field(ge=0, lt=4 * MOST_SLOTS)]
 _Slots = Annotated[tuple[_Slot, ...], Field(max_length=MOST_SLOTS)]
+_Bound = Annotated[int, Field(ge=1, le=MOST_REPLICAS)]
 
 R = TypeVar("R")
 
@@ -88,6 +92,13 @@ class JobState(str, Enum):
 
 HEAVIEST = 1e6
 """Largest allowed weight of a job."""
+
+# The description completes the line that refuses an option of the field's name ("--weight=0 ...").
+_Weight = Annotated[
+    float,
+    Field(gt=0, le=HEAVIEST, description=f"must be above 0 and at most {HEAVIEST:g}; the default is 1"),
+]
+POSITIVE = Field(gt=0, description="must be a finite, positive number of seconds")
 
 INPLACE_REQUIRED = "--rescale=inplace"
 """Text in the reason of a job that keeps its size because a change in place is impossible."""
@@ -192,22 +203,24 @@ class JobSpec:
     job: str
     run: str  # unique per submission: submitting a finished job's name again makes a new run
     command: tuple[str, ...] = ()
-    min_nodes: int = 1
-    max_nodes: int = 1
-    min_replicas: int = 1
-    max_replicas: int = 1
-    gpus_per_replica: Annotated[int, Field(ge=1, le=MOST_SLOTS)] = 1
+    min_nodes: _Bound = 1
+    max_nodes: _Bound = 1
+    min_replicas: _Bound = 1
+    max_replicas: _Bound = 1
+    gpus_per_replica: Annotated[
+        int, Field(ge=1, le=MOST_SLOTS, description=f"must be between 1 and {MOST_SLOTS}")
+    ] = 1
     min_slots: int = 1  # fewest replicas on a node, as its first agent says; used by providers that add nodes
-    max_restarts: int = 3
+    max_restarts: Annotated[int, Field(ge=0, description="must not be negative; 0 means none")] = 3
     rescale: Rescale = Rescale.AUTO
-    rescale_timeout: float = 60.0
+    rescale_timeout: Annotated[float, POSITIVE] = 60.0
     checkpoint_path: str = ""
-    checkpoint_timeout: float = 120.0
+    checkpoint_timeout: Annotated[float, POSITIVE] = 120.0
     preemptible: bool = True  # False: a running job keeps its replicas
     avoid_preemptible_nodes: bool = False
     autoscale: bool = True  # False: only `adaptdl scale` changes the size
-    weight: float = 1.0
-    most_weight: float = 1.0  # largest weight that counts in a cluster with submissions
+    weight: _Weight = 1.0
+    most_weight: _Weight = 1.0  # largest weight that counts in a cluster with submissions
     profile_key: str = ""  # jobs with the same key share profiles (digest of the script)
     code: str = ""  # URL of the archive with the script and the command, of which its name has the digest
     # a digest by which agents check that they know the run's secret; it does not reveal the secret

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from adaptdl_elastic.rendezvous.schema.keys import NAME_PATTERN
-from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, MOST_SLOTS
+from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS, JobSpec
 
 _CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
 
@@ -24,7 +24,6 @@ PERSON_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 _Name = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
 _Person = Annotated[str, Field(pattern=f"^{PERSON_PATTERN}$")]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-_Replicas = Annotated[int, Field(ge=1, le=64 * MOST_SLOTS)]
 
 OWNER_HEADER = "ADAPTDL.owner"
 """Global header of an archive of a working directory. Its value is the name of the person who packed it."""
@@ -54,29 +53,23 @@ class ServiceRecord:
     given_up: tuple[str, ...] = ()  # jobs that this node does not try to start any more
 
 
-@dataclass(frozen=True, config=_CONFIG)
-class Submission:
-    """What a person asked for with `adaptdl submit`.
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Submission(JobSpec):
+    """What a person asked for with `adaptdl submit`: a job, and what node services need to begin it.
 
     The store holds no file and no variable of the job: only the digests by which node services fetch them
-    from each other.
+    from each other. A `checkpoint_path` of "" stands for a directory of each node.
     """
 
     job: _Name
+    run: str = ""  # a run is named when a node begins it
     owner: _Person
     mode: Literal["script", "module", "exec"]
-    command: tuple[str, ...]
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
     bundle: _Digest  # of the working directory's archive
     environment: _Digest | None = None  # of the archive of variables
-    min_replicas: _Replicas = 1
-    max_replicas: _Replicas = 1
-    gpus_per_replica: _Replicas = 1
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
-    weight: Annotated[float, Field(gt=0, le=HEAVIEST)] = 1.0
     after: tuple[_Name, ...] = ()  # jobs that have to be done first
-    max_restarts: int = 3
-    checkpoint_path: str = ""  # "": a directory of each node
-    created: float = 0.0
     replaces: float | None = None  # `created` of the submission of this name that it replaces
     follows: str = ""  # JobSpec.run with which that submission ended; "": it had none
 

@@ -306,7 +306,7 @@ def test_a_change_of_what_has_just_finished_is_not_run() -> None:
 
 
 def test_a_newcomer_is_not_ready_and_does_not_run_when_it_says_hello() -> None:
-    agent = Agent(rescale_timeout=60.0)
+    agent = Agent()
     there = Leaving("there", 1, "agent-there", 0)
     agent(d.PlanSeen(plan(1, ("there", 1), ("here", 1), leaving=[there], transition=Transition.INPLACE)))
     assert kinds(agent(master(1))) == ["StartReplicas"]
@@ -316,7 +316,7 @@ def test_a_newcomer_is_not_ready_and_does_not_run_when_it_says_hello() -> None:
 
 
 def test_a_newcomer_that_said_hello_and_is_not_ready_in_time_is_late() -> None:
-    agent = Agent(rescale_timeout=60.0)
+    agent = Agent()
     there = Leaving("there", 1, "agent-there", 0)
     agent(d.PlanSeen(plan(1, ("there", 1), ("here", 1), leaving=[there], transition=Transition.INPLACE)))
     agent(master(1))
@@ -646,7 +646,7 @@ def test_a_newcomer_that_ends_costs_nothing(code: int) -> None:
 
 
 def test_a_newcomer_that_is_late_costs_nothing() -> None:
-    agent = Agent(rescale_timeout=60.0).running(count=1)
+    agent = Agent().running(count=1)
     change(agent, 1, ("here", 2))
     assert deadline(agent.state) == 60.0
     assert kinds(agent.later(60)) == ["Withdraw", "Kill", "WriteEnded"]

@@ -46,7 +46,7 @@ def write(store: MemoryStore, record: CheckpointRecord, run: str = "run-1") -> N
         work()
 
     writer.submit = submit
-    NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", "job", run)).checkpoint(record)
+    NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", JobSpec("job", run))).checkpoint(record)
 
 
 def recorded(store: MemoryStore) -> str | None:
@@ -80,7 +80,7 @@ def test_a_record_that_cannot_be_read_is_replaced(store: MemoryStore) -> None:
 def test_the_numbers_of_a_script_travel_with_its_next_report(store: MemoryStore) -> None:
     writer = Mock()
     writer.submit_latest = lambda key, work: work()
-    reporter = NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", "job", "run"))
+    reporter = NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", JobSpec("job", "run")))
     reporter.script_reported({"loss": 0.5, "note": "text", "huge": 10**400, "none": None})
     reporter.script_reported({"loss": 0.25, "accuracy": 1})
     fields = {"job": "job", "generation": 0, "nodes": 1, "replicas": 1, "init_batch_size": 8}
@@ -95,7 +95,7 @@ def restore(store: MemoryStore, run: JobSpec, generation: int, **others: Any) ->
     writer = Mock(submit=lambda work: work())
     plan = Plan(run.job, run.run, generation, (), Cause.MANUAL, Transition.RESTART, "")
     records = {**others, "plan": plan, "spec": run}
-    reporter = NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", run.job, run.run))
+    reporter = NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", run))
     reporter.restore({KEYS.job(run.job, name): encode(record) for name, record in records.items()})
 
 
@@ -150,7 +150,7 @@ def test_a_write_back_that_breaks_off_is_made_again_as_a_whole() -> None:
 
 def test_reports_are_repeated_although_another_agent_has_written_the_job_back(store: MemoryStore) -> None:
     writer = Mock(submit=lambda work: work(), submit_latest=lambda key, work: work())
-    reporter = NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", "job", "run-1"))
+    reporter = NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", JobSpec("job", "run-1")))
     reporter.ended(EndedRecord("a", 1, Outcome.STOPPED))
     reporter.running(2, None, library=True, resilient=True)
     before = {item.key: item.value for item in store.range(KEYS.root).items}

@@ -46,7 +46,6 @@ def test_an_option_that_is_no_number_or_out_of_its_range(option: str, value: str
     [
         ({"min_replicas": 4, "max_replicas": 2}, "min_replicas 4 is more than max_replicas 2"),
         ({"min_nodes": 3, "max_nodes": 1}, "min_nodes 3 is more than max_nodes 1"),
-        ({"max_replicas": 0, "min_replicas": 0}, "must be at least 1"),
         ({"min_nodes": 3, "max_nodes": 3, "max_replicas": 2}, "min_nodes 3 is more than max_replicas 2"),
         ({"min_replicas": 9}, "needs at least 9 replicas on 1 node, registered: 1 node with 4 slots"),
     ],

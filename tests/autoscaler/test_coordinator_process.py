@@ -22,6 +22,7 @@ from coordinator_pump import share_policy
 from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
 from ports import free_port
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
@@ -31,7 +32,7 @@ from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobState, JobStatus, LeaderRecord, Plan
-from adaptdl_elastic.rendezvous.schema.submissions import Signed, Submission
+from adaptdl_elastic.rendezvous.schema.submissions import Signed
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
@@ -483,7 +484,7 @@ def test_a_failure_is_counted_once_and_by_every_leader(cluster: Cluster) -> None
     second = cluster.process("--metrics-port", str(ports[1]))
     # of one size: replicas that fail while they are about to leave are no failure
     agent = cluster.job("a", max_restarts=0, max_replicas=1)
-    asked = Submission("queued", "eve", "script", ("t.py",), "0" * 64)
+    asked = submission_by("eve", "queued", command=("t.py",))
     signed = Signed(records.encode(asked), "eve", "-")
     cluster.store.put(cluster.keys.submission("queued"), records.encode(signed))
     cluster.until(lambda: served(ports[0]).get('adaptdl_jobs{state="running"}') == 1)

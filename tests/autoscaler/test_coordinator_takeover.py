@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from coordinator_pump import Pump, elastic, start
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.autoscaler.cluster_view import Observed
 from adaptdl_elastic.autoscaler.coordinator.decide import decide
@@ -24,7 +25,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Transition,
     encode,
 )
-from adaptdl_elastic.rendezvous.schema.submissions import Signed, Submission
+from adaptdl_elastic.rendezvous.schema.submissions import Signed
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, state_of
 
 # -- takeover, reruns, and what is left behind
@@ -235,7 +236,7 @@ def test_only_so_many_ended_jobs_are_remembered() -> None:
 def test_a_submitted_job_whose_status_was_deleted_is_done_and_not_queued() -> None:
     pump = Pump(settings=CoordinatorSettings(min_gap=0.0, keep_ended=1))
     for index in range(2):
-        asked = Submission(f"j{index}", "alice", "script", ("train.py",), "0" * 64)
+        asked = submission_by("alice", f"j{index}")
         pump.store.put(pump.keys.submission(asked.job), encode(Signed(encode(asked), "alice", "")))
         pump.job(asked.job)
         pump.node("n0", asked.job)
@@ -260,7 +261,7 @@ def test_a_submitted_job_whose_status_was_deleted_is_done_and_not_queued() -> No
 
 def test_another_run_of_a_forgotten_job_counts_instead_of_the_run_before() -> None:
     pump = Pump(settings=CoordinatorSettings(min_gap=0.0, keep_ended=0))
-    asked = Submission("a", "alice", "script", ("train.py",), "0" * 64)
+    asked = submission_by("alice", "a")
     pump.store.put(pump.keys.submission("a"), encode(Signed(encode(asked), "alice", "")))
     reader, runs = SubmissionReader(pump.store, pump.keys, "id"), []
     for run in ("r1", "r2"):
@@ -280,7 +281,7 @@ def test_jobs_that_ended_long_ago_are_read_once(monkeypatch: pytest.MonkeyPatch)
     """Submissions are not deleted, and every node reads them all every few seconds."""
     pump = Pump()
     for index in range(20):
-        asked = Submission(f"j{index}", "alice", "script", ("train.py",), "0" * 64)
+        asked = submission_by("alice", f"j{index}")
         ended = JobStatus(asked.job, "r1", JobState.DONE)
         pump.store.put(pump.keys.submission(asked.job), encode(Signed(encode(asked), "alice", "")))
         pump.store.put(pump.keys.outcome(asked.job, "status"), encode(ended))

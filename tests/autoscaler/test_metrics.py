@@ -14,6 +14,7 @@ from fake_agents import FakeAgent, spec_of
 from filled_metrics import filled_pump, observe
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, Memory
 from adaptdl_elastic.autoscaler.diagnostics.prometheus import (
@@ -25,7 +26,7 @@ from adaptdl_elastic.autoscaler.diagnostics.prometheus import (
     serve,
 )
 from adaptdl_elastic.rendezvous.schema.records import AutoscalerStatus, JobCost, JobState, encode
-from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed, Submission
+from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
 from adaptdl_elastic.rendezvous.store.base import StoreError
 
@@ -250,7 +251,7 @@ def test_jobs_are_counted_by_the_states_that_commands_show() -> None:
     metrics.read_submitted = lambda: reader.read(None)
     pump.store.put(pump.keys.service("n0"), encode(ServiceRecord("n0", "127.0.0.1", 1, 1)))
     for name, replicas in (("runs", 1), ("queued", 2), ("cancelled", 1), ("pending", 1)):
-        asked = Submission(name, "eve", "script", ("t.py",), "0" * 64, None, replicas, replicas)
+        asked = submission_by("eve", name, command=("t.py",), min_replicas=replicas, max_replicas=replicas)
         pump.store.put(pump.keys.submission(name), encode(Signed(encode(asked), "eve", "-")))
     wish = Signed(encode(Cancellation("cancelled", "eve")), "eve", "-")
     for name in ("runs", "cancelled", "pending"):

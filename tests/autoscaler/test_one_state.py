@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from page_world import PageWorld
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.autoscaler.cli import Place, Where, adaptdl
 from adaptdl_elastic.autoscaler.commands.tables import read
@@ -20,7 +21,7 @@ from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics
 from adaptdl_elastic.autoscaler.diagnostics.rows import ENDED_STATES, LOST, STATES, WAITING_STATES
 from adaptdl_elastic.autoscaler.web.overview import overview
 from adaptdl_elastic.rendezvous.schema.records import JobState, encode
-from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed, Submission
+from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
 
 States = dict[str, str]
@@ -33,7 +34,7 @@ def small_world(*states: str) -> PageWorld:
     store, keys = world.store, world.keys
     store.put(keys.service("n0"), encode(ServiceRecord("n0", "127.0.0.1", 1, 4)))
     for number, state in enumerate(states):
-        asked = Submission(state, "eve", "script", ("t.py",), "0" * 64, created=number + 1.0)
+        asked = submission_by("eve", state, command=("t.py",), created=number + 1.0)
         asked = replace(asked, min_replicas=9, max_replicas=9) if state == "queued" else asked
         store.put(keys.submission(state), encode(Signed(encode(asked), "eve", "-")))
         if state in ("queued", "starting"):

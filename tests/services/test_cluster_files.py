@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from submitted_jobs import submission_by
 
-from adaptdl_elastic.agent.service.agents import agent_environment, agent_options
+from adaptdl_elastic.agent.service.agents import agent_environment, agent_options, write_spec
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Place, Where
 from adaptdl_elastic.autoscaler.commands.cluster_setup import with_options
 from adaptdl_elastic.autoscaler.commands.logs import chosen
@@ -25,7 +26,6 @@ from adaptdl_elastic.autoscaler.provisioning import nodes, wheel
 from adaptdl_elastic.autoscaler.provisioning.credentials import write_private
 from adaptdl_elastic.autoscaler.provisioning.nodes import Wanted, etcd_warning, parse_probe
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, UnreachableError
-from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request
 from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextError
@@ -299,20 +299,30 @@ def test_output_is_chosen_by_rank() -> None:
     assert list(chosen(lines, (12,), "n1")) == ["[rank12]: c"]
 
 
-def test_an_agent_is_started_as_a_person_would_start_it(tmp_path: Path) -> None:
+def test_an_agent_is_told_its_job_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from adaptdl_elastic.agent.own_records import job_spec
     from adaptdl_elastic.agent.terminal.run_options import parse
 
     (tmp_path / "train.py").write_text("")
     config = ServiceConfig("lab", "abc", "n1", "10.0.0.5", "https://h:1", port_range="29500:29600")
-    wanted = Submission("job", "eve", "script", (str(tmp_path / "train.py"), "--x"), "0" * 64, None, 2, 6, 2)
+    wanted = submission_by(
+        "eve", command=(str(tmp_path / "train.py"), "--x"), min_replicas=2, max_replicas=6, gpus_per_replica=2
+    )
     wanted = replace(wanted, weight=1e6)
-    words = agent_options(config, Request(wanted, None, JobState(), most_weight=2.5), 4, "/saved")
-    options = parse([*words, *wanted.command], {})
+    file = tmp_path / "agents" / "job.spec"
+    write_spec(Request(wanted, None, JobState(), most_weight=2.5), "/saved", file)
+    monkeypatch.setenv("PET_ROLE", "trainer")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "7")
+    options = parse(agent_options(config, 4, file), {})
+    assert (options.role, options.max_restarts) == ("trainer", 3), "the job's own variables count, too"
     assert (options.job, options.cluster, options.node_name, options.slots) == ("job", "lab", "n1", 4)
     assert (options.min_replicas, options.max_replicas, options.once) == (2, 6, True)
     assert options.port_range == (29500, 29600)
     assert options.command[1:] == ("--x",)
+    file.write_text('{"v":1,"job":"job"}')
+    for path, why in ((file, "owner: Field required"), (tmp_path / "gone", "No such file")):
+        with pytest.raises(ValueError, match=rf"^--spec: .*{path.name}.*{why}|{why}.*{path.name}"):
+            parse(agent_options(config, 4, path), {})
     spec = job_spec(options)
     assert (spec.min_replicas, spec.max_replicas, spec.min_nodes) == (2, 6, 1)
     assert (spec.gpus_per_replica, spec.weight, spec.most_weight) == (2, 1e6, 2.5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.autoscaler.cli import adaptdl
 from adaptdl_elastic.autoscaler.commands import logs, submit
@@ -61,7 +62,7 @@ class World:
 
     def job(self, state: JobState | None = None, owner: str = "alice", **status: Any) -> None:
         """Submit `job`, of which the coordinator says this."""
-        of = Submission("job", owner, "script", ("old.py",), "0" * 64, created=1.0)
+        of = submission_by(owner, command=("old.py",), created=1.0)
         self.put(KEYS.submission("job"), of)
         if state is not None:
             self.store.put(KEYS.job("job", "spec"), encode(JobSpec("job", "r1")))

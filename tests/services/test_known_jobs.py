@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent.service.known_jobs import KnownJobs, LostListError
 from adaptdl_elastic.autoscaler.provisioning.bring_up import merged_jobs
@@ -27,7 +28,7 @@ def opened(path: Path) -> KnownJobs:
 
 
 def job(owner: str = "alice", *, created: float = 1.0) -> Submission:
-    return Submission("job", owner, "script", ("train.py",), "0" * 64, created=created)
+    return submission_by(owner, created=created)
 
 
 def read(*requests: Request) -> Submitted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent.service.access import DeniedError, identify
 from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, Submission
@@ -26,7 +27,7 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_record_counts_for_the_job_and_the_person_that_it_names() -> None:
-    hers = Submission("job", "alice", "script", ("train.py",), "0" * 64)
+    hers = submission_by("alice")
     good = sign_record("lab", hers, "alice", lambda text: text)
     assert verify_record("lab", PEOPLE, Submission, good, "/x/job") == hers
     with pytest.raises(SignatureError, match="was signed for job 'job'"):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent.service.agent_forker import AgentForker
 from adaptdl_elastic.agent.service.agents import Agents
@@ -30,7 +31,6 @@ from adaptdl_elastic.rendezvous.schema.records import (
     encode,
 )
 from adaptdl_elastic.rendezvous.schema.records import JobState as State
-from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
@@ -39,7 +39,9 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 KEYS = Keys("lab")
 REQUEST = Request(
-    Submission("job", "alice", "script", ("train.py",), "0" * 64, created=1.0), None, JobState()
+    submission_by("alice", created=1.0),
+    None,
+    JobState(),
 )
 
 

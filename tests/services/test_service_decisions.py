@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent.service.decisions import (
     LONGEST_PAUSE_SECONDS,
@@ -19,7 +20,7 @@ from adaptdl_elastic.agent.service.decisions import (
 )
 from adaptdl_elastic.rendezvous.schema.records import DrainRequest
 from adaptdl_elastic.rendezvous.schema.records import JobState as State
-from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
+from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services.admission import OVERTAKING_SECONDS, JobState, Request, admit
 from adaptdl_elastic.rendezvous.services.submitted import Submitted, state_of
 from adaptdl_elastic.rendezvous.text import clock
@@ -30,7 +31,7 @@ IDLE, BUSY = JobState(), JobState(agents=2, state=State.RUNNING)
 def request(
     job: str, least: int = 1, *, run: JobState = IDLE, cancelled: str | None = None, **options: object
 ) -> Request:
-    made = Submission(job, "alice", "script", ("train.py",), "0" * 64, None, least, max(8, least))
+    made = submission_by("alice", job, min_replicas=least, max_replicas=max(8, least))
     return Request(replace(made, **options), cancelled, run)  # type: ignore[arg-type]
 
 

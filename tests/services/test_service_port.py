@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from polling import until
 from prometheus_client.parser import text_string_to_metric_families
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent.service.access import VALID_SECONDS, DeniedError, identify
 from adaptdl_elastic.agent.service.blobs import Blobs
@@ -308,7 +309,7 @@ def test_the_certificate_that_all_people_have_is_not_a_servers(world: World) -> 
 )
 def test_a_name_that_is_no_name_stops_no_service_and_no_command(world: World, name: str) -> None:
     keys, store = Keys("lab"), MemoryStore()
-    good = Submission("good", "alice", "script", ("train.py",), "0" * 64)
+    good = submission_by("alice", "good")
 
     def put(key: str, kind: str, text: str) -> None:
         signature = signatures.sign(world.keys["alice"], signatures.record_text(ID, kind, text))
@@ -332,7 +333,7 @@ def test_a_name_that_is_no_name_stops_no_service_and_no_command(world: World, na
 
 def test_a_submission_counts_only_with_the_signature_of_its_owner(world: World) -> None:
     people = world.people()
-    hers = Submission("job", "alice", "script", ("train.py",), "0" * 64)
+    hers = submission_by("alice")
 
     def signed(record: Submission | Cancellation, person: str, cluster: str = ID) -> str:
         return sign_record(cluster, record, person, lambda text: signatures.sign(world.keys[person], text))
@@ -367,7 +368,11 @@ def test_only_the_owner_or_an_administrator_cancels(world: World) -> None:
             key, sign_record(ID, record, person, lambda text: signatures.sign(world.keys[person], text))
         )
 
-    put(keys.submission("job"), Submission("job", "alice", "script", ("train.py",), "0" * 64), "alice")
+    put(
+        keys.submission("job"),
+        submission_by("alice"),
+        "alice",
+    )
     reader = SubmissionReader(store, keys, ID)
     for person, counts in (("bob", False), ("alice", True), ("admin", True)):
         put(keys.cancellation("job"), Cancellation("job", person), person)
@@ -402,7 +407,11 @@ def test_a_stopped_run_is_resumed_by_its_owner_or_an_administrator_and_once(worl
         assert found.state is (None if found.resumed else records.JobState.STOPPED)
         return found.resumed
 
-    put(keys.submission("job"), Submission("job", "alice", "script", ("t.py",), "0" * 64), "alice")
+    put(
+        keys.submission("job"),
+        submission_by("alice", command=("t.py",)),
+        "alice",
+    )
     reader = SubmissionReader(store, keys, ID)
     run("r1", records.JobState.STOPPED)
     for person, counts in (("bob", False), ("alice", True), ("admin", True)):
@@ -444,7 +453,7 @@ def test_a_signature_that_cannot_be_checked_now_is_checked_again(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, store, people = Keys("lab"), MemoryStore(), world.people()
-    hers = Submission("job", "alice", "script", ("train.py",), "0" * 64)
+    hers = submission_by("alice")
     signed = sign_record(ID, hers, "alice", lambda text: signatures.sign(world.keys["alice"], text))
     store.put(keys.submission("job"), signed)
     reader = SubmissionReader(store, keys, ID)
@@ -519,7 +528,7 @@ def test_the_page_shows_what_nodes_have_of_the_output(world: World) -> None:
     log.parent.mkdir(parents=True)
     log.write_text("begins\n[rank0]: zero\n[rank1]: one\n")
     gone = ServiceRecord("gone", "127.0.0.1", 1, 1)
-    submission = Submission("hers", "alice", "script", ("train.py",), "0" * 64)
+    submission = submission_by("alice", "hers")
     request = Request(submission, None, JobState())
     submitted = Submitted({"n1": world.record, "gone": gone}, (request,), {})
     actions = Actions(MemoryStore, Keys("lab"), world.context, world.client("alice"))
@@ -536,7 +545,7 @@ def test_the_page_shows_what_nodes_have_of_the_output(world: World) -> None:
 
 def test_a_cancellation_from_the_page_is_signed_as_by_the_command(world: World) -> None:
     store, keys = MemoryStore(), Keys("lab")
-    submission = Submission("hers", "alice", "script", ("train.py",), "0" * 64)
+    submission = submission_by("alice", "hers")
     sign = functools.partial(signatures.sign, world.keys["alice"])
     store.put(keys.submission("hers"), sign_record(ID, submission, "alice", sign))
     said = Actions(store.client, keys, world.context, world.client("admin")).cancel("hers")
@@ -552,7 +561,7 @@ def test_a_cancellation_from_the_page_is_signed_as_by_the_command(world: World) 
 def test_who_may_not_cancel_a_job_is_told_so_and_leaves_no_record(world: World) -> None:
     store, keys = MemoryStore(), Keys("lab")
     for job, owner in (("other", "admin"), ("new", "admin")):
-        record = Submission(job, owner, "script", ("train.py",), "0" * 64)
+        record = submission_by(owner, job)
         sign = functools.partial(signatures.sign, world.keys[owner])
         store.put(keys.submission(job), sign_record(ID, record, owner, sign))
     gone = ServiceRecord("gone", "127.0.0.1", 1, 1)
@@ -569,7 +578,7 @@ def test_who_may_not_cancel_a_job_is_told_so_and_leaves_no_record(world: World) 
 def test_jobs_of_others_are_neither_stopped_nor_sized_by_mistake(world: World) -> None:
     store, keys = MemoryStore(), Keys("lab")
     for job, owner in (("other", "admin"), ("hers", "alice")):
-        record = Submission(job, owner, "script", ("train.py",), "0" * 64)
+        record = submission_by(owner, job)
         sign = functools.partial(signatures.sign, world.keys[owner])
         store.put(keys.submission(job), sign_record(ID, record, owner, sign))
     store.put(keys.service(world.record.node), encode(world.record))

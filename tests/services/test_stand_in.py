@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent import launch
-from adaptdl_elastic.agent.service.agents import agent_options
+from adaptdl_elastic.agent.service.agents import agent_options, write_spec
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
@@ -34,7 +35,7 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 CONFIG = ServiceConfig("lab", "id", "n1", "127.0.0.1", "https://127.0.0.1:1")
 KEYS = Keys("lab")
-SUBMISSION = Submission("job", "alice", "script", ("train.py", "--x"), "0" * 64, None, 1, 4)
+SUBMISSION = submission_by("alice", command=("train.py", "--x"), min_replicas=1, max_replicas=4)
 KEY = KEYS.node("n1", "job")
 
 
@@ -48,7 +49,8 @@ def make(store: Store, folder: Path, submission: Submission = SUBMISSION) -> Sta
     work = folder / "work"
     work.mkdir(exist_ok=True)
     (work / "train.py").write_text("pass")
-    options = agent_options(CONFIG, Request(submission, None, JobState()), 2, str(folder / "saved"))
+    write_spec(Request(submission, None, JobState()), str(folder / "saved"), folder / "job.spec")
+    options = agent_options(CONFIG, 2, folder / "job.spec")
     membership = Membership(store, store.lease(60.0))
     return StandIn(submission, work, {}, options, {SECRET: "secret"}, membership).register()
 
@@ -56,7 +58,7 @@ def make(store: Store, folder: Path, submission: Submission = SUBMISSION) -> Sta
 def take_over(store: Store, folder: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> launch.Found:
     """Do what the agent does that the service starts."""
     monkeypatch.chdir(folder / "work")
-    options = parse([*stand_in.arguments], stand_in.environment)
+    options = parse(stand_in.options, stand_in.environment)
     access = launch.StoreAccess("", store, True, stand_in.environment)
     return launch.take_part(options, "127.0.0.1", access, KEYS, print)
 
@@ -163,8 +165,8 @@ def test_a_registration_that_could_not_be_deleted_is_in_nobodys_way(tmp_path: Pa
 @pytest.mark.parametrize("of_another_version", [False, True])
 @pytest.mark.parametrize(
     "submission",
-    [SUBMISSION, replace(SUBMISSION, max_restarts=-1), replace(SUBMISSION, command=("x" * 300, ""))],
-    ids=["", "refused option", "long name"],
+    [SUBMISSION, replace(SUBMISSION, command=("x" * 300, ""))],
+    ids=["", "long name"],
 )
 def test_a_job_that_no_node_can_start_is_failed_for_each_of_its_runs(
     store: Store, tmp_path: Path, of_another_version: bool, submission: Submission

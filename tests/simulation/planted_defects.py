@@ -149,7 +149,7 @@ PLANTED: tuple[Planted, ...] = (
         "older-run-stays",
         "an agent of an older run stays",
         _AGENT,
-        "            if run == state.me.run:",
+        "            if run == state.me.spec.run:",
         "            if True:",
     ),
     Planted(

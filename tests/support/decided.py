@@ -10,6 +10,7 @@ from adaptdl_elastic.agent.core.decisions import decide
 from adaptdl_elastic.protocol.messages import Hello, Pong, ReplicaMessage
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
+    JobSpec,
     Leaving,
     MasterRecord,
     Placement,
@@ -17,7 +18,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Transition,
 )
 
-ME = d.AgentIdentity("here", "agent-1", "job", "run", checkpoint_timeout=120.0, hang_timeout=0.0)
+ME = d.AgentIdentity("here", "agent-1", JobSpec("job", "run"), hang_timeout=0.0)
 
 HELLO, PONG = Hello("1", 100), Pong(0, False)
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 from page_world import HOSTILE, PageWorld, small_world
+from submitted_jobs import submission_by
 
 from adaptdl_elastic.autoscaler.cluster_view import View, view_of
 from adaptdl_elastic.autoscaler.web.history import MOST_EVENTS, MOST_POINTS, Curve, History
 from adaptdl_elastic.autoscaler.web.job_document import job_document
 from adaptdl_elastic.autoscaler.web.overview import difference, overview
 from adaptdl_elastic.rendezvous.schema.records import DrainRequest, JobState, encode
-from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
+from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services.admission import JobState as RunState
 from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.submitted import Submitted
@@ -46,7 +47,7 @@ def test_the_overview_has_jobs_nodes_and_totals() -> None:
 
 
 def test_a_submission_that_waits_is_a_job_with_its_reason_and_its_owner() -> None:
-    asked = Submission("big", "alice", "script", ("train.py",), "0" * 64, min_replicas=9, created=5.0)
+    asked = submission_by("alice", "big", min_replicas=9, created=5.0)
     services = {"n0": ServiceRecord("n0", "10.0.0.1", 1, slots=8, gpu_model="H100")}
     submitted = Submitted(services, (Request(asked, None, RunState()),), {})
     shown = overview(view_now(PageWorld()), submitted)
@@ -60,7 +61,7 @@ def test_a_submission_that_waits_is_a_job_with_its_reason_and_its_owner() -> Non
 
 
 def test_a_job_that_waits_says_which_nodes_cannot_run_it() -> None:
-    asked = Submission("big", "alice", "script", ("train.py",), "0" * 64)
+    asked = submission_by("alice", "big")
     service = ServiceRecord("n0", "10.0.0.1", 1, slots=8, problems={"big": "the disk is full"})
     run = RunState(agents=1, state=JobState.PENDING)
     shown = overview(view_now(PageWorld()), Submitted({"n0": service}, (Request(asked, None, run),), {}))
@@ -144,7 +145,7 @@ def test_a_job_that_has_ended_can_be_asked_for_nothing() -> None:
 def test_a_submitted_job_that_was_stopped_can_go_on(
     run: RunState, cancelled_by: str | None, goes_on: bool
 ) -> None:
-    asked = Submission("big", "alice", "script", ("train.py",), "0" * 64)
+    asked = submission_by("alice", "big")
     submitted = Submitted({}, (Request(asked, cancelled_by, run),), {})
     view = view_now(PageWorld())
     row = overview(view, submitted)["jobs"]["big"]

@@ -15,10 +15,10 @@ from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.runtime import agent as agent_module
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.event_loop import Signalled
-from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.plan_handler import PlanHandler
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, job_settings
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
+from adaptdl_elastic.agent.terminal.run_options import RunOptions
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
@@ -174,26 +174,15 @@ class AgentProcess(Process):
 
     def _setting(self, spec: JobSpec) -> AgentConfig:
         job, machine = self.job, self.machine
-        settings = job_settings(
-            replace(spec, checkpoint_timeout=job.checkpoint_timeout), job.checkpoint_interval, "default"
-        )
+        spec = replace(spec, checkpoint_timeout=job.checkpoint_timeout)
+        settings = job_settings(spec, job.checkpoint_interval, "default")
         settings.node, settings.share_path, settings.secret = machine.name, "/share", ""
         return AgentConfig(
-            me=AgentIdentity(
-                machine.name,
-                self.identity,
-                spec.job,
-                spec.run,
-                job.checkpoint_timeout,
-                job.hang_timeout,
-                spec.rescale_timeout,
-            ),
+            me=AgentIdentity(machine.name, self.identity, spec, job.hang_timeout),
             host=machine.host,
-            ports=None,
-            command=Command("script", ("train.py",), "/", {}, None),
+            options=RunOptions(**{**vars(spec), "command": ("train.py",)}),
             environment=JobEnvironment(machine.name, settings, None, devices=self._devices),
             coordinator=CoordinatorCommand((), {}),
-            max_restarts=spec.max_restarts,
         )
 
 
