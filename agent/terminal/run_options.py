@@ -216,7 +216,8 @@ def check(
         first = error.errors()[0]
         name, value = str(first["loc"][0]), first["input"]
         must = RunOptions.__pydantic_fields__[name].description  # type: ignore[attr-defined]
-        raise OptionError(f"--{name.replace('_', '-')}={value:g} {must}") from None
+        said = f"{value:g}" if isinstance(value, float) else value
+        raise OptionError(f"--{name.replace('_', '-')}={said} {must or first['msg']}") from None
 
 
 def _check_endpoint(endpoint: str, max_nodes: int) -> None:

@@ -217,10 +217,6 @@ def _add_ours(group: Any) -> None:
         help="start another run of a job that has ended, from the beginning; its checkpoints are moved to an "
         "archive folder",
     )
-    # of node services: the run that another one follows, although it may be done
-    add("--follows", default="", help=argparse.SUPPRESS)
-    # of node services: the largest weight that counts
-    add("--most-weight", type=float, default=1.0, help=argparse.SUPPRESS)
     add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the number of replicas")
     add(
         "--weight",

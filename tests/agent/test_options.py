@@ -333,7 +333,6 @@ def test_everything_after_the_script_is_the_scripts() -> None:
         (["--weight=0"], "--weight=0", "must be above 0"),
         (["--gpus-per-replica=0"], "--gpus-per-replica=0", "must be between 1 and 1024"),
         (["--weight=nan"], "--weight=nan", "must be above 0"),
-        (["--most-weight=nan"], "--most-weight=nan", "must be above 0"),
         (["--hang-timeout=inf"], "--hang-timeout=inf", "0 switches it off"),
         (["--max-restarts=-1"], "--max-restarts=-1", "0 means none"),
         (["--replicas=1:9999999999"], "--replicas=1:9999999999", "as in --replicas=1:8"),
