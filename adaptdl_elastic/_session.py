@@ -146,8 +146,8 @@ class Session:
         self.past_results = PastResults()
         # see eligibility; None: no search so far
         self.user_objects: list[weakref.ref[Any]] | None = None
-        # torch's process group
-        # argument of init_process_group
+
+        # torch's process group: argument of init_process_group
         self.backend: str | None = None
         self.group: TorchGroup | None = None
         # kept alive for torch, which calls it from C++
@@ -165,7 +165,7 @@ class Session:
 
     @property
     def identity(self) -> Identity:
-        """Identity of this replica in the current generation. Its fields are attributes of the session, too."""
+        """Identity of this replica in the current generation; the session has its fields, too."""
         return self._identity
 
     @identity.setter

@@ -233,11 +233,10 @@ class Survivor(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Whether the gradients of the current window could not be synchronised."""
+        """Whether gradients of the current window are missing."""
 
-    @property
-    def broken(self) -> bool:
-        """Whether a peer is known to be lost, and this replica can survive that."""
+    def trouble(self) -> tuple[bool, bool]:
+        """Return whether gradients of the window are missing, and whether a lost peer can be survived."""
 
     def arm(self) -> None:
         """Survive the death of peers from now on, if possible."""

@@ -24,12 +24,12 @@ def change_batch_size(loader: Any, local: int) -> None:
 def start_at_initial_batch_size(loader: Any) -> None:
     """Choose the batch size that a generation begins with."""
     made = helper(loader)
-    made._atomic, made._accum = made._initial()
+    made._atomic, made.accumulation = made._initial()
 
 
 def keep_batch_size(loader: Any) -> None:
     """Let a loader stay at its batch size from now on."""
-    helper(loader)._max_batch_size = None
+    helper(loader).max_batch_size = None
 
 
 def sampler(adp: Any) -> Any:

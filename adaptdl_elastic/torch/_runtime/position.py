@@ -79,7 +79,7 @@ class ScriptPosition(checkpoint.TensorState):
     @property
     def outside_loop(self) -> int:
         """Number of the running data loop outside of epochs, counted from 1 in this process; 0: none runs."""
-        return self._outside if self.outside else 0
+        return 0 if self._kept is None else self._outside
 
     @property
     def loops_outside(self) -> int:
@@ -310,11 +310,11 @@ class ScriptPosition(checkpoint.TensorState):
         """
         if 0 < self.idle <= _LONGEST or any(one.accumulates_by_hand for one in self._session.models):
             return
-        if self.outside:  # a newcomer cannot join in a data loop outside of epochs
-            place, last = (self._begun, BEHIND_ALL + self._outside), True
+        if self._kept is None:
+            self._session.consensus.boundary((self.finished, self.entered, self.index), last)
         else:
-            place = (self.finished, self.entered)
-        self._session.consensus.boundary((*place, self.index), last)
+            # a newcomer cannot join in a data loop outside of epochs
+            self._session.consensus.boundary((self._begun, BEHIND_ALL + self._outside, self.index), last=True)
 
 
 def _first(a: None, b: None) -> None:
