@@ -182,13 +182,14 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             current_session().recovery.before_step(left_out=True)
             return False
         self._hook.clock.stepping()
-        loader = current_dataloader()
+        loaders, session = registry(), current_session()
+        loader = loaders.current
         if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
             loader.train()
         self._sampler.collect()
         self._sampler.before_step()
-        registry().comparison.options(self.name, self._optimizer)
-        current_session().recovery.before_step(left_out=False)
+        loaders.comparison.options(self.name, self._optimizer)
+        session.recovery.before_step(left_out=False)
         return True
 
     def end_step(self, factor: float | Array) -> None:

@@ -6,10 +6,12 @@ calls or returns of product functions that lie in different files.
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,17 +41,14 @@ class StepPath:
     def files(self) -> set[str]:
         return {call.partition(":")[0] for call in self.calls}
 
-    @property
-    def measured(self) -> bool:
-        return any("measurement" in call and call.endswith("measured") for call in self.calls)
-
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(PRODUCT):
             return
         file = code.co_filename.removeprefix(PRODUCT)
         if event == "call":
-            self.calls[f"{file}:{code.co_qualname}"] += 1
+            name = getattr(code, "co_qualname", code.co_name)
+            self.calls[f"{file}:{name}"] += 1
         if self._at not in (None, file):
             self.changes[self._at, file] += 1
         self._at = file
@@ -93,10 +92,10 @@ def paths() -> list[StepPath]:
 
 
 def cpu_seconds() -> float:
-    """Return the seconds of CPU time of the main thread in a step after `SETTLED`."""
+    """Return the median of the seconds of CPU time of the main thread in a step after `SETTLED`."""
     times: list[float] = []
     train(lambda step: times.append(time.thread_time()))
-    return (times[-1] - times[SETTLED]) / (len(times) - 1 - SETTLED)
+    return statistics.median(after - before for before, after in pairwise(times[SETTLED:]))
 
 
 def main() -> None:

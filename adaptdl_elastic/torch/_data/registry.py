@@ -107,6 +107,11 @@ class LoaderBatchSize(ElasticLoader):
         batch_size: Initial number of samples per optimizer step, over all replicas.
     """
 
+    max_batch_size: int | None = None
+    """Largest batch size that autoscaling may choose; None without autoscaling."""
+    local_bsz_bounds: tuple[int, int] | None = None
+    """Smallest and largest batch of one replica; None if there are no bounds."""
+
     def __init__(self, batch_size: int) -> None:
         size = integer(batch_size)
         if size is None or size < 1:
@@ -118,10 +123,6 @@ class LoaderBatchSize(ElasticLoader):
         self.registry = registry()
         self.key = self.registry.key()
         self.registry.unrepeatable += 1
-        # largest batch size that autoscaling may choose; None without autoscaling
-        self.max_batch_size: int | None = None
-        # smallest and largest batch of one replica; None if there are no bounds
-        self.local_bsz_bounds: tuple[int, int] | None = None
         # whether the script allows accumulation
         self._allowed = False
         # step when the batch size was set last, that size, the largest that has worked
