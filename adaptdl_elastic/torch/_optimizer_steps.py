@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient import grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window
 from adaptdl_elastic.torch._gradient.comm_hook import HookState
@@ -92,9 +92,10 @@ class StepsModel:
     @property
     def stepping(self) -> bool:
         """Whether `optimizer.step()` steps now: not in the middle of a window or in a dry batch."""
-        if current_session().dry:
+        session = current_session()
+        if session.dry:
             return False
-        loader = current_dataloader()
+        loader = registry(session).current
         return loader is None or not loader.training or bool(loader.is_optim_step())
 
     def _check_groups(self, kind: str) -> None:
@@ -182,7 +183,8 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             current_session().recovery.before_step(left_out=True)
             return False
         self._hook.clock.stepping()
-        loaders, session = registry(), current_session()
+        session = current_session()
+        loaders = registry(session)
         loader = loaders.current
         if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
             loader.train()

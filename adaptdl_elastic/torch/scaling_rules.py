@@ -123,8 +123,7 @@ class ScalingRuleBase:
         if not self.adp.begin_step(closure=bool(args or kwargs.get("closure"))):
             return None
         assert self._optimizer is not None
-        trainer = registry().training
-        if self.doubt and trainer is not None and trainer.adaptive:
+        if self.doubt and (trainer := registry().training) is not None and trainer.adaptive:
             logger.warning("%s", self.doubt)
             self.doubt = ""
         scale = self.adp.scale

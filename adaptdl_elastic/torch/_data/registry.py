@@ -85,9 +85,9 @@ class LoaderRegistry:
         return place if made[place] == 1 else f"{place}, number {made[place]}"
 
 
-def registry() -> LoaderRegistry:
+def registry(session: Session | None = None) -> LoaderRegistry:
     """Return the loaders of this process's session."""
-    session = _session.current()
+    session = session or _session.current()
     found = session.loaders
     if found is None:
         found = session.loaders = LoaderRegistry(session)

@@ -67,7 +67,7 @@ class UserStates:
 
     def begin_window(self, session: Session) -> None:
         """Copy or mark the States before a training window begins."""
-        position = script_position()
+        position = script_position(session)
         loop = session.generation, position.finished, position.entered
         if loop != self._loop:
             self._loop, self._windows, self._loop_began = loop, 0, time.monotonic()

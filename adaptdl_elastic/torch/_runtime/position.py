@@ -321,9 +321,9 @@ def _first(a: None, b: None) -> None:
     return a
 
 
-def script_position() -> ScriptPosition:
+def script_position(session: Session | None = None) -> ScriptPosition:
     """Return the position of this process's script; the first call restores it from the checkpoint."""
-    session = _session.current()
+    session = session or _session.current()
     found = session.position
     if found is None:
         found = session.position = ScriptPosition(session)
