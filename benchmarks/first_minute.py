@@ -126,7 +126,7 @@ def train(name: str, way: str, seed: int) -> dict[str, Any]:
         loader.autoscale_batch_size(fixed or 512)
         if fixed:
             # Held at one size, with the scale counted from the initial one: not in the loader's public API.
-            loader._elastic.local_bsz_bounds = (fixed, fixed)
+            loader._elastic._local_bounds = (fixed, fixed)
             loader._elastic._announce_limits()
         model, epochs = adl.AdaptiveDataParallel(net, optimizer), adl.remaining_epochs_until(10**6)
         size = lambda: loader.current_batch_size  # noqa: E731

@@ -168,7 +168,7 @@ def replica(job: Job) -> Outcome:
         local = job.batch_size // job.replicas
         loader.autoscale_batch_size(job.batch_size)
         # Held at one size, with the scale counted from the initial one: not in the loader's public API.
-        loader._elastic.local_bsz_bounds = (local, local)
+        loader._elastic._local_bounds = (local, local)
         loader._elastic._announce_limits()
     test = adl.AdaptiveDataLoader(data.test, batch_size=250)
     net = mlp() if job.net == "mlp" else Net()

@@ -11,10 +11,6 @@ class ElasticLoader(Protocol):
     key: str
     batch_size: int
     sample_dimension: int | None
-    max_batch_size: int | None
-    """Largest batch size that autoscaling may choose; None without autoscaling."""
-    local_bsz_bounds: tuple[int, int] | None
-    """Smallest and largest batch of one replica, as the script gave them."""
     micro_batch: int
     """Number of the current batch within its window, counted from 0."""
 
@@ -33,6 +29,14 @@ class ElasticLoader(Protocol):
     @property
     def adaptive(self) -> bool:
         """Whether the batch size is chosen during training."""
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Largest batch size that autoscaling may choose; None without autoscaling."""
+
+    @property
+    def local_bsz_bounds(self) -> tuple[int, int] | None:
+        """Smallest and largest batch of one replica, as the script gave them."""
 
     @property
     def may_accumulate(self) -> bool:

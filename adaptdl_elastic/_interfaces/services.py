@@ -53,6 +53,8 @@ class StepCounter(Protocol):
     """Whether a data loop is running."""
     entered: int
     """Data loops of the current epoch that this process has reached."""
+    epoch_loops: int
+    """Epoch loops that this process has reached."""
 
 
 class Closable(Protocol):

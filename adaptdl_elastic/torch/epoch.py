@@ -133,7 +133,7 @@ class _StepLoopHelper(AdaptiveDataLoaderHelper):
     def expected_batches(self) -> int | None:
         """Return how many steps this process will have got from the running loop at its end."""
         left = self.end_index - self.current_index - 1
-        return super().expected_batches() if self._skipped else self.handed_out + left
+        return super().expected_batches() if self._skipped else self._handed_out + left
 
 
 class Steps:
@@ -209,8 +209,7 @@ def steps(count: int) -> Steps:
     """Return a data loop without a loader: each replica gets the numbers 0 to `count` - 1.
 
         for step in adl.steps(100_000):
-            # each replica plays by itself
-            experience = play(environment, model)
+            experience = play(environment, model)  # each replica plays by itself
             ...
             optimizer.step()
 

@@ -29,7 +29,7 @@ def start_at_initial_batch_size(loader: Any) -> None:
 
 def keep_batch_size(loader: Any) -> None:
     """Let a loader stay at its batch size from now on."""
-    helper(loader).max_batch_size = None
+    helper(loader)._max_batch_size = None
 
 
 def sampler(adp: Any) -> Any:

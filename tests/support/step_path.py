@@ -102,10 +102,15 @@ def main() -> None:
     if "--cpu" in sys.argv:
         print(f"{cpu_seconds() * 1e6:.0f}")
         return
+    found = [
+        (len(path.files), sum(path.changes.values()), sum(path.calls.values()), path) for path in paths()
+    ]
+    if "--least" in sys.argv:
+        print(*min(one[:3] for one in found))
+        return
     kinds: dict[tuple[int, int, int], list[StepPath]] = {}
-    for path in paths():
-        key = len(path.files), sum(path.changes.values()), sum(path.calls.values())
-        kinds.setdefault(key, []).append(path)
+    for *key, path in found:
+        kinds.setdefault((key[0], key[1], key[2]), []).append(path)
     for (files, changes, calls), same in sorted(kinds.items(), key=lambda kind: -len(kind[1])):
         print(f"{len(same):3} steps: {files} files, {changes} changes of file, {calls} calls")
     most = max(kinds.values(), key=len)[0]

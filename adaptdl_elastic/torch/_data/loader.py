@@ -8,12 +8,10 @@ A script that defines a loader of its own uses `AdaptiveDataLoaderHelper` as in 
                 if self._elastic.skipdone():
                     return
                 while self._elastic.current_index < self._elastic.end_index:
-                    # current_local_bsz samples of this replica
-                    batch = ...
+                    batch = ...  # current_local_bsz samples of this replica
                     with self._elastic.profile():
                         yield batch
-                        # samples of all replicas
-                        self._elastic.current_index += ...
+                        self._elastic.current_index += ...  # samples of all replicas
 
 A *window* is the batches of one optimizer step. If gradients are accumulated and fewer full batches than a
 window needs are left before `end_index`, the window is shorter.
@@ -73,7 +71,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         # index and attempted steps when the window began
         self._window_start = (0, 0)
         # batches of the running data loop that this process has got
-        self.handed_out = 0
+        self._handed_out = 0
         # samples at the end of a pass that `drop_last` leaves out
         self.left_out = 0
         # index before and after the rest that was left out last
@@ -255,7 +253,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             if state.trainer == self.key and (known is None or self.replaces(known)):
                 # known from the epoch before, or to a newcomer from the other replicas
                 self.train()
-            self._loops, self.micro_batch, self._window, self.handed_out = state, 0, None, 0
+            self._loops, self.micro_batch, self._window, self._handed_out = state, 0, None, 0
             self._window_start, self._left = (state.index, self._attempts()), None
             if not (self._skipped or self.training) and state.index == 0:
                 # Only at the start of the loop. A newcomer that joins later has got rank 0's buffers, and no
@@ -279,8 +277,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                         "last %d batches are dropped; let its last batch end at end_index",
                         self.micro_batch,
                     )
-            # the loop's body was left by `break` or by an exception
             except GeneratorExit:
+                # the loop's body was left by `break` or by an exception
                 ended = True
                 if not self._skipped:
                     left = self._goes_on_at()
@@ -361,7 +359,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             Batches so far and those that are left at the current batch size; None if that is not known.
         """
         left = self._batches_left()
-        return None if left is None or self.session.dry else self.handed_out + left
+        return None if left is None or self.session.dry else self._handed_out + left
 
     def _batches_left(self) -> int | None:
         """Return how many batches follow the current one; None if that is not known."""
@@ -401,6 +399,11 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             raise RuntimeError("skipdone() belongs inside of context()")
         return self._skipped
 
+    @property
+    def handed_out(self) -> bool:
+        """Whether this process has got a batch of the running data loop."""
+        return self._handed_out > 0
+
     @contextmanager
     def dry_batch(self) -> Iterator[None]:
         """Enclose the fetching and the `yield` of a batch that does not count for training.
@@ -410,7 +413,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         `adaptdl_elastic.torch._elastic.dry_batch`.
         """
         window, self._window = self._window, (self.full_chunk,)
-        self.handed_out += 1
+        self._handed_out += 1
         try:
             with self.session.recovery.dry_batch():
                 yield
@@ -445,7 +448,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
 
     def begin_batch(self) -> None:
         """Prepare to hand out a batch."""
-        self.handed_out += 1
+        self._handed_out += 1
         self._speed.clock.enter(Stage.BODY)
         session, training = self.session, self.registry.training is self
         if self.micro_batch == 0:

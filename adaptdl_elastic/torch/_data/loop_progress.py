@@ -80,7 +80,7 @@ class LoopProgress:
     def samples_of_pass(self) -> float:
         """Return the samples of this pass so far; with autoscaling, progress × initial batch size."""
         state, loader = self._state, self._loader
-        if loader.max_batch_size is None:
+        if not loader.adaptive:
             return float(min(state.index, self._end_index))
         progress = (self._made() - state.start_progress) * self._windows_per_step() * loader.batch_size
         return min(max(progress, 0.0), float(self._end_index))

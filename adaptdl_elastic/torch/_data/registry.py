@@ -107,11 +107,6 @@ class LoaderBatchSize(ElasticLoader):
         batch_size: Initial number of samples per optimizer step, over all replicas.
     """
 
-    max_batch_size: int | None = None
-    """Largest batch size that autoscaling may choose; None without autoscaling."""
-    local_bsz_bounds: tuple[int, int] | None = None
-    """Smallest and largest batch of one replica; None if there are no bounds."""
-
     def __init__(self, batch_size: int) -> None:
         size = integer(batch_size)
         if size is None or size < 1:
@@ -123,6 +118,8 @@ class LoaderBatchSize(ElasticLoader):
         self.registry = registry()
         self.key = self.registry.key()
         self.registry.unrepeatable += 1
+        self._max_batch_size: int | None = None
+        self._local_bounds: tuple[int, int] | None = None
         # whether the script allows accumulation
         self._allowed = False
         # step when the batch size was set last, that size, the largest that has worked
@@ -135,6 +132,21 @@ class LoaderBatchSize(ElasticLoader):
         self._repeats = 0
         # a model has been trained with this loader in this process
         self.trained = False
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that share the data."""
+        return self.session.replicas
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Largest batch size that autoscaling may choose; None without autoscaling."""
+        return self._max_batch_size
+
+    @property
+    def local_bsz_bounds(self) -> tuple[int, int] | None:
+        """Smallest and largest batch of one replica; None if there are no bounds."""
+        return self._local_bounds
 
     @property
     def current_local_bsz(self) -> int:
@@ -153,7 +165,7 @@ class LoaderBatchSize(ElasticLoader):
     @property
     def equal_shares(self) -> bool:
         """Whether all replicas have equal local batches: where autoscaling chooses the batch size."""
-        return self.max_batch_size is not None and not self._limits.exact
+        return self._max_batch_size is not None and not self._limits.exact
 
     @property
     def full_chunk(self) -> int:
@@ -189,7 +201,7 @@ class LoaderBatchSize(ElasticLoader):
     @property
     def adaptive(self) -> bool:
         """Whether the batch size is chosen during training (`autoscale_batch_size` was called)."""
-        return self.max_batch_size is not None
+        return self._max_batch_size is not None
 
     @property
     def training(self) -> bool:
@@ -325,7 +337,7 @@ class LoaderBatchSize(ElasticLoader):
             agreed = self.session.consensus
             agreed.polls[:] = [self._poll if poll == known._poll else poll for poll in agreed.polls]
             agreed.handlers["batch_size"] = self._change
-        begins, self.max_batch_size, self.local_bsz_bounds = not self.adaptive, largest, bounds
+        begins, self._max_batch_size, self._local_bounds = not self.adaptive, largest, bounds
         self._allowed = gradient_accumulation
         if begins and self._generation is None:
             self._atomic, self.accumulation = self._initial()
@@ -377,10 +389,10 @@ class LoaderBatchSize(ElasticLoader):
 
     @property
     def _limits(self) -> Limits:
-        most = self.max_batch_size
+        most = self._max_batch_size
         if most is not None and (told := env.batch_size_limit()) is not None:
             most = max(self.batch_size, min(most, told))
-        given = Limits(self.batch_size, most, self.local_bsz_bounds, self._allowed)
+        given = Limits(self.batch_size, most, self._local_bounds, self._allowed)
         return limited(given, memory_limit(self.session).largest) if self.training else given
 
     def _poll(self) -> Command | None:

@@ -241,7 +241,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
             yield first[rank::replicas].tolist() or first[:1].tolist()
             return
         for window in self.plan():
-            for chunk, mine in zip(window, self.mine(window, index), strict=True):
+            shares = partition.shares(window, replicas, rank, self.largest, index if self.in_turn else None)
+            for chunk, mine in zip(window, shares, strict=True):
                 samples = order[position : position + chunk]
                 if mine:
                     yield samples[mine.start : mine.stop : mine.step].tolist()
