@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import step_path
 
 
+@pytest.mark.processes
 def test_a_step_runs_through_few_files_of_the_product() -> None:
     script = Path(step_path.__file__)
     printed = subprocess.run(

@@ -33,8 +33,9 @@ class GradientNoiseScale:
 
     Symbols: m₀ is the initial batch size (the argument of AdaptiveDataLoader), the scale S of a step is its
     batch size divided by m₀, |G|² is the squared norm of the true gradient (`sqr`), tr Σ / m₀ the variance of
-    a gradient at m₀ (`var`); both in units of the loss squared per parameter squared. The attribute `steps` counts
-    the optimizer steps so far.
+    a gradient at m₀ (`var`); both in units of the loss squared per parameter squared.
+
+    The attribute `steps` is the number of optimizer steps so far.
 
     Args:
         adp: its AdaptiveDataParallel, or None.
