@@ -35,7 +35,7 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.batch_comparison import digest
 from adaptdl_elastic.torch._data.inner_loop import map_batches, run_inner_loop, stream_batches
 from adaptdl_elastic.torch._data.iterable import Settings, iterate_stream, wrap_stream
-from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin, initial_seed
+from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin
 from adaptdl_elastic.torch._data.loaders_of_others import (
     check_order,
     check_samplers,
@@ -43,7 +43,7 @@ from adaptdl_elastic.torch._data.loaders_of_others import (
     refuse_foreign,
 )
 from adaptdl_elastic.torch._data.partition import derive_seed
-from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._data.registry import current_dataloader, initial_seed, registry
 from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler, ElasticSampler, GivenSampler
 from adaptdl_elastic.torch._runtime.position import script_position
 

@@ -85,8 +85,6 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """Record that this loader hands out the same samples again when its index is put back."""
         self.registry.unrepeatable -= 1
 
-    # -- position ----------------------------------------------------------------------------------
-
     @property
     def current_index(self) -> int:
         """Samples that all replicas together have taken in the running data loop, over all its passes."""
@@ -124,8 +122,6 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         if self._loops is None:
             raise RuntimeError("the position of a data loop is known only inside of its context()")
         return self._loops
-
-    # -- batch size --------------------------------------------------------------------------------
 
     @property
     def accumulation_steps(self) -> int:
@@ -212,8 +208,6 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """
         return self.session.recovery.restart_loop_on_peer_loss(self.sync_local_bsz, self)
 
-    # -- the data loop -----------------------------------------------------------------------------
-
     @contextmanager
     def context(self, over: bool = False) -> Iterator[None]:
         """Enclose a whole data loop.
@@ -282,7 +276,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 ended = True
                 if not self._skipped:
                     left = self._goes_on_at()
-                    self._tell_shorter(state.inner.exhausted(), left)
+                    self._measured().tell_shorter(state.inner.exhausted(), left)
                     session.recovery.loop_left(self)
                 raise
         finally:
@@ -296,23 +290,6 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             self.registry.current = None
             self._loops = self._window = self._progress = None
             self.pause()
-
-    def _tell_shorter(self, others: list[str], left: int) -> None:
-        """Report a problem if this loop ends at index `left` because loaders beside it have no batch left.
-
-        Args:
-            others: Keys of these loaders.
-            left: Samples of this loader that were used.
-        """
-        if not others or self.session.dry:
-            return
-        used = f"{left} of {self.end_index} samples" if self.end_index else f"{left} samples"
-        self.session.metrics.report_problem(
-            f"the loaders read beside loader {self.key}",
-            f"the loop over loader {self.key} ended after {used}, because loader {' and '.join(others)}, "
-            f"which is read beside it (as by zip), had no batch left: the rest is left out. Let the shorter "
-            f"loader begin again, or give it first",
-        )
 
     def _goes_on_at(self) -> int:
         """Return the index after the last optimizer step. For use in the loop's body."""
@@ -620,23 +597,3 @@ class AdaptiveDataLoaderMixin:
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
         """See `AdaptiveDataLoaderHelper.to_tensorboard`."""
         self._elastic.to_tensorboard(writer, global_step, tag_prefix)
-
-
-def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:
-    """Return the seed of a loader's sample order, the same on all replicas.
-
-    The seed is that of rank 0's `generator`, or of `torch.manual_seed` if `generator` is None. It is kept in
-    checkpoints, so that a script that sets no seed continues in the same order after a restart.
-
-    Raises:
-        RetryDataLoop: a peer died and the job has recovered; the data loop must be continued from its new
-            position.
-    """
-    state = script_position()
-    known = state.seeds.get(loader.key)
-    if known is None:
-        own = generator.initial_seed() if generator is not None else loader.registry.streams.seed
-        mine, safe = own & (2**63 - 1), loader.session.recovery
-        known = safe.restart_loop_on_peer_loss(lambda: int(collective.share(mine, "seed")), loader)
-        state.seeds[loader.key] = known
-    return known

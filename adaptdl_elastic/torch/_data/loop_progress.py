@@ -85,6 +85,24 @@ class LoopProgress:
         progress = (self._made() - state.start_progress) * self._windows_per_step() * loader.batch_size
         return min(max(progress, 0.0), float(self._end_index))
 
+    def tell_shorter(self, others: list[str], left: int) -> None:
+        """Report a problem if this loop ends at index `left` because loaders beside it have no batch left.
+
+        Args:
+            others: Keys of these loaders.
+            left: Samples of this loader that were used.
+        """
+        if not others or self._session.dry:
+            return
+        key = self._loader.key
+        used = f"{left} of {self._end_index} samples" if self._end_index else f"{left} samples"
+        self._session.metrics.report_problem(
+            f"the loaders read beside loader {key}",
+            f"the loop over loader {key} ended after {used}, because loader {' and '.join(others)}, "
+            f"which is read beside it (as by zip), had no batch left: the rest is left out. Let the shorter "
+            f"loader begin again, or give it first",
+        )
+
     def _windows_per_step(self) -> int:
         """Return the number of windows per optimizer step: more than 1 if the script accumulates by hand."""
         windows = self._state.step - self._entered[0]

@@ -13,6 +13,8 @@ from collections import Counter
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from adaptdl_elastic import _frames, _session, checkpoint, collective, env
 from adaptdl_elastic._checks import flag, integer
 from adaptdl_elastic._interfaces import Command, ElasticLoader
@@ -458,6 +460,26 @@ class LoaderBatchSize(ElasticLoader):
         }
         for name, value in values.items():
             writer.add_scalar(tag_prefix + name, value, global_step)
+
+
+def initial_seed(loader: LoaderBatchSize, generator: torch.Generator | None) -> int:
+    """Return the seed of a loader's sample order, the same on all replicas.
+
+    The seed is that of rank 0's `generator`, or of `torch.manual_seed` if `generator` is None. It is kept in
+    checkpoints, so that a script that sets no seed continues in the same order after a restart.
+
+    Raises:
+        RetryDataLoop: a peer died and the job has recovered; the data loop must be continued from its new
+            position.
+    """
+    state = script_position()
+    known = state.seeds.get(loader.key)
+    if known is None:
+        own = generator.initial_seed() if generator is not None else loader.registry.streams.seed
+        mine, safe = own & (2**63 - 1), loader.session.recovery
+        known = safe.restart_loop_on_peer_loss(lambda: int(collective.share(mine, "seed")), loader)
+        state.seeds[loader.key] = known
+    return known
 
 
 def _begins() -> bool:
