@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import adaptdl_elastic
 from adaptdl_elastic import env
@@ -47,6 +47,7 @@ from adaptdl_elastic.protocol.messages import Event, Hello, ReplicaMessage
 from adaptdl_elastic.reducer import Reducer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,120 +77,112 @@ class Parts:
     """Hold the functions that make a session's parts, each called at the part's first use."""
 
     consensus: Callable[[Session], Consensus]
-    reporter: Callable[[Session], Reporter]
+    metrics: Callable[[Session], Reporter]
     recovery: Callable[[Session], Survivor]
     rescaling: Callable[[Session], Rescaling]
     may_change: Callable[[Session], tuple[bool, str]]
     """Whether the number of replicas can change in place, and why not."""
 
 
+class _Part(Generic[T]):
+    """Make a part of a session at its first use, by the installed function of its name.
+
+    From then on the part is an attribute of the session, which Python finds without calling this object.
+    """
+
+    def __set_name__(self, owner: type[Session], name: str) -> None:
+        self._name = name
+
+    def __get__(self, session: Session, owner: type[Session]) -> T:
+        with session.lock:
+            if not session.has(self._name):
+                session.__dict__[self._name] = getattr(_installed(), self._name)(session)
+        part: T = session.__dict__[self._name]
+        return part
+
+
 class Session:
     """Hold the state of one replica: its identity, its agent's channel, its states and models."""
+
+    consensus = _Part[Consensus]()
+    """The part by which all replicas stop, save checkpoints and change at the same step."""
+    metrics = _Part[Reporter]()
+    """Profiled step times and gradient statistics, and the goodput model fitted to them."""
+    recovery = _Part[Survivor]()
+    """The part by which this replica survives the death of another replica."""
+    rescaling = _Part[Rescaling]()
+    """The part that changes the number of replicas in place."""
 
     def __init__(self, identity: Identity, channel: Channel | None) -> None:
         self.identity = identity
         self.channel = channel
-        self.states: dict[str, SavedState] = {}  # in the order of registration
-        self.models: list[ElasticModel] = []  # in the order of their construction
-        self.reducer: Reducer | None = None  # the library's collectives, once connected
-        self.epoch: int | None = None  # current epoch; None outside of epoch loops
-        self.trains_outside = False  # models are trained outside of epoch loops
-        self.last_step_time: float | None = None  # wall clock, end of the last finished optimizer step
+        # in the order of registration
+        self.states: dict[str, SavedState] = {}
+        # in the order of their construction
+        self.models: list[ElasticModel] = []
+        # the library's collectives, once connected
+        self.reducer: Reducer | None = None
+        # current epoch; None outside of epoch loops
+        self.epoch: int | None = None
+        # models are trained outside of epoch loops
+        self.trains_outside = False
+        # wall clock, end of the last finished optimizer step
+        self.last_step_time: float | None = None
         self.pid = os.getpid()
-        self.lock = threading.RLock()  # held while a part is made, so that each is made once
+        # held while a part is made, so that each is made once
+        self.lock = threading.RLock()
         # parts that other modules make at their first use
         self.position: StepCounter | None = None
-        self.loaders: object = None  # see `torch._data.registry`
-        self.memory: LearntLimit | None = None  # see `torch._tuning.memory_limit`
+        # see `torch._data.registry`
+        self.loaders: object = None
+        # see `torch._tuning.memory_limit`
+        self.memory: LearntLimit | None = None
         self.checkpoints: Closable | None = None
-        self.accumulators: Counter[int | None] = Counter()  # epoch → accumulators made so far
-        self.last_summed: Summed | None = None  # the accumulator that was synchronised last
-        self.past_results = PastResults()  # of the script's collectives outside of data loops
-        self.user_objects: list[weakref.ref[Any]] | None = None  # see eligibility; None: no search so far
-        # torch's process group
-        self.backend: str | None = None  # argument of init_process_group
+        # epoch → accumulators made so far
+        self.accumulators: Counter[int | None] = Counter()
+        # the accumulator that was synchronised last
+        self.last_summed: Summed | None = None
+        # of the script's collectives outside of data loops
+        self.past_results = PastResults()
+        # see eligibility; None: no search so far
+        self.user_objects: list[weakref.ref[Any]] | None = None
+
+        # torch's process group: argument of init_process_group
+        self.backend: str | None = None
         self.group: TorchGroup | None = None
-        self.group_store: Any = None  # kept alive for torch, which calls it from C++
-        self.dry = False  # the current batch does not count, see `torch._elastic.dry_batch`
-        self.transfer_stuck = False  # a transfer between replicas is running that may never end
+        # kept alive for torch, which calls it from C++
+        self.group_store: Any = None
+        # the current batch does not count, see `torch._elastic.dry_batch`
+        self.dry = False
+        # a transfer between replicas is running that may never end
+        self.transfer_stuck = False
         self.capability: Capability | None = None
         # a newcomer that has not joined the others yet
         self.joining = False
         self.newcomer: Joining | None = None
-        # made by the installed parts
-        self._consensus: Consensus | None = None
-        self._reporter: Reporter | None = None
-        self._recovery: Survivor | None = None
-        self._rescaling: Rescaling | None = None
-        self._lost: int | None = None  # rank of a peer that was lost before `consensus` was made
+        # rank of a peer that was lost before `consensus` was made
+        self.lost_early: int | None = None
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of this replica in the current generation; the session has its fields, too."""
+        return self._identity
+
+    @identity.setter
+    def identity(self, identity: Identity) -> None:
+        # plain attributes, because every training step reads them many times
+        self._identity, self.job = identity, identity.job
+        self.rank, self.replicas = identity.rank, identity.replicas
+        self.nodes, self.generation = identity.nodes, identity.generation
 
     @property
     def step(self) -> int:
         """Optimizer steps finished since the job began."""
         return 0 if self.position is None else self.position.step
 
-    @property
-    def rank(self) -> int:
-        """Rank of this replica in the current generation."""
-        return self.identity.rank
-
-    @property
-    def replicas(self) -> int:
-        """Number of replicas in the current generation."""
-        return self.identity.replicas
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes in the current generation."""
-        return self.identity.nodes
-
-    @property
-    def generation(self) -> int:
-        """Number of the current generation, counted from 0."""
-        return self.identity.generation
-
-    @property
-    def job(self) -> str:
-        """Name of the job; empty for a script without a job."""
-        return self.identity.job
-
-    @property
-    def metrics(self) -> Reporter:
-        """Profiled step times and gradient statistics, and the goodput model fitted to them."""
-        if self._reporter is None:
-            with self.lock:
-                if self._reporter is None:
-                    self._reporter = _installed().reporter(self)
-        return self._reporter
-
-    @property
-    def consensus(self) -> Consensus:
-        """The part by which all replicas stop, save checkpoints and change at the same step."""
-        if self._consensus is None:
-            with self.lock:
-                if self._consensus is None:
-                    self._consensus = _installed().consensus(self)
-                    if self._lost is not None:
-                        self._consensus.on_lost(self._lost)
-        return self._consensus
-
-    @property
-    def recovery(self) -> Survivor:
-        """The part by which this replica survives the death of another replica."""
-        if self._recovery is None:
-            with self.lock:
-                if self._recovery is None:
-                    self._recovery = _installed().recovery(self)
-        return self._recovery
-
-    @property
-    def rescaling(self) -> Rescaling:
-        """The part that changes the number of replicas in place."""
-        if self._rescaling is None:
-            with self.lock:
-                if self._rescaling is None:
-                    self._rescaling = _installed().rescaling(self)
-        return self._rescaling
+    def has(self, part: str) -> bool:
+        """Return whether a part has been made."""
+        return part in self.__dict__
 
     @property
     def in_data_loop(self) -> bool:
@@ -228,7 +221,7 @@ class Session:
     @property
     def started(self) -> bool:
         """Whether the agent knows that this script uses the library."""
-        return self._consensus is not None and self._consensus.started
+        return self.has("consensus") and self.consensus.started
 
     def start(self) -> None:
         """Send a hello to the agent, and begin to handle its messages and the signals SIGINT and SIGTERM.
@@ -239,20 +232,21 @@ class Session:
 
     def on_control(self, sender: int, message: Any) -> None:
         """Take another replica's control message. Runs in the reducer's thread."""
-        if self._consensus is not None or _parts is not None:
+        if self.has("consensus") or _parts is not None:
             self.consensus.on_message(sender, message)
 
     def on_lost(self, rank: int) -> None:
         """Record the loss of another replica. Runs in the reducer's thread."""
-        if self._consensus is not None or _parts is not None:
+        if self.has("consensus") or _parts is not None:
             self.consensus.on_lost(rank)
-        else:  # the script has used only collectives so far
-            self._lost = rank
+        else:
+            # the script has used only collectives so far
+            self.lost_early = rank
 
     def on_finished(self, rank: int) -> None:
         """Record that another replica has ended regularly. Runs in the reducer's thread."""
-        if self._consensus is not None:
-            self._consensus.on_finished(rank)
+        if self.has("consensus"):
+            self.consensus.on_finished(rank)
 
     def hello(self) -> Hello:
         """Return the first message to the agent."""
@@ -285,7 +279,8 @@ class Session:
 
     def close(self) -> None:
         """Close all connections and end all threads. For tests, and for the end of a process."""
-        for part in (self._consensus, self._reporter, self.checkpoints):
+        made: list[Closable | None] = [self.__dict__.get("consensus"), self.__dict__.get("metrics")]
+        for part in (*made, self.checkpoints):
             if part is not None:
                 part.close()
         if self.reducer is not None:
@@ -315,7 +310,8 @@ def _installed() -> Parts:
 def current() -> Session:
     """Return this process's session; the first call makes it from the environment."""
     global _current
-    if _current is not None:  # without the lock, because every training step calls this several times
+    # without the lock, because every training step calls this several times
+    if _current is not None:
         return _current
     with _lock:
         if _current is None:

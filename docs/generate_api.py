@@ -39,10 +39,10 @@ FIRST = {
 # By these the parts of the library call each other. A script that did would break.
 INTERNAL = {
     "torch.data": {
-        "AdaptiveDataLoaderHelper": "micro_batch window_samples local_samples gradient_weight adaptive "
+        "AdaptiveDataLoaderHelper": "window_samples local_samples gradient_weight adaptive "
         "training_loader_undecided settled resolve_batch_size train ended pause begin_window begin_batch "
         "end_batch epoch_done "
-        "may_accumulate accumulation sync_local_bsz replaces",
+        "may_accumulate sync_local_bsz replaces",
     },
     "torch.parallel": {
         "AdaptiveDataParallel": "reinit_process_group absorb_failures giving_up stuck failure clear_failure "

@@ -11,6 +11,8 @@ class ElasticLoader(Protocol):
     key: str
     batch_size: int
     sample_dimension: int | None
+    micro_batch: int
+    """Number of the current batch within its window, counted from 0."""
 
     @property
     def training(self) -> bool:
@@ -47,10 +49,6 @@ class ElasticLoader(Protocol):
     @property
     def accumulation_steps(self) -> int:
         """Batches without an optimizer step in the current window."""
-
-    @property
-    def micro_batch(self) -> int:
-        """Number of the current batch within its window, counted from 0."""
 
     @property
     def window_samples(self) -> int:

@@ -53,6 +53,8 @@ class StepCounter(Protocol):
     """Whether a data loop is running."""
     entered: int
     """Data loops of the current epoch that this process has reached."""
+    epoch_loops: int
+    """Epoch loops that this process has reached."""
 
 
 class Closable(Protocol):
@@ -233,11 +235,10 @@ class Survivor(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Whether the gradients of the current window could not be synchronised."""
+        """Whether gradients of the current window are missing."""
 
-    @property
-    def broken(self) -> bool:
-        """Whether a peer is known to be lost, and this replica can survive that."""
+    def trouble(self) -> tuple[bool, bool]:
+        """Return whether gradients of the window are missing, and whether a lost peer can be survived."""
 
     def arm(self) -> None:
         """Survive the death of peers from now on, if possible."""

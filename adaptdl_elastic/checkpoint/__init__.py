@@ -196,8 +196,9 @@ class TensorState(State):
 
         from adaptdl_elastic.checkpoint.state_copy import HostBuffers
 
-        here = _session.current().rank == 0 and env.checkpoint_path()
-        if self._buffers is None and here and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if self._buffers is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        if _session.current().rank == 0 and env.checkpoint_path():
             self._buffers = HostBuffers()
             # what fails here fails in the save, which reports it
             with contextlib.suppress(Exception):

@@ -20,7 +20,10 @@ from adaptdl_elastic.torch._tuning.reporter import Metrics
 
 
 def _consensus(session: Session) -> BoundaryConsensus:
-    return BoundaryConsensus(session, {**session.rescaling.handlers(), LIMIT: partial(_lower_limit, session)})
+    made = BoundaryConsensus(session, {**session.rescaling.handlers(), LIMIT: partial(_lower_limit, session)})
+    if session.lost_early is not None:
+        made.on_lost(session.lost_early)
+    return made
 
 
 def _lower_limit(session: Session, command: Command) -> None:
@@ -34,7 +37,7 @@ def _lower_limit(session: Session, command: Command) -> None:
 _session.install(
     _session.Parts(
         consensus=_consensus,
-        reporter=Metrics,
+        metrics=Metrics,
         recovery=Recovery,
         rescaling=Rescaler,
         may_change=eligibility.may_change,
@@ -42,6 +45,5 @@ _session.install(
 )
 
 
-def current_session() -> Session:
-    """Return this process's session, with all parts of the library installed."""
-    return _session.current()
+# The session of this process. Imported from here, it has all parts of the library installed.
+current_session = _session.current

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient import grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window
 from adaptdl_elastic.torch._gradient.comm_hook import HookState
@@ -92,9 +92,10 @@ class StepsModel:
     @property
     def stepping(self) -> bool:
         """Whether `optimizer.step()` steps now: not in the middle of a window or in a dry batch."""
-        if current_session().dry:
+        session = current_session()
+        if session.dry:
             return False
-        loader = current_dataloader()
+        loader = registry(session).current
         return loader is None or not loader.training or bool(loader.is_optim_step())
 
     def _check_groups(self, kind: str) -> None:
@@ -182,13 +183,15 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             current_session().recovery.before_step(left_out=True)
             return False
         self._hook.clock.stepping()
-        loader = current_dataloader()
+        session = current_session()
+        loaders = registry(session)
+        loader = loaders.current
         if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
             loader.train()
         self._sampler.collect()
         self._sampler.before_step()
-        registry().comparison.options(self.name, self._optimizer)
-        current_session().recovery.before_step(left_out=False)
+        loaders.comparison.options(self.name, self._optimizer)
+        session.recovery.before_step(left_out=False)
         return True
 
     def end_step(self, factor: float | Array) -> None:
@@ -199,7 +202,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
         self._sampler.close(self._batch.size)
         self._window.reset()
         self.gns.advance(self.scale, self._batch.size)
-        session, progress = current_session(), self.gns.get_progress()
+        progress, session = self.gns.get_progress(), current_session()
         metrics, models = session.metrics, session.models
         if len(models) > 1:  # models may step at different rates, as in a GAN: take the largest progress
             progress = max(model.progress for model in models)

@@ -35,8 +35,7 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.batch_comparison import digest
 from adaptdl_elastic.torch._data.inner_loop import map_batches, run_inner_loop, stream_batches
 from adaptdl_elastic.torch._data.iterable import Settings, iterate_stream, wrap_stream
-from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper, initial_seed
-from adaptdl_elastic.torch._data.loader_mixin import AdaptiveDataLoaderMixin
+from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin
 from adaptdl_elastic.torch._data.loaders_of_others import (
     check_order,
     check_samplers,
@@ -44,7 +43,7 @@ from adaptdl_elastic.torch._data.loaders_of_others import (
     refuse_foreign,
 )
 from adaptdl_elastic.torch._data.partition import derive_seed
-from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._data.registry import current_dataloader, initial_seed, registry
 from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler, ElasticSampler, GivenSampler
 from adaptdl_elastic.torch._runtime.position import script_position
 
@@ -323,7 +322,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         sampler.seed = seed
         sampler.set_epoch(script_position().finished)
         helper.end_index = sampler.size
-        if isinstance(sampler, GivenSampler) and helper.replicas > 1:
+        if isinstance(sampler, GivenSampler) and helper.session.replicas > 1:
             place = script_position()
             where = f"{place.finished} {place.entered} {place.index}"
             registry().comparison.same(f"order of loader {helper.key}", where, digest(sampler.order()))
@@ -371,20 +370,17 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         plan = batches.plan()
         window = next(plan, None)
         while window is not None:
-            index, mine = helper.current_index, []
-            for chunk in window:
-                mine.append(len(batches.mine(chunk, index)))
-                index += chunk
-            helper.begin_window(window, tuple(mine))
+            mine = tuple(map(len, batches.mine(window, helper.current_index)))
+            helper.begin_window(window, mine)
             own = (next(iterator) if samples or batches.fill else None for samples in mine)
-            read = helper.items.counted(own, tuple(mine), helper)
+            read = helper.items.counted(own, mine, helper) if helper.items.count else own
             for chunk, samples, batch in zip(window, mine, read, strict=True):
                 if samples or batches.fill:
                     helper.begin_batch()
                     yield batch
                 helper.current_index += chunk
                 # a batch that does not fit is split into chunks that differ by one sample per replica
-                even = chunk == local * helper.replicas or sum(window) == full
+                even = chunk == local * helper.session.replicas or sum(window) == full
                 helper.end_batch(even=even, boundary=False)
             if helper.settled != settled:
                 return None

@@ -30,12 +30,12 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 
 from adaptdl_elastic import _frames, checkpoint, env
-from adaptdl_elastic._checks import whole
+from adaptdl_elastic._checks import integer, whole
+from adaptdl_elastic._interfaces import RetryDataLoop
 from adaptdl_elastic.protocol.messages import EpochsFinished
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.checks import integer
+from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
 from adaptdl_elastic.torch._data.registry import current_dataloader
-from adaptdl_elastic.torch._data.step_loop import StepLoopHelper, run_steps
 from adaptdl_elastic.torch._elastic import script_objects
 from adaptdl_elastic.torch._runtime.position import OUTSIDE, script_position
 
@@ -82,7 +82,8 @@ def _run(until: int, what: str) -> Generator[int, None, None]:
         session.consensus.loops_over = False
         session.send(EpochsFinished(False))
     state.until, state.body = until, _frames.script_frame().f_code
-    _frames.lines_of(state.body.co_filename)  # before anybody edits it
+    # before anybody edits it
+    _frames.lines_of(state.body.co_filename)
     state.epoch_loops += 1
     state.loop_begins()
     script_objects.look(session)
@@ -111,11 +112,35 @@ def _run(until: int, what: str) -> Generator[int, None, None]:
         session.epoch = None
 
 
+class _StepLoopHelper(AdaptiveDataLoaderHelper):
+    """Count steps instead of samples: a step of all replicas advances the position by 1."""
+
+    @property
+    def equal_shares(self) -> bool:
+        """Always true: each replica has a batch of its own."""
+        return True
+
+    @property
+    def window_length(self) -> int:
+        """By how much the current step advances `current_index`."""
+        return 1
+
+    @property
+    def window_samples(self) -> int:
+        """Always 1, so that learning rates are not scaled with the number of replicas."""
+        return 1
+
+    def expected_batches(self) -> int | None:
+        """Return how many steps this process will have got from the running loop at its end."""
+        left = self.end_index - self.current_index - 1
+        return super().expected_batches() if self._skipped else self._handed_out + left
+
+
 class Steps:
     """Count the steps of a data loop that has no loader. See `steps`."""
 
     def __init__(self, count: int) -> None:
-        self._count, self._helper = count, StepLoopHelper()
+        self._count, self._helper = count, _StepLoopHelper()
         self._helper.repeats()
 
     def __len__(self) -> int:
@@ -134,16 +159,50 @@ class Steps:
                 "use range() there"
             )
         if current_epoch() is not None:
-            yield from run_steps(self._helper, self._count)
+            yield from _run_steps(self._helper, self._count)
             return
         until = (script_position().until or 0) + 1
         over = script_position().finished >= until
         with closing(_run(until, f"{self._count} steps")) as epochs:
             for epoch in epochs:
-                if epoch == until - 1:  # an earlier one is a loop that was left by `break`: it ends here
-                    yield from run_steps(self._helper, self._count)
-        if over:  # a step that does not count, for the names that the body assigns
-            yield from run_steps(self._helper, self._count, over=True)
+                # an earlier one is a loop that was left by `break`: it ends here
+                if epoch == until - 1:
+                    yield from _run_steps(self._helper, self._count)
+        # a step that does not count, for the names that the body assigns
+        if over:
+            yield from _run_steps(self._helper, self._count, over=True)
+
+
+def _run_steps(helper: AdaptiveDataLoaderHelper, count: int, over: bool = False) -> Iterator[int]:
+    """Yield the numbers of the steps that are left of `count`.
+
+    Args:
+        helper: The loop's helper.
+        count: Steps of the whole loop.
+        over: Whether the loop was an epoch by itself that finished before a restart.
+    """
+    with helper.context(over):
+        if helper.skipdone():
+            with helper.dry_batch():
+                yield 0
+            return
+        helper.end_index = count
+        while True:
+            try:
+                while helper.current_index < count:
+                    helper.resolve_batch_size()
+                    helper.begin_batch()
+                    yield helper.current_index
+                    helper.current_index += 1
+                    helper.end_batch(boundary=False)
+                    helper.pass_boundary(last=helper.current_index >= count)
+            except RetryDataLoop:
+                continue
+            if not helper.handed_out:
+                with helper.dry_batch():
+                    yield 0
+            if helper.ended():
+                return
 
 
 def steps(count: int) -> Steps:
@@ -188,7 +247,8 @@ def progress() -> float:
     if not state.until:
         return 0.0
     part, loader = 0.0, current_dataloader()
-    if state.training_over:  # also behind an epoch loop or `steps` that was left by `break`
+    # also behind an epoch loop or `steps` that was left by `break`
+    if state.training_over:
         part = 1.0
     elif current_epoch() is not None and loader is not None and loader.drives:
         part = loader.part_done()

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._checks import integer
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.loader_mixin import AdaptiveDataLoaderMixin
+from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderMixin
 from adaptdl_elastic.torch._data.partition import taken
 
 __all__ = ["AdaptiveBPTTIterator", "Batch"]
@@ -156,7 +156,7 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
 
     def _block(self, left: Remaining, row: int, length: int) -> Batch:
         streams, local = self._elastic.full_chunk, self._elastic.current_local_bsz
-        replicas, largest = self._elastic.replicas, self._elastic.largest_pass
+        replicas, largest = self._elastic.session.replicas, self._elastic.largest_pass
         first = sum(len(taken(streams, replicas, rank, largest)) for rank in range(current_session().rank))
         first %= streams  # a replica without a share
         positions = torch.from_numpy(left.block(streams, first, local, row, length))

@@ -120,14 +120,14 @@ class ScalingRuleBase:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer at the scaled learning rate; do nothing in the middle of a window."""
-        if not self.adp.begin_step(closure=bool(args or kwargs.get("closure"))):
+        adp = self.adp
+        if not adp.begin_step(closure=bool(args or kwargs.get("closure"))):
             return None
+        scale = adp.scale
         assert self._optimizer is not None
-        trainer = registry().training
-        if self.doubt and trainer is not None and trainer.adaptive:
+        if self.doubt and (trainer := registry().training) is not None and trainer.adaptive:
             logger.warning("%s", self.doubt)
             self.doubt = ""
-        scale = self.adp.scale
         factor = self.scale_lr(scale)
         options = [self.scale_options(scale, group) for group in self._optimizer.param_groups]
         before = _replace(self._optimizer, factor, options)
@@ -136,7 +136,7 @@ class ScalingRuleBase:
         finally:
             for group, values in before:
                 group.update(values)
-        self.adp.end_step(factor)
+        adp.end_step(factor)
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

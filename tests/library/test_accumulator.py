@@ -610,7 +610,7 @@ def test_a_replica_is_compared_with_the_one_that_had_its_rank(
     for life, (place, values) in enumerate([(0, (1, 2, 3)), (1, (5,)), (rank, then)]):
         sums = Accumulator()
         with monkeypatch.context() as patch:
-            patch.setattr(_session.Session, "rank", place)
+            patch.setattr(_session.current(), "rank", place)
             for value in values:
                 sums["x"] += value
         state = insides.state(sums)

@@ -427,7 +427,7 @@ def test_saving_that_has_failed_for_longer_than_two_intervals_is_reported_until_
 ) -> None:
     number, reporter = Number("n", 1), Mock()
     manager = checkpoint.manager_of(_session.current())
-    monkeypatch.setattr(_session.Session, "metrics", reporter)
+    monkeypatch.setitem(vars(_session.current()), "metrics", reporter)
     monkeypatch.setattr(_session.Session, "started", True)
     with monkeypatch.context() as patch:
         patch.setattr(number, "write_snapshot", Mock(side_effect=OSError(errno.ENOSPC, "disk full")))

@@ -17,7 +17,7 @@ from fresh import Script
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch._data.loop_length import Progress, part_done, windows_needed
+from adaptdl_elastic.torch._data.loop_progress import Progress, part_done, windows_needed
 
 FIRST, LAST = 0.01, 0.0003
 

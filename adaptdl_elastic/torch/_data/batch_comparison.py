@@ -141,7 +141,7 @@ class BatchComparison:
 
         A counter that the script computes from the number of the epoch begins again in the middle of it.
         """
-        position = script_position()
+        position = script_position(self._session)
         first = position.first_options.get(model)
         restored = self._restored.pop(model, None)
         if first is not None and first[0] == position.finished and restored is None:

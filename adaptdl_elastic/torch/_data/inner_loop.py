@@ -137,10 +137,10 @@ def _sizes(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> tuple[int, int 
     outer, batch = registry().current, helper.batch_size
     if not loop.beside:
         limit = memory_limit().inner.get(helper.key)
-        return (batch if limit is None else min(batch, helper.replicas * limit)), limit
+        return (batch if limit is None else min(batch, helper.session.replicas * limit)), limit
     if not isinstance(outer, AdaptiveDataLoaderHelper) or outer.adaptive or not outer.training:
         return batch, None
-    more, given = outer.accumulation, local_batch(batch, helper.replicas)
+    more, given = outer.accumulation, local_batch(batch, helper.session.replicas)
     if not more:
         return batch, None
     divided = -(-given // (more + 1))
@@ -187,8 +187,8 @@ def map_batches(
         iterator = iterate()
         batches.read_by_loader = False
         for window in plan:
-            for chunk in window:
-                loop.samples = len(batches.mine(chunk, index))
+            for chunk, mine in zip(window, batches.mine(window, index), strict=True):
+                loop.samples = len(mine)
                 index += chunk
                 yield next(iterator), (index, seed, turn), loop.samples > 0
 

@@ -23,19 +23,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from adaptdl_elastic import _session, collective
+from adaptdl_elastic import collective
 from adaptdl_elastic._checks import whole
+from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import PeerLostError
-from adaptdl_elastic.torch._data.checks import check_writer
-from adaptdl_elastic.torch._data.loader_batch_size import LoaderBatchSize
-from adaptdl_elastic.torch._data.loop_length import part_done, windows_needed
-from adaptdl_elastic.torch._data.loop_progress import LoopProgress, attempted_steps
-from adaptdl_elastic.torch._data.partition import Window, taken
-from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic.torch._data.loop_progress import LoopProgress, part_done, windows_needed
+from adaptdl_elastic.torch._data.partition import Window, shares, taken
+from adaptdl_elastic.torch._data.registry import LoaderBatchSize
 from adaptdl_elastic.torch._data.window_items import WindowItems
 from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
 from adaptdl_elastic.torch._runtime.step_clock import Stage
@@ -52,35 +51,45 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
 
     def __init__(self, batch_size: int = 1) -> None:
         super().__init__(batch_size)
-        self._speed = self.registry.speed  # made here: rank 0 may ask for this replica's place from now on
-        self.sample_dimension: int | None = None  # dimension of batch tensors that counts samples, if known
-        self._reported_for: tuple[int, int] | None = None  # (generation, epoch) of the eligibility report
+        # made here: rank 0 may ask for this replica's place from now on
+        self._speed = self.registry.speed
+        # dimension of batch tensors that counts samples, if known
+        self.sample_dimension: int | None = None
+        # (generation, epoch) of the eligibility report
+        self._reported_for: tuple[int, int] | None = None
+        # position of the script and progress of the running data loop
         self._loops: ScriptPosition | None = None
+        self._progress: LoopProgress | None = None
         self._skipped = False
-        self._progress: LoopProgress | None = None  # of the running data loop
-        # the current window
-        self._window: Window | None = None  # None: a script-defined loader, whose windows are not planned
-        self._mine: Window = ()  # this replica's samples in each batch of a planned window
-        self._chunk = 0  # number of the current batch within the window
+        # None: a script-defined loader, whose windows are not planned
+        self._window: Window | None = None
+        # this replica's samples in each batch of a planned window
+        self._mine: Window = ()
+        # number of the current batch within the window
+        self.micro_batch = 0
         self.items = WindowItems()
-        self._window_start = (0, 0)  # index and attempted steps when the window began
-        self._handed_out = 0  # batches of the running data loop that this process has got
-        self.left_out = 0  # samples at the end of a pass that `drop_last` leaves out
-        self._rest = (0, 0)  # index before and after the rest that was left out last
-        self.count_from: Callable[[int], int] | None = None  # batches from a position to its pass's end
-        self._left: int | None = None  # script-defined loader: batches left when the window began, if known
+        # index and attempted steps when the window began
+        self._window_start = (0, 0)
+        # batches of the running data loop that this process has got
+        self._handed_out = 0
+        # samples at the end of a pass that `drop_last` leaves out
+        self.left_out = 0
+        # index before and after the rest that was left out last
+        self._rest = (0, 0)
+        # batches from a position to its pass's end
+        self.count_from: Callable[[int], int] | None = None
+        # script-defined loader: batches left when the window began, if known
+        self._left: int | None = None
 
     def repeats(self) -> None:
         """Record that this loader hands out the same samples again when its index is put back."""
         self.registry.unrepeatable -= 1
 
-    # -- position ----------------------------------------------------------------------------------
-
     @property
     def current_index(self) -> int:
         """Samples that all replicas together have taken in the running data loop, over all its passes."""
         running = self._running()
-        return 0 if _session.current().dry else running.index
+        return 0 if self.session.dry else running.index
 
     @current_index.setter
     def current_index(self, index: int) -> None:
@@ -103,7 +112,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
     @property
     def end_index(self) -> int:
         """Samples of one pass, over all replicas; 0 if not known. The value is kept in checkpoints."""
-        return script_position().end_indices.get(self.key, 0)
+        return (self._loops or script_position()).end_indices.get(self.key, 0)
 
     @end_index.setter
     def end_index(self, index: int) -> None:
@@ -114,25 +123,16 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             raise RuntimeError("the position of a data loop is known only inside of its context()")
         return self._loops
 
-    # -- batch size --------------------------------------------------------------------------------
-
     @property
     def accumulation_steps(self) -> int:
         """Batches without an optimizer step in the current window; an epoch's last window may have fewer."""
-        if self._window is not None:
-            return len(self._window) - 1
-        if not self.training:
-            return 0
+        if self._window is not None or not self.training:
+            return len(self._window or (0,)) - 1
         return self.accumulation if self._left is None else min(self.accumulation, self._left - 1)
-
-    @property
-    def micro_batch(self) -> int:
-        """Number of the current batch within its window, counted from 0."""
-        return self._chunk
 
     def is_accum_step(self) -> bool:
         """Return whether more batches follow the current one before the optimizer steps."""
-        return self._chunk < self.accumulation_steps
+        return self.micro_batch < self.accumulation_steps
 
     def is_optim_step(self) -> bool:
         """Return whether the optimizer steps after the current batch."""
@@ -151,13 +151,13 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
     @property
     def local_samples(self) -> int:
         """Samples of the current batch that count for training; 0 for a padding batch or a dry batch."""
-        if _session.current().dry:
+        if self.session.dry:
             return 0
         if self._window is not None:
-            return self._mine[self._chunk]
+            return self._mine[self.micro_batch]
         if self.full_chunk != self.batch_size or self.equal_shares:
             return self.current_local_bsz
-        return len(taken(self.batch_size, self.replicas, _session.current().rank, self.largest_pass))
+        return len(taken(self.batch_size, self.session.replicas, self.session.rank, self.largest_pass))
 
     @property
     def gradient_weight(self) -> float:
@@ -167,10 +167,10 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         items if they are counted (`weigh_by`). The factor is 1 unless the batches have different sizes.
         """
         if self.items.shares:
-            return self.items.shares[self._chunk] * self.replicas * len(self._chunks)
+            return self.items.shares[self.micro_batch] * self.session.replicas * len(self._chunks)
         if self._window is None and self.equal_shares:
             return 1.0
-        return self.local_samples * self.replicas * len(self._chunks) / sum(self._chunks)
+        return self.local_samples * self.session.replicas * len(self._chunks) / sum(self._chunks)
 
     @property
     def parts(self) -> float:
@@ -179,14 +179,22 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         The parts are the replicas' shares: 1 / Σ shares², with shares whose sum is 1. On one replica, the
         first batch and the rest are compared: 1 / the first batch's share.
         """
-        total, replicas = self.window_samples, self.replicas
+        chunks, replicas = self._chunks, self.session.replicas
         if replicas == 1:
-            return total / self._chunks[0]
+            return sum(chunks) / chunks[0]
         if self._window is None and self.equal_shares:
             return float(replicas)
-        ranks, largest = range(replicas), self.largest_pass
-        shares = [sum(len(taken(chunk, replicas, rank, largest)) for chunk in self._chunks) for rank in ranks]
-        return total**2 / sum(share**2 for share in shares)
+        each = [shares(chunks, replicas, rank, self.largest_pass) for rank in range(replicas)]
+        return sum(chunks) ** 2 / sum(sum(map(len, one)) ** 2 for one in each)
+
+    @property
+    def settled(self) -> tuple[int, int, int, int]:
+        """Generation, batch of one replica, accumulation steps, count of repeated steps.
+
+        If this value changes, the replicas' shares or the position have changed, and the iterator must be
+        made again.
+        """
+        return self.session.generation, self._atomic, self.accumulation, self._repeats
 
     def resolve_batch_size(self) -> int:
         """Call `sync_local_bsz`, and recover if a peer dies meanwhile.
@@ -198,9 +206,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             RetryDataLoop: a peer died and the job has recovered; the data loop must be continued from its
                 new position.
         """
-        return _session.current().recovery.restart_loop_on_peer_loss(self.sync_local_bsz, self)
-
-    # -- the data loop -----------------------------------------------------------------------------
+        return self.session.recovery.restart_loop_on_peer_loss(self.sync_local_bsz, self)
 
     @contextmanager
     def context(self, over: bool = False) -> Iterator[None]:
@@ -219,15 +225,16 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         Raises:
             RuntimeError: the script is inside another data loop.
         """
-        session = _session.current()
+        session = self.session
         session.start()
         state, streams = script_position(), self.registry.streams
         if self.registry.current is not None and state.looping:
-            state.enter(self.key)  # raises
+            # raises
+            state.enter(self.key)
         self.registry.current = self
         ended, left, drawing = False, None, False
         try:
-            if self.replicas > 1:
+            if self.session.replicas > 1:
                 for model in session.models:
                     model.refuse_thawed("replicas would train them apart, as under DistributedDataParallel")
             if session.epoch is not None:
@@ -238,9 +245,10 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 self._skipped = not state.enter(self.key)
             known = self.registry.training
             if state.trainer == self.key and (known is None or self.replaces(known)):
-                self.train()  # known from the epoch before, or to a newcomer from the other replicas
-            self._loops, self._chunk, self._window, self._handed_out = state, 0, None, 0
-            self._window_start, self._left = (state.index, attempted_steps()), None
+                # known from the epoch before, or to a newcomer from the other replicas
+                self.train()
+            self._loops, self.micro_batch, self._window, self._handed_out = state, 0, None, 0
+            self._window_start, self._left = (state.index, self._attempts()), None
             if not (self._skipped or self.training) and state.index == 0:
                 # Only at the start of the loop. A newcomer that joins later has got rank 0's buffers, and no
                 # other replica would take part in this collective.
@@ -257,21 +265,22 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             try:
                 yield
                 ended = True
-                if self._chunk and session.models:
+                if self.micro_batch and session.models:
                     logger.warning(
                         "a data loop ended in the middle of an accumulation window: the gradients of its "
                         "last %d batches are dropped; let its last batch end at end_index",
-                        self._chunk,
+                        self.micro_batch,
                     )
-            except GeneratorExit:  # the loop's body was left by `break` or by an exception
+            except GeneratorExit:
+                # the loop's body was left by `break` or by an exception
                 ended = True
                 if not self._skipped:
                     left = self._goes_on_at()
-                    self._tell_shorter(state.inner.exhausted(), left)
+                    self._measured().tell_shorter(state.inner.exhausted(), left)
                     session.recovery.loop_left(self)
                 raise
         finally:
-            if self.training and (left is not None or self._chunk):
+            if self.training and (left is not None or self.micro_batch):
                 for model in session.models:
                     model.drop_window()
             if drawing:
@@ -281,23 +290,6 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             self.registry.current = None
             self._loops = self._window = self._progress = None
             self.pause()
-
-    def _tell_shorter(self, others: list[str], left: int) -> None:
-        """Report a problem if this loop ends at index `left` because loaders beside it have no batch left.
-
-        Args:
-            others: Keys of these loaders.
-            left: Samples of this loader that were used.
-        """
-        if not others or _session.current().dry:
-            return
-        used = f"{left} of {self.end_index} samples" if self.end_index else f"{left} samples"
-        _session.current().metrics.report_problem(
-            f"the loaders read beside loader {self.key}",
-            f"the loop over loader {self.key} ended after {used}, because loader {' and '.join(others)}, "
-            f"which is read beside it (as by zip), had no batch left: the rest is left out. Let the shorter "
-            f"loader begin again, or give it first",
-        )
 
     def _goes_on_at(self) -> int:
         """Return the index after the last optimizer step. For use in the loop's body."""
@@ -310,12 +302,16 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
 
     def _stepped(self) -> bool:
         """Return whether the optimizer has stepped in the current window."""
-        return attempted_steps() > self._window_start[1]
+        return self._attempts() > self._window_start[1]
+
+    def _attempts(self) -> int:
+        """Return how many optimizer steps the session's models have attempted, in total."""
+        return sum([model.attempted_steps for model in self.session.models])
 
     @property
     def drives(self) -> bool:
         """Whether this loop counts as the training of its epoch."""
-        return self.training or (self.training_loader_undecided and not _session.current().models)
+        return self.training or (self.training_loader_undecided and not self.session.models)
 
     def part_done(self) -> float:
         """Return the part of the running data loop that is done, from 0 to 1; 0 if its length is not known.
@@ -323,7 +319,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         The samples of a window are done when the optimizer has stepped. With autoscaling, the part is that of
         the statistical progress.
         """
-        if _session.current().dry:
+        if self.session.dry:
             return 0.0
         progress = self._measured().statistical() if self.adaptive else None
         return part_done(self._goes_on_at(), self.end_index - self.left_out, progress)
@@ -340,20 +336,20 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             Batches so far and those that are left at the current batch size; None if that is not known.
         """
         left = self._batches_left()
-        return None if left is None or _session.current().dry else self._handed_out + left
+        return None if left is None or self.session.dry else self._handed_out + left
 
     def _batches_left(self) -> int | None:
         """Return how many batches follow the current one; None if that is not known."""
         if self._window is None:
-            return None if self._left is None else max(self._left - 1 - self._chunk, 0)
+            return None if self._left is None else max(self._left - 1 - self.micro_batch, 0)
         if self.count_from is None or not self.end_index:
             return None
-        more = len(self._window) - 1 - self._chunk
+        more = len(self._window) - 1 - self.micro_batch
         index = self._window_start[0] + self.window_length
         left = self.count_from(index % self.end_index) if index % self.end_index else 0
         if not (self.adaptive and self.training):
             return more + left
-        gain = max((model.gain for model in _session.current().models), default=1.0)
+        gain = max((model.gain for model in self.session.models), default=1.0)
         progress = self._measured().statistical()
         needed = windows_needed(progress, gain, self._stepped()) * (self.accumulation + 1)
         return more + (max(left, needed) if index < self.end_index else needed)
@@ -363,12 +359,12 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
 
         Waits for the other replicas if a death can be survived.
         """
-        return _session.current().recovery.loop_ended(self)
+        return self.session.recovery.loop_ended(self)
 
     def pause(self) -> None:
         """Exclude the time until the next batch from the measured step times."""
         if self.training:
-            _session.current().metrics.pause()
+            self.session.metrics.pause()
 
     def skipdone(self) -> bool:
         """Return whether this data loop finished before a restart, so that it must hand out no batch now.
@@ -396,7 +392,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         window, self._window = self._window, (self.full_chunk,)
         self._handed_out += 1
         try:
-            with _session.current().recovery.dry_batch():
+            with self.session.recovery.dry_batch():
                 yield
         finally:
             self._window = window
@@ -420,11 +416,10 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
 
     def begin_window(self, window: Window, mine: Window) -> None:
         """Begin `window`, of which this replica has `mine`, before its first batch is fetched."""
-        self._window, self._mine, self._chunk = window, mine, 0
-        self._seed_window()
+        self._window, self._mine, self.micro_batch = window, mine, 0
+        self._seed_window(self._running())
 
-    def _seed_window(self) -> None:
-        state = self._running()
+    def _seed_window(self, state: ScriptPosition) -> None:
         state.inner.begin_window(state.index)
         self.registry.streams.begin_window(state.finished, state.entered, state.index)
 
@@ -432,28 +427,31 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """Prepare to hand out a batch."""
         self._handed_out += 1
         self._speed.clock.enter(Stage.BODY)
-        if self._chunk == 0:
-            index = self._running().index
-            self._window_start = index, attempted_steps()
+        session, training = self.session, self.registry.training is self
+        if self.micro_batch == 0:
+            state = self._running()
+            index = state.index
+            self._window_start = index, self._attempts()
             if self._window is None:
-                self._seed_window()
-            if self._window is None and self.end_index:
-                self._left = -(-(self.end_index - index % self.end_index) // self.full_chunk)
-            session, state = _session.current(), self._running()
+                self._seed_window(state)
+                if self.end_index:
+                    self._left = -(-(self.end_index - index % self.end_index) // self.full_chunk)
             session.consensus.drift.window_begins((state.finished, state.entered, state.outside_loop, index))
-            if self._may_train():
+            if not self.registry.unrepeatable and (training or self._may_train()):
                 session.recovery.begin_window(index)
-        if self.training:
-            _session.current().metrics.profile_step_start(self._atomic)
+        if training:
+            session.metrics.profile_step_start(self._atomic)
 
     def _may_train(self) -> bool:
         """Return whether an optimizer step may follow in this loop.
 
         That may be so although another loader is the training loader until the coming forward pass.
         """
-        if self.training or self.training_loader_undecided or self.trained:
-            return True
-        return any(model.module.training for model in _session.current().models)
+        return (
+            self.training_loader_undecided
+            or self.trained
+            or any(model.module.training for model in self.session.models)
+        )
 
     def fills(self, shuffle: bool = False) -> bool:
         """Return whether every replica must get a batch each time, as a backward pass needs all replicas.
@@ -463,7 +461,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """
         if self.training or not torch.is_grad_enabled():
             return self.training
-        in_training_mode = any(model.module.training for model in _session.current().models)
+        in_training_mode = any(model.module.training for model in self.session.models)
         return in_training_mode or (self.training_loader_undecided and shuffle)
 
     def end_batch(self, commit: bool = True, even: bool = True, boundary: bool = True) -> None:
@@ -474,41 +472,41 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             even: Whether all replicas had a full batch; the time is recorded only if so.
             boundary: Whether to call `pass_boundary` at the end of a window; if False, the caller calls it.
         """
-        session, state, training = _session.current(), self._running(), self.training
-        accumulating, safe = self.is_accum_step(), session.recovery
-        session.consensus.drift.check()
+        session, state, training = self.session, self._running(), self.registry.training is self
+        accumulating, safe, drift = self.is_accum_step(), session.recovery, session.consensus.drift
+        drift.check()
+        failed, broken = safe.trouble()
         self._speed.clock.enter(Stage.DATA if accumulating else Stage.BOUNDARY)
         if training:
-            if commit and even and not (safe.broken or safe.failed):
+            counts = commit and even and not broken
+            if counts and not failed:
                 session.metrics.profile_step_commit(accumulating)
             else:
                 session.metrics.pause()
             if not accumulating:
-                counts = commit and even and not safe.broken
                 self._speed.step_ended(counts, (self._atomic, self.accumulation))
         if accumulating:
-            self._chunk += 1
+            self.micro_batch += 1
             return
-        self._chunk = 0
+        self.micro_batch = 0
         counts = training or (self.training_loader_undecided and not session.models)
-        if counts and not (training and safe.failed):
+        if counts and not (training and failed):
             state.step += 1
             if self._window is not None or training:
                 state.samples += self.window_samples
             session.last_step_time = time.time()
             if training:
                 self._report_position(session, state)
-        if safe.repeat_step(self):
+        if failed and safe.repeat_step(self):
             return
-        if safe.broken and not state.outside:
+        if broken and not state.outside:
             safe.recover("a replica is gone", self)
             return
-        if safe.failed:
+        if failed:
             raise PeerLostError("a replica is gone, in a training loop outside of remaining_epochs_until")
         if training:
-            waits = session.consensus.drift.synchronised and not self._stepped()
-            state.idle = state.idle + 1 if waits else 0
-            session.consensus.drift.window_ends()
+            state.idle = state.idle + 1 if drift.synchronised and not self._stepped() else 0
+            drift.window_ends()
         session.consensus.report_step()
         if boundary:
             self.pass_boundary()
@@ -519,26 +517,25 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         Args:
             last: Whether the data loop has no batch left.
         """
-        session, state = _session.current(), self._running()
-        session.recovery.retry_on_peer_loss(lambda: state.boundary(last), self)
+        self.session.recovery.retry_on_peer_loss(partial(self._running().boundary, last), self)
         self._speed.clock.enter(Stage.DATA)
 
-    def _report_position(self, session: _session.Session, state: ScriptPosition) -> None:
+    def _report_position(self, session: Session, state: ScriptPosition) -> None:
         now = (session.generation, state.finished)
         if self._reported_for != now:
             self._reported_for = now
             session.report_eligibility()
-        done = total = None
-        if self.end_index:
-            done = state.finished * self.end_index + self._measured().samples_of_pass()
-            total = None if state.until is None else float(state.until * self.end_index)
+        done, total, size = None, None, self.end_index
+        if size:
+            done = state.finished * size + self._measured().samples_of_pass()
+            total = None if state.until is None else float(state.until * size)
         session.metrics.update_position(
-            step=session.step,
+            step=state.step,
             epoch=state.finished,
             epochs=state.until,
             samples_done=done,
             samples_total=total,
-            data_size=self.end_index,
+            data_size=size,
         )
 
     def epoch_done(self) -> bool:
@@ -554,48 +551,49 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             RetryDataLoop: a peer died and the job has recovered; the data loop must be continued from its
                 new position.
         """
-        done, safe = self._measured().pass_made(), _session.current().recovery
+        done, safe = self._measured().pass_made(), self.session.recovery
         return safe.restart_loop_on_peer_loss(lambda: bool(collective.share(done, "end of epoch")), self)
 
-    # -- reporting ---------------------------------------------------------------------------------
+
+class AdaptiveDataLoaderMixin:
+    """Give a loader that a script defines the public attributes of `AdaptiveDataLoaderHelper`.
+
+    Args:
+        batch_size: Initial number of samples per optimizer step, over all replicas.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._elastic = AdaptiveDataLoaderHelper(batch_size)
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+    ) -> None:
+        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`."""
+        self._elastic.autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
+
+    @property
+    def current_local_bsz(self) -> int:
+        """Samples of a full batch on this replica."""
+        return self._elastic.current_local_bsz
+
+    @property
+    def current_batch_size(self) -> int:
+        """Samples of a full optimizer step, over all replicas."""
+        return self._elastic.current_batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches without an optimizer step before each batch with one."""
+        return self._elastic.accumulation_steps
+
+    @property
+    def training(self) -> bool:
+        """Whether models are trained with this loader."""
+        return self._elastic.training
 
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
-        """Write the batch sizes to TensorBoard. Does nothing on ranks other than 0.
-
-        Args:
-            writer: A `torch.utils.tensorboard.SummaryWriter`.
-            global_step: Step under which the values are written.
-            tag_prefix: Prefix of the tags; a `/` is appended if it lacks one.
-        """
-        check_writer(writer)
-        if _session.current().rank != 0:
-            return
-        if tag_prefix and not tag_prefix.endswith("/"):
-            tag_prefix += "/"
-        values = {
-            "Total_Batch_Size": self.current_batch_size,
-            "Local_Batch_Size": self.current_local_bsz,
-            "Accumulation_Steps": self.accumulation,
-        }
-        for name, value in values.items():
-            writer.add_scalar(tag_prefix + name, value, global_step)
-
-
-def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:
-    """Return the seed of a loader's sample order, the same on all replicas.
-
-    The seed is that of rank 0's `generator`, or of `torch.manual_seed` if `generator` is None. It is kept in
-    checkpoints, so that a script that sets no seed continues in the same order after a restart.
-
-    Raises:
-        RetryDataLoop: a peer died and the job has recovered; the data loop must be continued from its new
-            position.
-    """
-    state = script_position()
-    known = state.seeds.get(loader.key)
-    if known is None:
-        own = generator.initial_seed() if generator is not None else registry().streams.seed
-        mine, safe = own & (2**63 - 1), _session.current().recovery
-        known = safe.restart_loop_on_peer_loss(lambda: int(collective.share(mine, "seed")), loader)
-        state.seeds[loader.key] = known
-    return known
+        """See `AdaptiveDataLoaderHelper.to_tensorboard`."""
+        self._elastic.to_tensorboard(writer, global_step, tag_prefix)

@@ -20,7 +20,7 @@ There are two rules for the sizes of windows:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -48,6 +48,17 @@ def taken(
     return range(rank if rank < sharing else chunk, chunk, sharing)
 
 
+def shares(
+    window: Window, replicas: int, rank: int, largest: int | None = None, start: int | None = None
+) -> list[range]:
+    """Return which samples of each chunk of a window belong to replica `rank`. Arguments as for `taken`."""
+    found = []
+    for chunk in window:
+        found.append(taken(chunk, replicas, rank, largest, start))
+        start = None if start is None else start + chunk
+    return found
+
+
 def fill(largest: int | None) -> int:
     """Return how many samples a replica without a share repeats: two, for a model with BatchNorm."""
     return min(2, largest or 2)
@@ -58,6 +69,12 @@ def steps(start: int, total: int, batch: int, drop_last: bool) -> Iterator[int]:
     for position in range(start, total, batch):
         if not drop_last or position + batch <= total:
             yield min(batch, total - position)
+
+
+def step_windows(steps: Iterable[int], replicas: int, largest: int | None) -> Iterator[Window]:
+    """Yield the chunks of each step, from the samples of each step."""
+    for samples in steps:
+        yield chunks(samples, replicas, largest)
 
 
 def chunks(samples: int, replicas: int, largest: int | None) -> Window:

@@ -188,6 +188,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def __init__(self, sampler: ElasticSampler, drop_last: bool) -> None:
         self.sampler = sampler
+        self._share = 1, 0
         self.drop_last = drop_last
         self.local = 1  # samples of one replica in a full batch
         self.accumulation = 0  # batches without an optimizer step in a full window
@@ -205,22 +206,22 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return isinstance(self.sampler, GivenSampler) and self.sampler.batches
 
     def plan(self) -> Iterator[Window]:
-        """Return the windows from the sampler's position to the end of the pass."""
+        """Return the windows from the sampler's position to the end of the pass, before `mine` is called."""
         size = self.sampler.size
         start, given = self.sampler.index % size if size else 0, self.sampler.batch_sizes()
-        replicas = self.sampler.num_replicas
+        self._share = self.sampler.num_replicas, self.sampler.rank
+        replicas = self._share[0]
         if given is not None:
             sizes = _rest(given, start)
         elif self.step is not None:
             sizes = partition.steps(start, size, self.step, self.drop_last)
         else:
             return partition.windows(start, size, replicas, self.local, self.accumulation, self.drop_last)
-        return (partition.chunks(one, replicas, self.largest) for one in sizes)
+        return partition.step_windows(sizes, replicas, self.largest)
 
-    def mine(self, chunk: int, index: int) -> range:
-        """Return this replica's samples of the chunk at `index` that count, from the chunk's first."""
-        sampler, start = self.sampler, index if self.in_turn else None
-        return partition.taken(chunk, sampler.num_replicas, sampler.rank, self.largest, start)
+    def mine(self, window: Window, index: int) -> list[range]:
+        """Return this replica's samples of each chunk of the window at `index`, from the chunk's first."""
+        return partition.shares(window, *self._share, self.largest, index if self.in_turn else None)
 
     def __iter__(self) -> Iterator[list[int]]:
         session = _session.current()
@@ -240,8 +241,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
             yield first[rank::replicas].tolist() or first[:1].tolist()
             return
         for window in self.plan():
-            for chunk in window:
-                samples, mine = order[position : position + chunk], self.mine(chunk, index)
+            shares = partition.shares(window, replicas, rank, self.largest, index if self.in_turn else None)
+            for chunk, mine in zip(window, shares, strict=True):
+                samples = order[position : position + chunk]
                 if mine:
                     yield samples[mine.start : mine.stop : mine.step].tolist()
                 elif self.fill:

@@ -152,7 +152,7 @@ class Recovery:
 
     def begin_window(self, index: int) -> None:
         """Take a snapshot before the first batch of a training window, at sample `index`."""
-        if self._session.models and not registry().unrepeatable:
+        if self._session.models:
             self._before = StepSnapshot(self._session, index, self._before)
 
     def before_step(self, left_out: bool) -> None:
@@ -187,7 +187,7 @@ class Recovery:
         if not isinstance(failure, StepOutOfMemory):
             return False
         memory_limit(self._session).learn(failure)
-        if self.broken and self._session.consensus.lost is not None and not script_position().outside:
+        if self.armed and self._session.consensus.lost is not None and not script_position().outside:
             return False
         why = self.why_not_repeatable()
         if why is not None or self._before is None:
@@ -216,10 +216,13 @@ class Recovery:
         """Whether the gradients of the current window could not be synchronised."""
         return any(model.failure is not None for model in self._session.models)
 
-    @property
-    def broken(self) -> bool:
-        """Whether a peer is known to be lost, and this replica can survive that."""
-        return self.armed and (self._session.consensus.lost is not None or self.failed)
+    def trouble(self) -> tuple[bool, bool]:
+        """Return whether gradients of the current window are missing, and whether a peer is known to be lost.
+
+        The second is true only if this replica can survive the loss.
+        """
+        failed = self.failed
+        return failed, self.armed and (failed or self._session.consensus.lost is not None)
 
     def mark(self) -> None:
         """Record this position and the sums of the accumulators as the point to return to.
@@ -298,7 +301,7 @@ class Recovery:
     def recover_if_peer_lost(self) -> None:
         """Recover if a peer is known to be lost. For use between data loops."""
         self.mark()
-        if self.broken:
+        if self.trouble()[1]:
             self.recover("a replica is gone")
 
     def _even_buffers(self) -> None:

@@ -161,7 +161,8 @@ class ScriptObjects(checkpoint.TensorState):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the objects by their names."""
-        loop = script_position().epoch_loops
+        position = self._session.position
+        loop = 0 if position is None else position.epoch_loops
         return {
             name: {"state": one.state_dict(), "lr": [group["lr"] for group in _groups(one)], "loop": loop}
             for name, one in sorted((name, found.one) for name, found in self._found.items())

@@ -67,7 +67,8 @@ class UserStates:
 
     def begin_window(self, session: Session) -> None:
         """Copy or mark the States before a training window begins."""
-        loop = session.generation, script_position().finished, script_position().entered
+        position = script_position(session)
+        loop = session.generation, position.finished, position.entered
         if loop != self._loop:
             self._loop, self._windows, self._loop_began = loop, 0, time.monotonic()
             self._large = {}  # a State may have another size by now

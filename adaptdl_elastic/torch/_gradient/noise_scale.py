@@ -35,6 +35,8 @@ class GradientNoiseScale:
     batch size divided by m₀, |G|² is the squared norm of the true gradient (`sqr`), tr Σ / m₀ the variance of
     a gradient at m₀ (`var`); both in units of the loss squared per parameter squared.
 
+    The attribute `steps` is the number of optimizer steps so far.
+
     Args:
         adp: its AdaptiveDataParallel, or None.
         optimizer: estimates are kept by its parameter groups.
@@ -52,6 +54,8 @@ class GradientNoiseScale:
     gap: int | None = None
     #: Steps before the first measurement.
     settles_after = 0
+    #: Optimizer steps so far.
+    steps = 0
 
     def __init__(
         self,
@@ -71,7 +75,6 @@ class GradientNoiseScale:
         self._accum_scale = 1.0 if accum_scale is None else float(accum_scale)
         self._accum_count = 0
         self._progress = 0.0
-        self._steps = 0
         self._samples = 0.0  # samples so far, in initial batch sizes
         self._next = 0  # next step to be measured
         self._factors: tuple[float, float, Array] | None = None  # (scale, gain, gain by group) at present
@@ -158,11 +161,6 @@ class GradientNoiseScale:
         self._progress = float(progress)
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps so far."""
-        return self._steps
-
-    @property
     def batches_seen(self) -> float:
         """Samples seen so far, in initial batch sizes."""
         return self._samples
@@ -201,11 +199,11 @@ class GradientNoiseScale:
 
     def due(self) -> bool:
         """Return whether this step is to be measured. The same on every replica."""
-        return self._steps >= self._next and self._steps >= self.settles_after
+        return self.steps >= self._next and self.steps >= self.settles_after
 
     def measured(self, gap: int) -> None:
         """Record that the present step is being measured, and after how many steps the next one is due."""
-        self._next = self._steps + (gap if self.gap is None else self.gap)
+        self._next = self.steps + (gap if self.gap is None else self.gap)
 
     def record(self, measurement: Measurement, step: int) -> bool:
         """Add the measurement of `step`; return whether the means have changed.
@@ -216,7 +214,7 @@ class GradientNoiseScale:
         if not measurement.finite:
             logger.info("the gradient of step %d is inf or nan: not counted in its statistics", step)
             # so that training on such gradients is reported, and its end, within LEAST_STEPS or so
-            self._next = min(self._next, self._steps + SOON)
+            self._next = min(self._next, self.steps + SOON)
             return False
         self.health.varied(step, float(measurement.mean_sqr.sum()), float(measurement.variance.sum()))
         if not self._moments.add(measurement):
@@ -236,7 +234,7 @@ class GradientNoiseScale:
         """
         self._progress += self.gain(scale)
         self._samples += scale if size is None else size
-        self._steps += 1
+        self.steps += 1
         self._accum_count = 0
 
     def change_units(self, factor: float) -> None:
@@ -247,7 +245,7 @@ class GradientNoiseScale:
         self._progress /= self.gain(factor) if self.known else factor
         self._samples /= factor
         self._moments = Moments(self._moments.groups, self._moments.smoothing)
-        self._next, self._factors = self._steps, None
+        self._next, self._factors = self.steps, None
 
     @property
     def preconditioner(self) -> Preconditioner | None:
@@ -259,7 +257,7 @@ class GradientNoiseScale:
         return {
             "moments": self._moments.state_dict(),
             "progress": self._progress,
-            "steps": self._steps,
+            "steps": self.steps,
             "samples": self._samples,
             "next": self._next,
             "skipped": self.skipped,
@@ -269,7 +267,7 @@ class GradientNoiseScale:
         """Continue from a checkpoint; ValueError if the optimizer has other parameter groups."""
         self._moments.load_state_dict(state["moments"])
         self.set_progress(state["progress"])
-        self._steps, self._samples = int(state["steps"]), float(state["samples"])
+        self.steps, self._samples = int(state["steps"]), float(state["samples"])
         self._next = int(state["next"])
         self.skipped = int(state["skipped"])
         self._factors = None

@@ -391,21 +391,22 @@ class BoundaryConsensus:
             PeerLostError: a replica that would have to agree is gone.
             PeerFinishedError: a replica has ended although this one is in an epoch.
         """
+        with self._condition:
+            if self._round is None:
+                self._position = position
+                return
         try:
-            self._pass(position, last)
+            self._act(position, last)
         except PeerFinishedError:
             if self.session.epoch is not None:
                 raise
             with self._condition:  # behind the epochs: run to the end without the others
                 self._round, self._decision, self._position = None, None, position
 
-    def _pass(self, position: Position, last: bool) -> None:
-        """Do the work of `boundary`."""
+    def _act(self, position: Position, last: bool) -> None:
+        """Pass a boundary while a round is open: wait for its decision, and carry it out if it is due."""
         condition = self._condition
         with condition:
-            if self._round is None:
-                self._position = position
-                return
             while self._decision is None and self.round_open:
                 self.drift.check()
                 if self.lost is not None:

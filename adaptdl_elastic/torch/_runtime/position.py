@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from copy import copy
 from types import CodeType
 from typing import Any
 
@@ -25,11 +26,19 @@ from adaptdl_elastic.torch._runtime.script_names import ScriptNames
 
 logger = logging.getLogger(__name__)
 
-OUTSIDE = "the loop outside of epochs"  # in reports of problems
+# in reports of problems
+OUTSIDE = "the loop outside of epochs"
 BEHIND_ALL = 10**6
 """Data loops outside of epochs have greater numbers than this; those in an epoch have smaller ones."""
-_LONGEST = 100  # windows without an optimizer step after which boundaries no longer wait for one
-_STREAM_POSITIONS = 4  # windows of a stream whose positions are kept: a recovery may go back one or two
+_LONGEST = 100
+"""Windows without an optimizer step after which boundaries no longer wait for one."""
+_STREAM_POSITIONS = 4
+"""Windows of a stream whose positions are kept: a recovery may go back one or two."""
+_SAVED = (
+    *("finished", "finished_loops", "index", "size", "shuffled", "start_progress", "seeds", "end_indices"),
+    *("first_options", "idle", "samples", "step", "trainer", "trained"),
+)
+"""Attributes of a position that are saved as they are, but for the values of a loop outside of epochs."""
 
 
 class ScriptPosition(checkpoint.TensorState):
@@ -41,33 +50,57 @@ class ScriptPosition(checkpoint.TensorState):
         super().__init__("adaptdl-loops")
         self._session = session
         self.names = ScriptNames()
-        self.step = 0  # optimizer steps finished since the job began
-        self.finished = 0  # finished epochs
-        self.finished_loops = 0  # finished data loops of the current epoch
-        self.index = 0  # samples that the current data loop has handed out, over all replicas
-        self.size: int | None = None  # samples of its data set; None: not known
-        self.shuffled: bool | None = None  # whether they come in a random order; None: not known
-        self.start_progress = 0.0  # statistical progress when the current data loop began
-        self.seeds: dict[str, int] = {}  # loader's key → seed of its sample order, once settled
-        self.end_indices: dict[str, int] = {}  # loader's key → samples of a pass
-        self.stream_positions: list[tuple[int, int, list[int]]] = []  # see note_stream
+        # optimizer steps finished since the job began
+        self.step = 0
+        # finished epochs
+        self.finished = 0
+        # finished data loops of the current epoch
+        self.finished_loops = 0
+        # samples that the current data loop has handed out, over all replicas
+        self.index = 0
+        # samples of its data set; None: not known
+        self.size: int | None = None
+        # whether they come in a random order; None: not known
+        self.shuffled: bool | None = None
+        # statistical progress when the current data loop began
+        self.start_progress = 0.0
+        # loader's key → seed of its sample order, once settled
+        self.seeds: dict[str, int] = {}
+        # loader's key → samples of a pass
+        self.end_indices: dict[str, int] = {}
+        # see note_stream
+        self.stream_positions: list[tuple[int, int, list[int]]] = []
         # model → (epoch, options of its optimizer at the job's first step, at the epoch's first step)
         self.first_options: dict[str, tuple[int, str, str]] = {}
-        self.trainer: str | None = None  # key of the loader that models are trained with, once known
-        self.idle = 0  # windows of the running loop since its last optimizer step, with gradients
-        self.samples = 0  # samples of the current epoch in training loops
-        self.until: int | None = None  # argument of remaining_epochs_until
-        self.body: CodeType | None = None  # code that contains the epoch loop
-        self.epoch_loops = 0  # epoch loops that this process has reached
-        self.trained = 0  # number of the first data loop of the current epoch that trained; 0: none has ended
-        self.entered = 0  # data loops of the current epoch that this process has reached
-        self.looping = False  # inside a data loop
-        self.inner = InnerLoops()  # data loops inside the running one
-        self.left: tuple[int, int] | None = None  # (loop, index to continue at) of a loop left by its body
-        self.announced: tuple[int, int] = (0, 0)  # last (epoch, data loop) that the others were told
+        # key of the loader that models are trained with, once known
+        self.trainer: str | None = None
+        # windows of the running loop since its last optimizer step, with gradients
+        self.idle = 0
+        # samples of the current epoch in training loops
+        self.samples = 0
+        # argument of remaining_epochs_until
+        self.until: int | None = None
+        # code that contains the epoch loop
+        self.body: CodeType | None = None
+        # epoch loops that this process has reached
+        self.epoch_loops = 0
+        # number of the first data loop of the current epoch that trained; 0: none has ended
+        self.trained = 0
+        # data loops of the current epoch that this process has reached
+        self.entered = 0
+        # inside a data loop
+        self.looping = False
+        # data loops inside the running one
+        self.inner = InnerLoops()
+        # (loop, index to continue at) of a loop left by its body
+        self.left: tuple[int, int] | None = None
+        # last (epoch, data loop) that the others were told
+        self.announced: tuple[int, int] = (0, 0)
         self.epoch_began = time.monotonic()
-        self._begun = -1  # last epoch that was begun in this process
-        self._outside = 0  # data loops outside of epochs that this process has reached
+        # last epoch that was begun in this process
+        self._begun = -1
+        # data loops outside of epochs that this process has reached
+        self._outside = 0
         # (index, samples, start_progress, inner), restored after a data loop outside of epochs; else None
         self._kept: tuple[int, int, float, InnerLoops] | None = None
 
@@ -79,7 +112,7 @@ class ScriptPosition(checkpoint.TensorState):
     @property
     def outside_loop(self) -> int:
         """Number of the running data loop outside of epochs, counted from 1 in this process; 0: none runs."""
-        return self._outside if self.outside else 0
+        return 0 if self._kept is None else self._outside
 
     @property
     def loops_outside(self) -> int:
@@ -95,43 +128,22 @@ class ScriptPosition(checkpoint.TensorState):
         """Return the position for checkpoints and newcomers."""
         finished_loops, index = self._behind()
         _, samples, start_progress, inner = self._kept or (0, self.samples, self.start_progress, self.inner)
-        return {
-            "finished": self.finished,
+        return {name: copy(getattr(self, name)) for name in _SAVED} | {
             "finished_loops": finished_loops,
             "index": index,
-            "size": self.size,
-            "shuffled": self.shuffled,
-            "start_progress": start_progress,
-            "seeds": dict(self.seeds),
-            "end_indices": dict(self.end_indices),
-            "stream_positions": [[index, turn, *counts] for index, turn, counts in self.stream_positions],
-            "first_options": dict(self.first_options),
-            "idle": self.idle,
             "samples": samples,
-            "step": self.step,
-            "trainer": self.trainer,
-            "trained": self.trained,
+            "start_progress": start_progress,
+            "stream_positions": [[index, turn, *counts] for index, turn, counts in self.stream_positions],
             "announced": list(self.announced),
             "inner": inner.state(index),
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Go to the position in `state_dict`."""
-        self.finished = state_dict["finished"]
-        self.finished_loops = state_dict["finished_loops"]
-        self.index = state_dict["index"]
-        self.size, self.shuffled = state_dict.get("size"), state_dict.get("shuffled")
-        self.start_progress = state_dict["start_progress"]
-        self.seeds = dict(state_dict["seeds"])
-        self.end_indices = dict(state_dict.get("end_indices", {}))
+        """Go to the position in `state_dict`. One of an earlier version may lack some values."""
+        for name in _SAVED:
+            setattr(self, name, copy(state_dict.get(name, getattr(self, name))))
         saved = state_dict.get("stream_positions", [])
         self.stream_positions = [(index, turn, list(counts)) for index, turn, *counts in saved]
-        self.first_options = dict(state_dict.get("first_options", {}))
-        self.idle = state_dict.get("idle", 0)
-        self.samples = state_dict["samples"]
-        self.step = state_dict["step"]
-        self.trainer = state_dict["trainer"]
-        self.trained = state_dict.get("trained", 0)
         epoch, loop = state_dict["announced"]
         self.announced = (epoch, loop)
         self.inner.load(state_dict.get("inner", {}))
@@ -182,7 +194,8 @@ class ScriptPosition(checkpoint.TensorState):
         self.entered, self.left = 0, None
         self.epoch_began = time.monotonic()
         session.epoch = self._begun = self.finished
-        self._pass(last=True)  # no replica joins here: it is not yet known which loader's loop comes first
+        # no replica joins here: it is not yet known which loader's loop comes first
+        self._pass(last=True)
         return self.finished
 
     def end_epoch(self) -> None:
@@ -193,7 +206,8 @@ class ScriptPosition(checkpoint.TensorState):
         self.finished += 1
         self.finished_loops = self.index = self.samples = self.trained = 0
         self.left = None
-        self.seeds = {key: seed for key, seed in self.seeds.items() if key.isdigit()}  # not made in an epoch
+        # not made in an epoch
+        self.seeds = {key: seed for key, seed in self.seeds.items() if key.isdigit()}
         self.end_indices = {key: end for key, end in self.end_indices.items() if key.isdigit()}
         if not session.joining:
             session.consensus.drift.epoch_ends(epoch)
@@ -269,7 +283,8 @@ class ScriptPosition(checkpoint.TensorState):
                 told.result()
         except PeerFinishedError:
             raise
-        except PeerLostError:  # the next boundary detects the loss and recovers
+        except PeerLostError:
+            # the next boundary detects the loss and recovers
             return
 
     def _pass(self, last: bool = False) -> None:
@@ -310,20 +325,20 @@ class ScriptPosition(checkpoint.TensorState):
         """
         if 0 < self.idle <= _LONGEST or any(one.accumulates_by_hand for one in self._session.models):
             return
-        if self.outside:  # a newcomer cannot join in a data loop outside of epochs
-            place, last = (self._begun, BEHIND_ALL + self._outside), True
+        if self._kept is None:
+            self._session.consensus.boundary((self.finished, self.entered, self.index), last)
         else:
-            place = (self.finished, self.entered)
-        self._session.consensus.boundary((*place, self.index), last)
+            # a newcomer cannot join in a data loop outside of epochs
+            self._session.consensus.boundary((self._begun, BEHIND_ALL + self._outside, self.index), last=True)
 
 
 def _first(a: None, b: None) -> None:
     return a
 
 
-def script_position() -> ScriptPosition:
+def script_position(session: Session | None = None) -> ScriptPosition:
     """Return the position of this process's script; the first call restores it from the checkpoint."""
-    session = _session.current()
+    session = session or _session.current()
     found = session.position
     if found is None:
         found = session.position = ScriptPosition(session)

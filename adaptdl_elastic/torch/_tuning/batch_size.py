@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ class Limits:
     bounds: tuple[int, int] | None
     accumulation: bool
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Whether a step has exactly `init` samples, as autoscaling has no other choice."""
         return self.maximum is None or (self.maximum == self.init and self.accumulation)

@@ -105,7 +105,10 @@ class Metrics:
         self._estimators: dict[str, str] = {}  # how each model's statistics are measured
         self._gains: dict[str, tuple[float, float]] = {}
         self._progress = 0.0
-        self._warnings = TrainingWarnings(self._session)
+        self._wake = threading.Event()
+        self._warnings = TrainingWarnings(self._session, changed=self._wake.set)
+        # an attribute, because every training step calls it
+        self.report_problem = self._warnings.report
         self._stragglers: tuple[Straggler, ...] = ()
         self._node_times: dict[str, tuple[int, float, float]] = {}  # see `JobHints.node_times`
         self._limits: Limits | None = None
@@ -131,7 +134,6 @@ class Metrics:
         self._perf_params: PerfParams | None = None
         self._suggestion: BatchSize | None = None
         self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
         self._closed = False
         self._announced: BatchSize | None = None
         self._state = _State(self)
@@ -269,17 +271,6 @@ class Metrics:
             self.report_problem("the batch size", problem)
         if self._session.rank == 0 and self._background and self._thread is None:
             self._start()  # no step is measured if all are shorter than the batch size
-
-    def report_problem(self, about: str, problem: str | None, every_time: bool = False) -> None:
-        """Report what is wrong with a part of the training, and what to do; None: nothing any more.
-
-        Args:
-            about: The part.
-            problem: The problem, or None.
-            every_time: Whether to log every beginning and end of the problem, not only its first beginning.
-        """
-        if self._warnings.report(about, problem, every_time):
-            self._wake.set()
 
     def set_stragglers(self, stragglers: tuple[Straggler, ...]) -> None:
         """Set the replicas that the others wait for."""

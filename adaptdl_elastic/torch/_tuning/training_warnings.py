@@ -7,6 +7,7 @@ what to do about it. When it is over, an event says so, and it is removed from t
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from threading import Lock
 
 from adaptdl_elastic._session import Session
@@ -40,41 +41,46 @@ def data_problem(samples: int, batch_size: int, initial: int, equal_parts: int) 
 
 
 class TrainingWarnings:
-    """Keep the current problems. `report` is thread-safe, and cheap if nothing has changed."""
+    """Keep the current problems. `report` is thread-safe, and cheap if nothing has changed.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    Args:
+        session: This replica's session.
+        changed: Function that is called when a problem begins or ends.
+    """
+
+    def __init__(self, session: Session, changed: Callable[[], None]) -> None:
+        self._session, self._changed = session, changed
         self._logged: set[str] = set()
         self._problems: dict[str, str] = {}
         self._lock = Lock()
 
-    def report(self, what: str, problem: str | None, every_time: bool = False) -> bool:
-        """Record a problem with `what`, or None for its end; return whether that is new.
+    def report(self, about: str, problem: str | None, every_time: bool = False) -> None:
+        """Report what is wrong with a part of the training, and what to do; None: nothing any more.
 
         Args:
-            what: The part of the training.
+            about: The part.
             problem: The problem, or None.
-            every_time: Whether to log every beginning and end, not only the first beginning.
+            every_time: Whether to log every beginning and end of the problem, not only its first beginning.
         """
-        if (what in self._problems) == (problem is not None):
-            return False
+        if (about in self._problems) == (problem is not None):
+            return
         with self._lock:
             if problem is None:
-                self._problems.pop(what, None)
+                self._problems.pop(about, None)
             else:
-                self._problems[what] = problem
+                self._problems[about] = problem
         session = self._session
         if session.rank == 0:
             if problem is None:
-                session.emit("warning_over", about=what, step=session.step)
+                session.emit("warning_over", about=about, step=session.step)
                 if every_time:
-                    logger.warning("%s: the problem is over", what)
+                    logger.warning("%s: the problem is over", about)
             else:
-                session.emit("warning", about=what, message=problem, step=session.step)
-                if every_time or what not in self._logged:
-                    self._logged.add(what)
+                session.emit("warning", about=about, message=problem, step=session.step)
+                if every_time or about not in self._logged:
+                    self._logged.add(about)
                     logger.warning("%s", problem)
-        return True
+        self._changed()
 
     @property
     def messages(self) -> tuple[str, ...]:
