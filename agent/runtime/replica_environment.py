@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from adaptdl_elastic._private import RuntimeFileError, private_directory
 from adaptdl_elastic.agent.machine.devices import MIG
 from adaptdl_elastic.protocol.environment import SHARE_PATH, ReplicaSettings
 from adaptdl_elastic.rendezvous.local.scratch_directory import Shared, sweep
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, MasterRecord, Plan
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobSpec, MasterRecord, Plan
 
 _SHARE, _KEPT_FOR = "share-", 86400.0  # _KEPT_FOR in seconds
 
@@ -40,9 +41,9 @@ def replica_environment(
     plan: Plan,
     master: MasterRecord,
     local_rank: int,
-    checkpoint: str | None,
+    checkpoint: CheckpointRecord | None,
     error_file: str,
-    inherited: Mapping[str, str],
+    inherited: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Return the variables of one replica.
 
@@ -51,7 +52,7 @@ def replica_environment(
         plan: the plan of its generation.
         master: the store of its generation.
         local_rank: its slot.
-        checkpoint: id of the newest checkpoint; None: there is none.
+        checkpoint: the newest checkpoint; None: there is none.
         error_file: path for the error that ends the script.
         inherited: environment of the agent, which these variables are added to.
     """
@@ -67,7 +68,8 @@ def replica_environment(
     found.torch_local_rank, found.local_replicas, found.node_number = local_rank, len(ranks), group
     found.master_host, found.master_port, found.torch_port = master.host, master.collective_port, master.port
     found.node_type = plan.node_type or job.settings.node_type
-    found.checkpoint_id, found.error_file, found.agent_store = checkpoint or "", error_file, "True"
+    found.checkpoint_id = "" if checkpoint is None else checkpoint.id
+    found.error_file, found.agent_store = error_file, "True"
     found.memory_limit = plan.memory_limit
     found.batch_size_limit = None if plan.limit is None else plan.limit.batch_size
     if found.rescale == "restart":  # otherwise the library decides, since it may survive an error
