@@ -57,15 +57,13 @@ def replica_environment(
         inherited: environment of the agent, which these variables are added to.
     """
     ranks = plan.ranks(job.node)
-    group = plan.index(job.node)
     rank = ranks[plan.slots(job.node).index(local_rank)]
-    world, restarts = plan.replicas, plan.generation - plan.first
     values = dict(job.settings.environ)
     found = ReplicaSettings(values)
-    found.job, found.generation, found.restarts = plan.job, plan.generation, restarts
-    found.rank, found.replicas, found.nodes = rank, world, plan.nodes
-    found.role_rank, found.role_replicas = rank, world
-    found.torch_local_rank, found.local_replicas, found.node_number = local_rank, len(ranks), group
+    found.job, found.generation, found.restarts = plan.job, plan.generation, plan.generation - plan.first
+    found.rank, found.replicas, found.nodes = rank, plan.replicas, plan.nodes
+    found.role_rank, found.role_replicas, found.node_number = rank, plan.replicas, plan.index(job.node)
+    found.torch_local_rank, found.local_replicas = local_rank, len(ranks)
     found.master_host, found.master_port, found.torch_port = master.host, master.collective_port, master.port
     found.node_type = plan.node_type or job.settings.node_type
     found.checkpoint_id = "" if checkpoint is None else checkpoint.id

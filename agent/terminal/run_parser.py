@@ -109,8 +109,7 @@ class RunParser(argparse.ArgumentParser):
             name, sign, value = words[at].partition("=")
             name = self.in_full(name, words[at])
             words[at] = f"{name}{sign}{value}"
-            takes_next = not sign and name in self.options and self.options[name].nargs != 0
-            at += 2 if takes_next else 1
+            at += 2 if not sign and name in self.options and self.options[name].nargs != 0 else 1
         args, absent = self.parse_args(words), object()
         marked = self.parse_args(words, argparse.Namespace(**dict.fromkeys(vars(args), absent)))
         return args, {name for name, value in vars(marked).items() if value is not absent}
