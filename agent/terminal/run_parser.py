@@ -69,7 +69,7 @@ class RunParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **how: Any) -> None:
-        super().__init__(**how, add_help=False)
+        super().__init__(**how, add_help=False, allow_abbrev=False)
         self.options: dict[str, argparse.Action] = {}
         self.torchruns = {"help"}
 

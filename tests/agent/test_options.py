@@ -422,6 +422,8 @@ def test_the_scripts_own_options_are_none_of_ours() -> None:
     assert found.command[1:] == ("--master-port", "1234", "--rdzv-conf=x")
     assert found.notes == ()
     assert len(run_options.parse(["--node-rank", "1", __file__, "--node-rank", "1"], {}).notes) == 1
+    # to argparse this is an ambiguous option, although it follows the script
+    assert run_options.parse(["-r", "0", __file__, "--ma", "x"], {}).command[1:] == ("--ma", "x")
 
 
 @pytest.mark.parametrize("endpoint", ["a b:1", "host:port", "http://host/path", "host:0", "host:99999"])
