@@ -43,7 +43,7 @@ def replica_environment(
     local_rank: int,
     checkpoint: CheckpointRecord | None,
     error_file: str,
-    inherited: Mapping[str, str] = os.environ,
+    inherited: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the variables of one replica.
 
@@ -54,11 +54,11 @@ def replica_environment(
         local_rank: its slot.
         checkpoint: the newest checkpoint; None: there is none.
         error_file: path for the error that ends the script.
-        inherited: environment of the agent, which these variables are added to.
+        inherited: environment of the agent, which these variables are added to; None: that of this process.
     """
     ranks = plan.ranks(job.node)
     rank = ranks[plan.slots(job.node).index(local_rank)]
-    values = dict(job.settings.environ)
+    values, outer = dict(job.settings.environ), os.environ if inherited is None else inherited
     found = ReplicaSettings(values)
     found.job, found.generation, found.restarts = plan.job, plan.generation, plan.generation - plan.first
     found.rank, found.replicas, found.nodes = rank, plan.replicas, plan.nodes
@@ -71,7 +71,7 @@ def replica_environment(
     found.memory_limit = plan.memory_limit
     found.batch_size_limit = None if plan.limit is None else plan.limit.batch_size
     if found.rescale == "restart":  # otherwise the library decides, since it may survive an error
-        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = outer.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if job.threads is not None:
         values["OMP_NUM_THREADS"] = str(job.threads)
     own = replica_devices(job.devices, plan, job.node, local_rank)
@@ -83,7 +83,7 @@ def replica_environment(
         visible = own if alone else _visible(job.devices, plan.devices(job.node), local_rank)
         values["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     elif job.virtual_local_rank:
-        values["CUDA_VISIBLE_DEVICES"] = _nth_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
+        values["CUDA_VISIBLE_DEVICES"] = _nth_device(outer.get("CUDA_VISIBLE_DEVICES"), local_rank)
     return values
 
 
