@@ -26,6 +26,7 @@ from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import AgentState, Step
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Plan, encode
@@ -385,7 +386,7 @@ def agent_environment(
         **_of_others(own),
         SECRET: secret,
         **given,
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": LINE_PREFIX,
+        environment.LINE_PREFIX: LINE_PREFIX,
         **directory.store_environment(),
     }
 

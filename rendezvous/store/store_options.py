@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from adaptdl_elastic.protocol.environment import ETCD
 from adaptdl_elastic.rendezvous.store.base import StoreError
 
 DEFAULT_PORT = 2379
@@ -22,7 +23,12 @@ _TEXTS = "timeout", "user", "password"
 
 def variable(name: str) -> str:
     """Return the environment variable that sets one of `StoreOptions`."""
-    return f"ADAPTDL_ETCD_{name.upper()}"
+    return f"{ETCD}_{name.upper()}"
+
+
+def to_environ(**options: object) -> dict[str, str]:
+    """Return the environment variables that set some of `StoreOptions`."""
+    return {variable(name): str(value) for name, value in options.items()}
 
 
 class StoreOptionError(StoreError, ValueError):
