@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -461,3 +464,37 @@ def test_the_type_of_a_node_is_given_or_from_the_environment() -> None:
     assert run_options.parse(command, {}).node_type is None
     with pytest.raises(run_parser.OptionError, match=r"--node-type='a\+b': give up to 64 letters"):
         parse("--node-type=a+b")
+
+
+@pytest.mark.processes
+def test_a_new_field_of_a_job_is_written_in_two_files(tmp_path: Path) -> None:
+    for name in ("adaptdl_elastic", "agent", "autoscaler", "rendezvous"):
+        shutil.copytree(Path(__file__).parents[2] / name, tmp_path / name, symlinks=True)
+    for name, before, line in (
+        ("rendezvous/schema/records.py", "    most_weight:", "    new_field: int = 7\n"),
+        ("agent/terminal/run_parser.py", '    "--no-autoscale":', '    "--new-field N=7": "",\n'),
+    ):
+        text = (tmp_path / name).read_text()
+        assert text.count(before) == 1
+        (tmp_path / name).write_text(text.replace(before, line + before))
+    (tmp_path / "train.py").write_text("")
+    way = """
+from adaptdl_elastic.agent.own_records import job_spec
+from adaptdl_elastic.agent.terminal.run_options import parse
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, decode, encode
+from adaptdl_elastic.rendezvous.schema.submissions import Submission
+spec = decode(JobSpec, encode(job_spec(parse(["--new-field=9", "train.py"]))), "")
+more = {"owner": "eve", "mode": "script", "bundle": "0" * 64}
+open("job", "w").write(encode(Submission(**{**vars(spec), **more})))
+print(spec.new_field, parse(["--spec", "job"]).new_field)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", way],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "9 9\n", done.stderr
