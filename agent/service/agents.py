@@ -344,8 +344,7 @@ def write_spec(request: Request, checkpoint_path: str, file: Path) -> None:
     An agent that comes late starts nothing when the job has ended, unless by the run that it `follows`.
     """
     spec = replace(
-        request.submission,
-        min_slots=1,
+        request.submission.of_agents,
         most_weight=request.most_weight,
         checkpoint_path=checkpoint_path,
         follows=_followed(request),

@@ -105,10 +105,17 @@ class RunParser(argparse.ArgumentParser):
             name, sign, value = words[at].partition("=")
             name = self.in_full(name, words[at])
             words[at] = f"{name}{sign}{value}"
-            at += 2 if not sign and name in self.options and self.options[name].nargs != 0 else 1
+            at += 2 if not sign and self._takes_next(name) else 1
         args, absent = self.parse_args(words), object()
         marked = self.parse_args(words, argparse.Namespace(**dict.fromkeys(vars(args), absent)))
         return args, {name for name, value in vars(marked).items() if value is not absent}
+
+    def _takes_next(self, name: str) -> bool:
+        """Return whether the next word is this option's value; short options may be joined, as in `-mt`."""
+        joined = name not in self.options and not name.startswith("--")
+        names = [f"-{letter}" for letter in name[1:]] if joined else [name]
+        takes = [one in self.options and self.options[one].nargs != 0 for one in names]
+        return True in takes and takes.index(True) == len(takes) - 1
 
     def in_full(self, name: str, word: str) -> str:
         """Return the option that an abbreviation means to torchrun, whatever options are added here.

@@ -198,6 +198,8 @@ def test_a_shortened_option_means_what_it_means_to_torchrun() -> None:
     (note,) = parse("--node-=1").notes
     assert note.startswith("--node-rank has no effect: ")
     assert run_options.parse(["--no-p", "sh"], {}).mode == "exec"
+    joined = run_options.parse(["-mt", "3", "--max-r", "7", "json"], {})
+    assert (joined.mode, joined.tee, joined.max_restarts, joined.command) == ("module", "3", 7, ("json",))
     assert parse("--no-pre").preemptible is False
 
 
