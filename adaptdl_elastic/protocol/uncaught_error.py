@@ -102,7 +102,7 @@ def write(found: UncaughtError, directory: Path) -> None:
 def read(directory: Path) -> UncaughtError | None:
     """Return the record of a replica that has ended, or None."""
     try:
-        return _RECORDS.validate_json((directory / RECORD).read_bytes())
+        return _RECORDS.validate_json((directory / RECORD).read_text())
     except (OSError, ValueError):
         return None
 

@@ -8,6 +8,7 @@ service registers the node again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -295,7 +296,8 @@ class Agents:
             self.problems.pop(job, None)
             if job not in {*self._processes, *self._preparing, *self._stand_ins}:
                 self._states.pop(job, None)
-                self._spec(job).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self._spec(job).unlink()
 
     @property
     def given_up(self) -> tuple[str, ...]:

@@ -86,6 +86,8 @@ class RunParser(argparse.ArgumentParser):
         if torchruns:
             self.torchruns.add(action.dest)
             text = os.environ.get(f"PET_{action.dest.upper()}", action.default)
+            if action.nargs == 0 and text not in (None, False, "", "0", "1"):
+                raise OptionError(f"PET_{action.dest.upper()}={text} must be 0 or 1")
             action.default = bool(int(text or 0)) if action.nargs == 0 else text
 
     def error(self, message: str) -> NoReturn:

@@ -364,6 +364,10 @@ def test_torchruns_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PET_MAX_RESTARTS", "7")
     assert parse().max_restarts == 7
     assert parse("--max-restarts=2").max_restarts == 2
+    monkeypatch.setenv("PET_STANDALONE", "true")
+    with pytest.raises(ValueError, match="PET_STANDALONE=true must be 0 or 1"):
+        parse()
+    monkeypatch.delenv("PET_STANDALONE")
     monkeypatch.setenv("PET_MAX_RESTARTS", "many")
     with pytest.raises(run_parser.OptionError, match="many"):
         parse()

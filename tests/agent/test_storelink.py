@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,8 +23,10 @@ from adaptdl_elastic.agent.cluster.store_link import (
 )
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode, encode
+from adaptdl_elastic.rendezvous.store import follow
 from adaptdl_elastic.rendezvous.store.base import (
     Change,
+    CompactedError,
     KeyValue,
     StoreAuthError,
     StoreError,
@@ -250,3 +254,22 @@ def test_waiting_for_the_removal_of_a_key_ignores_longer_keys() -> None:
         there.put("archiving/job", "")
         wait_for_removal(there, "archiving/job", SOON)
         assert not there.left
+
+
+@pytest.mark.parametrize("error", [CompactedError("forgotten"), StoreUnavailableError("no")])
+def test_a_watch_that_breaks_each_time_is_made_later_each_time(
+    store: MemoryStore, error: StoreError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays: list[float | None] = []
+
+    class Closing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            delays.append(timeout)
+            if len(delays) == 4:
+                self.set()
+            return False
+
+    monkeypatch.setattr(follow, "threading", SimpleNamespace(Event=Closing))
+    monkeypatch.setattr(store, "watch", Mock(side_effect=error))
+    assert len(list(follow.Follow(store, "/", lambda error: None))) == 4
+    assert delays == [0.05, 0.1, 0.2, 0.4]
