@@ -23,7 +23,7 @@ that has a state dict. Checkpoints are kept in `ADAPTDL_CHECKPOINT_PATH`, a dire
 |---|---|
 | (this one) | Which states are saved, and by which calls does a script save and load them? |
 | `manager` | From which checkpoint does a generation start, and when is a new one written? |
-| `state_copy` | How is a state dict copied, so that training can go on while the copy is written? |
+| `state_copy` | How is a nested state dict copied, or its tensors taken out and put in? |
 """
 
 from __future__ import annotations
@@ -94,8 +94,12 @@ class State:
     """The epoch after whose end the state is not needed any more; None: it is always needed."""
 
     part_of_step = False
-    """Whether a step that did not commit undoes the state's changes, as it does for classes outside of this
+    """Whether a step that did not commit undoes the state's changes. Always True for classes outside of this
     library. Adapters of frameworks, which are a part of this library, set it to True."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.part_of_step = cls.part_of_step or not cls.__module__.startswith("adaptdl_elastic.")
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:

@@ -1,4 +1,4 @@
-"""Decide when the optimizer of an AdaptiveDataParallel steps, and record what a step has done.
+"""Decide when the optimizer of a model steps, record what a step has done, and undo one that failed.
 
 `scaling_rules` replaces the methods of the optimizer by ones that ask here, and `_gradient.grad_scaler` those
 of a GradScaler.
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from adaptdl_elastic._interfaces import ModelSnapshot
+from adaptdl_elastic.checkpoint.state_copy import copies_beside
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient import grad_scaler
@@ -37,6 +39,7 @@ class StepsModel:
     irreparable: str | None  # why a failed step cannot be undone
     _optimizer: torch.optim.Optimizer
     _lr_scheduler: Any
+    _mp_scaler: Any = None
     _batch: Batch
     _batch_sizes: BatchSizes
     _window: Window | ShardedWindow
@@ -50,6 +53,20 @@ class StepsModel:
     def lr_scheduler(self) -> Any:
         """Scheduler given to the constructor, or None."""
         return self._lr_scheduler
+
+    @property
+    def mp_scaler(self) -> Any:
+        """GradScaler given to the constructor, or None."""
+        return self._mp_scaler
+
+    @property
+    def attempted_steps(self) -> int:
+        """Steps that were taken, or skipped because gradients were not finite."""
+        return self.gns.steps + self.gns.skipped
+
+    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
+        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
+        return ModelCopies(self, last)
 
     @property
     def progress(self) -> float:
@@ -111,11 +128,11 @@ class StepsModel:
 class OptimizerSteps(StepsModel, DistributedDataParallel):
     """Decide when the optimizer of a model steps. `AdaptiveDataParallel` adds forward and backward passes."""
 
-    _mp_scaler: Any
     _window: Window
     _hook: HookState
     _sampler: Sampler
     _state: ModelState
+    _save_prepared: bool  # in this generation, whose rank 0 saves
     _user_no_sync: bool  # the script accumulates by hand
     _synchronised: bool  # False during a forward pass whose gradients are not synchronised
 
@@ -209,7 +226,9 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
         metrics.update_progress(progress)
         self._sampler.report(metrics, self.name)
         metrics.update_gain(self.name, self.gain, mean(factor))
-        self._state.prepare_save()
+        if not self._save_prepared:
+            self._save_prepared = True
+            self._state.prepare_save()
 
     def skipped_step(self) -> None:
         """Record that the optimizer did not step as gradients were inf or nan. Called by GradScaler hooks."""
@@ -254,3 +273,68 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
 def mean(factor: float | Array) -> float:
     """Return the mean of a learning-rate factor over the parameter groups."""
     return float(factor) if isinstance(factor, float | int) else float(sum(factor) / len(factor))
+
+
+class ModelCopies:
+    """Copy what a step may change of one model besides its parameters, when a window begins."""
+
+    def __init__(self, model: Any, last: object) -> None:
+        self._model = model
+        self._attempted = model.attempted_steps
+        self._by_hand = model.accumulates_by_hand
+        self._hyperparameters = _hyperparameters(model.optimizer)
+        scheduler, scaler = model.lr_scheduler, model.mp_scaler
+        self._scheduler = None if scheduler is None else scheduler.state_dict()
+        self._scaler = _scale_of(scaler)
+        buffers = [*model.module.buffers()]
+        before = last._buffers if isinstance(last, ModelCopies) else None
+        self._buffers: list[torch.Tensor] = copies_beside(buffers, before) if buffers else []
+
+    def why_irreparable(self) -> str | None:
+        """Return why the step cannot be put back; None if it can."""
+        model = self._model
+        if model.irreparable is not None:
+            return str(model.irreparable)
+        # what a failed step has accumulated since its own beginning is computed again
+        if self._by_hand or (model.accumulates_by_hand and model.failure is None):
+            return "what it had accumulated by hand in no_sync(), over several batches, is lost"
+        if model.attempted_steps != self._attempted:
+            return "a part of the step was taken already (several models or several steps in one batch)"
+        unknown = model.lr_scheduler is None and hasattr(model.optimizer.step, "_wrapped_by_lr_sched")
+        if unknown and _hyperparameters(model.optimizer) != self._hyperparameters:
+            return "a scheduler changed the learning rate, and AdaptiveDataParallel was given no lr_scheduler"
+        return None
+
+    def put_back(self) -> None:
+        """Restore all copied values. May be called more than once."""
+        model = self._model
+        with torch.no_grad():
+            for buffer, before in zip(model.module.buffers(), self._buffers, strict=True):
+                buffer.copy_(before)
+        for group, values in zip(model.optimizer.param_groups, self._hyperparameters, strict=True):
+            group.update(values)
+        if self._scheduler is not None:
+            model.lr_scheduler.load_state_dict(self._scheduler)
+        if self._scaler is not None:
+            scaler = model.mp_scaler
+            scaler._scale, scaler._growth_tracker = (None if t is None else t.clone() for t in self._scaler)
+            scaler._per_optimizer_states.clear()
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _scale_of(scaler: Any) -> list[torch.Tensor | None] | None:
+    """Return GradScaler's two tensors, which it makes at its first use, without waiting for the device."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    tensors = [getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)]
+    return [None if tensor is None else tensor.clone() for tensor in tensors]

@@ -10,12 +10,10 @@ import numpy as np
 import torch
 
 from adaptdl_elastic import checkpoint
-from adaptdl_elastic._interfaces import ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient.accumulation import Batch
 from adaptdl_elastic.torch._gradient.estimator import Array
-from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._gradient.units import change_units
@@ -211,10 +209,6 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         self.gns.reset_accumulation()
 
     @property
-    def mp_scaler(self) -> None:
-        """None: a GradScaler is not supported."""
-
-    @property
     def has_own_process_group(self) -> bool:
         """False: the model is sharded over torch's default process group."""
         return False
@@ -256,20 +250,11 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         """False: the process ends after a failure."""
         return False
 
-    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
-        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
-        return DataParallelSnapshot(self, last)
-
     def sync_buffers(self, limit: timedelta = timedelta(seconds=60)) -> None:
         """Do nothing: `fully_shard` leaves buffers to each replica. Newcomers get another replica's."""
 
     def data_loop_begins(self) -> None:
         """Do nothing: see `sync_buffers`."""
-
-    @property
-    def attempted_steps(self) -> int:
-        """Steps that were taken."""
-        return self.gns.steps
 
     @property
     def accumulates_by_hand(self) -> bool:

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import checkpoint
-from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
+from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler, loss_reduction
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.measurement import Sampler
-from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples
@@ -123,6 +122,7 @@ class AdaptiveDataParallel(OptimizerSteps):
 
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
+        self._save_prepared = False
         self._buffers_wait = False  # the broadcast of buffers was skipped in the current forward pass
         self._buffers_are_shared = bool(self.broadcast_buffers)  # as DDP's constructor set it
         optimizer = self._optimizer  # not self: DDP's reducer keeps the hook, and so would keep self, forever
@@ -185,11 +185,6 @@ class AdaptiveDataParallel(OptimizerSteps):
         return self._hook.stuck
 
     @property
-    def mp_scaler(self) -> Any:
-        """GradScaler given to the constructor, or None."""
-        return self._mp_scaler
-
-    @property
     def has_own_process_group(self) -> bool:
         """Whether the script gave the model another process group than torch's default one."""
         return self._ddp_kwargs.get("process_group") is not None
@@ -199,11 +194,6 @@ class AdaptiveDataParallel(OptimizerSteps):
         """Whether the script is accumulating gradients over several windows in `no_sync()`."""
         return self._window.by_hand
 
-    @property
-    def attempted_steps(self) -> int:
-        """Steps that were taken, or skipped because gradients were not finite."""
-        return self.gns.steps + self.gns.skipped
-
     def why_not_resilient(self) -> str | None:
         """Return why the death of a replica cannot be survived with this model; None if it can."""
         if self.find_unused_parameters:
@@ -211,10 +201,6 @@ class AdaptiveDataParallel(OptimizerSteps):
         if isinstance(self._optimizer, torch.optim.LBFGS):
             return "LBFGS moves parameters in the middle of a step"
         return None
-
-    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
-        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
-        return DataParallelSnapshot(self, last)
 
     def clear_failure(self) -> None:
         """Forget a failure, and drop the gradients of the step that failed."""
