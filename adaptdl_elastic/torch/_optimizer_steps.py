@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptdl_elastic._interfaces import ModelSnapshot
+from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
 from adaptdl_elastic.checkpoint.state_copy import copies_beside
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window
 from adaptdl_elastic.torch._gradient.comm_hook import HookState
@@ -24,13 +24,14 @@ from adaptdl_elastic.torch._gradient.measurement import Sampler
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import guards, settle
+from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._sharded.window import ShardedWindow
 from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
 
 logger = logging.getLogger(__name__)
 
 
-class StepsModel:
+class StepsModel(torch.nn.Module):
     """Define what models of every kind tell of their optimizer, its steps and its gradient statistics."""
 
     name: str
@@ -115,14 +116,57 @@ class StepsModel:
         loader = registry(session).current
         return loader is None or not loader.training or bool(loader.is_optim_step())
 
-    def _check_groups(self, kind: str) -> None:
-        """Raise RuntimeError if parameter groups were added since this model, of class `kind`, was made."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; do nothing in the middle of an accumulation window."""
+        if self.begin_zero_grad():
+            super().zero_grad(set_to_none=set_to_none)
+
+    def begin_zero_grad(self) -> bool:
+        """Return whether `zero_grad` is to drop all gradients now. Called by scaling rules."""
+        raise NotImplementedError
+
+    def _next_batch(self, replicas: int, by_hand: bool = False) -> tuple[Batch, ElasticLoader | None]:
+        """Return the current batch, and the data loader that trains with it; None if no loader does.
+
+        The statistics are in units of this batch from now on.
+
+        Args:
+            replicas: Number of replicas that the batch is divided among.
+            by_hand: Whether the script accumulates gradients by hand.
+        """
+        loader = current_dataloader()
+        if loader is not None and self.training:
+            loader.train()
+        if loader is None or not (loader.training or loader.training_loader_undecided):
+            # a validation loop in which gradients are not turned off
+            scale = self.gns.accum_scale
+            return Batch(replicas=replicas, parts=replicas, size=scale, scale=scale), None
+        saved = self._batch_sizes.use(loader.key, loader.batch_size)
+        if saved is not None:
+            change_units(self, saved, loader.batch_size)
+        batch = Batch.of(loader, replicas, by_hand)
+        self.gns.set_accum_scale(batch.size / batch.micro_batches)
+        return batch, loader
+
+    def _steps_now(self, kind: str, closure: bool) -> bool:
+        """Return `stepping` at a call of `optimizer.step`, which has a closure or not.
+
+        Raises:
+            RuntimeError: parameter groups were added since this model, of class `kind`, was made, or a
+                closure is used with gradient accumulation.
+        """
         if len(self._optimizer.param_groups) != self.gns.groups:
             raise RuntimeError(
                 f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
                 f"{self.gns.groups} when {kind} was made: add all groups before, with requires_grad or a "
                 f"learning rate of 0 for those that are to train later"
             )
+        if closure and not (self.stepping or current_session().dry):
+            raise RuntimeError(
+                "optimizer.step(closure) cannot be combined with gradient accumulation: call "
+                "autoscale_batch_size(..., gradient_accumulation=False)"
+            )
+        return self.stepping
 
 
 class OptimizerSteps(StepsModel, DistributedDataParallel):
@@ -179,13 +223,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             RuntimeError: parameter groups were added, a closure is used with gradient accumulation, or
                 `zero_grad` was called in some batches of the window only.
         """
-        self._check_groups("AdaptiveDataParallel")
-        if not self.stepping:
-            if closure:
-                raise RuntimeError(
-                    "optimizer.step(closure) cannot be combined with gradient accumulation: call "
-                    "autoscale_batch_size(..., gradient_accumulation=False)"
-                )
+        if not self._steps_now("AdaptiveDataParallel", closure):
             self.step_left_out()
             return False
         if self._hook.suspect:

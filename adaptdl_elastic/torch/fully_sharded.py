@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 
 from adaptdl_elastic import checkpoint
@@ -16,9 +15,8 @@ from adaptdl_elastic.torch._gradient.accumulation import Batch
 from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
-from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
-from adaptdl_elastic.torch._optimizer_steps import StepsModel
+from adaptdl_elastic.torch._optimizer_steps import StepsModel, mean
 from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
 from adaptdl_elastic.torch._sharded import fully_shard, reshard
 from adaptdl_elastic.torch._sharded.model_state import ShardedModelState
@@ -29,7 +27,7 @@ from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
 __all__ = ["AdaptiveFSDP"]
 
 
-class AdaptiveFSDP(StepsModel, torch.nn.Module):
+class AdaptiveFSDP(StepsModel):
     """Train a model that `fully_shard` (FSDP2) was applied to, while the number of replicas changes in place.
 
     Apply `fully_shard` as usual, without a mesh, and make the optimizer afterwards. When replicas come or go,
@@ -117,24 +115,13 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
 
     def _begin_batch(self) -> None:
         """Prepare for the gradients of the data loader's current batch."""
-        loader, replicas = current_dataloader(), current_session().replicas
-        if loader is not None and self.training:
-            loader.train()
-        if loader is None or not (loader.training or loader.training_loader_undecided):
-            scale = self.gns.accum_scale
-            self._batch = Batch(replicas=replicas, parts=replicas, size=scale, scale=scale)
-        else:
-            if not fully_shard.synchronises(self._groups):
-                raise RuntimeError(
-                    "AdaptiveFSDP weighs the gradients of each batch as they are synchronised: leave out "
-                    "set_requires_gradient_sync(False). Gradients of several batches may be added up "
-                    "without it"
-                )
-            saved = self._batch_sizes.use(loader.key, loader.batch_size)
-            if saved is not None:
-                change_units(self, saved, loader.batch_size)
-            self._batch = Batch.of(loader, replicas)
-            self.gns.set_accum_scale(self._batch.size / self._batch.micro_batches)
+        self._batch, loader = self._next_batch(current_session().replicas)
+        if loader is not None and not fully_shard.synchronises(self._groups):
+            raise RuntimeError(
+                "AdaptiveFSDP weighs the gradients of each batch as they are synchronised: leave out "
+                "set_requires_gradient_sync(False). Gradients of several batches may be added up "
+                "without it"
+            )
         self._noise.begin(self._batch)
 
     def _new_noise(self) -> ShardedNoise:
@@ -165,11 +152,6 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         self._noise.ended(batch)
         if batch.accumulating:
             self.gns.count_micro_batch()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; do nothing in the middle of an accumulation window."""
-        if self.begin_zero_grad():
-            super().zero_grad(set_to_none=set_to_none)
 
     def _optimized(self) -> Iterator[torch.Tensor]:
         return (one for group in self._optimizer.param_groups for one in group["params"])
@@ -276,13 +258,7 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         Raises:
             RuntimeError: parameter groups were added, or a closure is used with gradient accumulation.
         """
-        self._check_groups("AdaptiveFSDP")
-        if not self.stepping:
-            if closure and not current_session().dry:
-                raise RuntimeError(
-                    "optimizer.step(closure) cannot be combined with gradient accumulation: call "
-                    "autoscale_batch_size(..., gradient_accumulation=False)"
-                )
+        if not self._steps_now("AdaptiveFSDP", closure):
             return False
         registry().speed.clock.stepping()
         self._noise.collect()
@@ -299,7 +275,7 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         session = current_session()
         session.metrics.update_progress(max(model.progress for model in session.models))
         self._noise.report(self.name)
-        session.metrics.update_gain(self.name, self.gain, float(np.mean(factor)))
+        session.metrics.update_gain(self.name, self.gain, mean(factor))
 
     def skipped_step(self) -> None:
         """Do nothing: a GradScaler is not supported."""

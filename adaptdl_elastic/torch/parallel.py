@@ -24,7 +24,6 @@ from adaptdl_elastic.torch._gradient.measurement import Sampler
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples
-from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._optimizer_steps import OptimizerSteps
 from adaptdl_elastic.torch._process_group import backends
@@ -355,31 +354,13 @@ class AdaptiveDataParallel(OptimizerSteps):
         finally:
             self._user_no_sync = before
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; do nothing in the middle of an accumulation window."""
-        if self.begin_zero_grad():
-            super().zero_grad(set_to_none=set_to_none)
-
     def _begin_batch(self) -> Batch:
-        loader = current_dataloader()
-        replicas = self._hook.world_size
-        if loader is not None and self.training:
-            loader.train()
-        if loader is None or not (loader.training or loader.training_loader_undecided):
-            # A validation loop in which gradients are not turned off.
-            scale = self.gns.accum_scale
-            batch = Batch(replicas=replicas, parts=replicas, size=scale, scale=scale)
-        else:
-            if self.static_graph and (loader.accumulation_steps or loader.may_accumulate):
-                raise RuntimeError(
-                    "static_graph=True cannot be combined with gradient accumulation, in which not every "
-                    "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
-                )
-            saved = self._batch_sizes.use(loader.key, loader.batch_size)
-            if saved is not None:
-                change_units(self, saved, loader.batch_size)
-            batch = Batch.of(loader, replicas, self._user_no_sync)
-            self.gns.set_accum_scale(batch.size / batch.micro_batches)
+        batch, loader = self._next_batch(self._hook.world_size, self._user_no_sync)
+        if self.static_graph and loader is not None and (loader.accumulation_steps or loader.may_accumulate):
+            raise RuntimeError(
+                "static_graph=True cannot be combined with gradient accumulation, in which not every "
+                "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
+            )
         self._batch = batch
         self._window.by_hand |= batch.by_hand
         self._hook.weight = batch.share * batch.weight

@@ -69,12 +69,10 @@ class StepSnapshot:
     @torch.inference_mode(False)
     def __init__(self, session: Session, index: int, last: StepSnapshot | None) -> None:
         self.index = index
-        models = session.models
-        lasts: list[ModelSnapshot | None] = [None] * len(models)
-        if last is not None and len(last._models) == len(models):
-            lasts = [*last._models]
+        lasts = () if last is None else last._models
         self._models: list[ModelSnapshot] = [
-            model.snapshot_step(one) for model, one in zip(models, lasts, strict=True)
+            model.snapshot_step(lasts[place] if place < len(lasts) else None)
+            for place, model in enumerate(session.models)
         ]
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -208,15 +206,12 @@ class UserStates:
             if not large.can_be_put_back():
                 return found.format(name, "the step that failed has changed it before `optimizer.step()`")
         for name, before in self._digests.items():
-            state = session.states.get(name)
-            try:
-                same = state is None or digest(state) == before
-            except Exception:
-                same = False
-            if not same:
-                own = state is not None and synchronised(state)
-                why = "it has a `sync` of its own" if own else _too_large(state)
-                return found.format(name, why)
+            if (state := session.states.get(name)) is None:
+                continue
+            with contextlib.suppress(Exception):
+                if digest(state) == before:
+                    continue
+            return found.format(name, _why_not_copied(state))
         return None
 
     def put_back(self, session: Session) -> None:
@@ -272,7 +267,9 @@ def _small_copy(state: SavedState, allowed: float) -> Any:
     return copy if small or time.monotonic() - began <= allowed else None
 
 
-def _too_large(state: SavedState | None) -> str:
+def _why_not_copied(state: SavedState) -> str:
+    if synchronised(state):
+        return "it has a `sync` of its own"
     if isinstance(state, checkpoint.TensorState):
         return "its `state_dict` does not return the tensors themselves"
     return "to copy it before every step would take too long: let it be a TensorState"
