@@ -23,7 +23,7 @@ that has a state dict. Checkpoints are kept in `ADAPTDL_CHECKPOINT_PATH`, a dire
 |---|---|
 | (this one) | Which states are saved, and by which calls does a script save and load them? |
 | `manager` | From which checkpoint does a generation start, and when is a new one written? |
-| `state_copy` | How is a nested state dict copied, or its tensors taken out and put in? |
+| `state_copy` | How is a nested state dict copied, stripped of its tensors, written and read? |
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import io
 import logging
 import os
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -68,8 +67,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_crc32_lock = threading.Lock()  # torch's option applies to the whole process
 
 
 class CheckpointSaveError(RuntimeError):
@@ -178,15 +175,13 @@ class TensorState(State):
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read a state dict with `torch.load(weights_only=True)`, and pass it to `load_state_dict`."""
-        import torch
-
-        from adaptdl_elastic.checkpoint.state_copy import from_file
+        from adaptdl_elastic.checkpoint.state_copy import read
 
         try:
-            state_dict = torch.load(fileobj, map_location="cpu", weights_only=True)
+            state_dict = read(fileobj)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"state {self.name!r} holds what is not tensors or plain values") from error
-        self.load_state_dict(from_file(state_dict))
+        self.load_state_dict(state_dict)
 
     def snapshot(self) -> Any:
         """Return the state dict with every tensor copied to the host; shared tensors stay shared."""
@@ -200,9 +195,8 @@ class TensorState(State):
 
         from adaptdl_elastic.checkpoint.state_copy import HostBuffers
 
-        if self._buffers is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return
-        if _session.current().rank == 0 and env.checkpoint_path():
+        on_gpus: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if self._buffers is None and on_gpus and _session.current().rank == 0 and env.checkpoint_path():
             self._buffers = HostBuffers()
             # what fails here fails in the save, which reports it
             with contextlib.suppress(Exception):
@@ -230,17 +224,9 @@ class TensorState(State):
 
         The manifest has checksums of its own.
         """
-        import torch
+        from adaptdl_elastic.checkpoint.state_copy import write
 
-        from adaptdl_elastic.checkpoint.state_copy import for_file
-
-        with _crc32_lock:
-            before = torch.serialization.get_crc32_options()
-            torch.serialization.set_crc32_options(False)
-            try:
-                torch.save(for_file(snapshot), fileobj)
-            finally:
-                torch.serialization.set_crc32_options(before)
+        write(snapshot, fileobj)
 
 
 def save_all_states(

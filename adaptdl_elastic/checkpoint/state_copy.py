@@ -1,4 +1,4 @@
-"""Rebuild nested state dicts: copy them to the host, take their tensors out, and put tensors in.
+"""Rebuild nested state dicts: copy them to the host, take tensors out or put them in, write and read them.
 
 All of it is one walk, `rebuild`. torch's pytree cannot replace it: it drops the `_metadata` of a module's
 state dict, takes a Counter for a single value, and keeps namedtuples and defaultdicts of any factory, which
@@ -23,6 +23,8 @@ _METADATA = "_metadata"
 """Attribute that torch attaches to a module's state dict: the versions of its parts."""
 _DEFAULT = "_adaptdl_default"
 """Attribute of an OrderedDict in a file that stands for a defaultdict."""
+_crc32_lock = threading.Lock()
+"""Held while torch writes: its option of checksums applies to the whole process."""
 _DEFAULTS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}
 
 
@@ -121,8 +123,11 @@ def fill(value: Any, supply: Iterator[Any]) -> Any:
     return rebuild(value, lambda part, _: next(supply) if isinstance(part, Slot) else part)
 
 
-def for_file(value: Any) -> Any:
-    """Return a copied state dict with OrderedDicts in place of defaultdicts, which torch refuses to load."""
+def write(value: Any, file: Any) -> None:
+    """Write a copied state dict so that `read` can read it, without zip's slow checksums.
+
+    OrderedDicts stand for defaultdicts, which torch refuses to load.
+    """
 
     def make(old: Any, items: list[tuple[Any, Any]], _: str) -> Any:
         if (default := _default(old)) is None:
@@ -131,17 +136,27 @@ def for_file(value: Any) -> Any:
         setattr(made, _DEFAULT, default)
         return made
 
-    return rebuild(value, _same, make)
+    with _crc32_lock:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(rebuild(value, _same, make), file)
+        finally:
+            torch.serialization.set_crc32_options(before)
 
 
-def from_file(value: Any) -> Any:
-    """Undo `for_file`."""
+def read(file: Any) -> Any:
+    """Return what `write` has written, in host memory.
+
+    Raises:
+        UnpicklingError: the file holds something that would run code.
+    """
 
     def make(old: Any, items: list[tuple[Any, Any]], _: str) -> Any:
         default = getattr(old, _DEFAULT, None)
         return defaultdict(_DEFAULTS[default], items) if default in _DEFAULTS else like(old, items)
 
-    return rebuild(value, _same, make)
+    return rebuild(torch.load(file, map_location="cpu", weights_only=True), _same, make)
 
 
 def _same(part: Any, _: str) -> Any:

@@ -38,27 +38,12 @@ class StepsModel(torch.nn.Module):
     scaling_rule: ScalingRuleBase
     gns: GradientNoiseScale
     irreparable: str | None  # why a failed step cannot be undone
-    _optimizer: torch.optim.Optimizer
-    _lr_scheduler: Any
-    _mp_scaler: Any = None
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any  # scheduler given to the constructor, or None
+    mp_scaler: Any = None  # GradScaler given to the constructor, or None
     _batch: Batch
     _batch_sizes: BatchSizes
     _window: Window | ShardedWindow
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Optimizer of the model's parameters."""
-        return self._optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """Scheduler given to the constructor, or None."""
-        return self._lr_scheduler
-
-    @property
-    def mp_scaler(self) -> Any:
-        """GradScaler given to the constructor, or None."""
-        return self._mp_scaler
 
     @property
     def attempted_steps(self) -> int:
@@ -155,9 +140,9 @@ class StepsModel(torch.nn.Module):
             RuntimeError: parameter groups were added since this model, of class `kind`, was made, or a
                 closure is used with gradient accumulation.
         """
-        if len(self._optimizer.param_groups) != self.gns.groups:
+        if len(self.optimizer.param_groups) != self.gns.groups:
             raise RuntimeError(
-                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
+                f"the optimizer has {len(self.optimizer.param_groups)} parameter groups now, and had "
                 f"{self.gns.groups} when {kind} was made: add all groups before, with requires_grad or a "
                 f"learning rate of 0 for those that are to train later"
             )
@@ -201,7 +186,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             "Scale": self.scale,
             "Progress": self.gns.get_progress(),
         }
-        factor, groups = self.lr_factor, len(self._optimizer.param_groups)
+        factor, groups = self.lr_factor, len(self.optimizer.param_groups)
         scalars["Learning_Rate_Factor"] = mean(factor)
         if groups > 1 and not isinstance(factor, float | int):
             scalars |= {f"Learning_Rate_Factor/{index}": float(factor[index]) for index in range(groups)}
@@ -234,7 +219,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
                 "other batches: with gradient accumulation call zero_grad() at the same place of every batch"
             )
         if self._hook.failure is not None:
-            self.irreparable = grad_scaler.why_irreparable(self._mp_scaler)
+            self.irreparable = grad_scaler.why_irreparable(self.mp_scaler)
             current_session().recovery.before_step(left_out=True)
             return False
         self._hook.clock.stepping()
@@ -245,13 +230,13 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             loader.train()
         self._sampler.collect()
         self._sampler.before_step()
-        loaders.comparison.options(self.name, self._optimizer)
+        loaders.comparison.options(self.name, self.optimizer)
         session.recovery.before_step(left_out=False)
         return True
 
     def end_step(self, factor: float | Array) -> None:
         """Record that the optimizer has stepped at learning rates times `factor`. Called by scaling rules."""
-        if grad_scaler.skipped(self._optimizer):
+        if grad_scaler.skipped(self.optimizer):
             self.skipped_step()
             return
         self._sampler.close(self._batch.size)
@@ -277,7 +262,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
         self._window.reset()
         self.gns.reset_accumulation()
         self.gns.skipped += 1
-        self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self._mp_scaler)))
+        self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self.mp_scaler)))
         current_session().metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 

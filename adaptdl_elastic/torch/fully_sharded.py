@@ -84,7 +84,7 @@ class AdaptiveFSDP(StepsModel):
         super().__init__()
         self.module = model
         self.name = name
-        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self._trained = frozenset(id(one) for one in fully_shard.parameters(model) if one.requires_grad)
         self._groups = [*fully_shard.groups(model)]
         self._device = next(model.parameters()).device
@@ -154,7 +154,7 @@ class AdaptiveFSDP(StepsModel):
             self.gns.count_micro_batch()
 
     def _optimized(self) -> Iterator[torch.Tensor]:
-        return (one for group in self._optimizer.param_groups for one in group["params"])
+        return (one for group in self.optimizer.param_groups for one in group["params"])
 
     # A change of the number of replicas.
 
@@ -169,7 +169,7 @@ class AdaptiveFSDP(StepsModel):
 
         def transfer() -> None:
             with torch.no_grad():
-                reshard.hand_over(self.module, self._optimizer, group, session.rank, order)
+                reshard.hand_over(self.module, self.optimizer, group, session.rank, order)
 
         patiently(session, group, transfer)
 
@@ -183,7 +183,7 @@ class AdaptiveFSDP(StepsModel):
 
         def transfer() -> None:
             with torch.no_grad():
-                reshard.spread(self.module, self._optimizer, group, session.rank, holders, self._device)
+                reshard.spread(self.module, self.optimizer, group, session.rank, holders, self._device)
 
         patiently(session, group, transfer)
         self._noise = self._new_noise()
@@ -262,7 +262,7 @@ class AdaptiveFSDP(StepsModel):
             return False
         registry().speed.clock.stepping()
         self._noise.collect()
-        registry().comparison.options(self.name, self._optimizer)
+        registry().comparison.options(self.name, self.optimizer)
         current_session().recovery.before_step(left_out=False)
         return True
 

@@ -110,26 +110,20 @@ def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[to
     for name, (kind, body) in described.items():
         if kind != "tensors":
             continue
-        state, own = session.states.get(name), list[torch.Tensor]()
-        if isinstance(state, checkpoint.TensorState):
-            skeleton = strip(state.state_dict(), own)
-            # they differ e.g. for an optimizer before its first step
-            if not same_skeleton(skeleton, body):
-                own = _matching(skeleton, own, body)
-        targets += own or _fresh(body)
+        state = session.states.get(name)
+        # they differ e.g. for an optimizer before its first step
+        targets += _matching(state.state_dict() if isinstance(state, checkpoint.TensorState) else None, body)
     return targets
 
 
-def _matching(skeleton: Any, own: list[torch.Tensor], body: Any) -> list[torch.Tensor]:
+def _matching(own: Any, body: Any, in_parts: bool = True) -> list[torch.Tensor]:
     """Return the tensors of `own` for top-level parts of equal structure, new tensors for the others."""
-    if not (isinstance(skeleton, dict) and isinstance(body, dict)):
-        return []
-    supply, targets = iter(own), list[torch.Tensor]()
-    mine = {key: [next(supply) for _ in parts_of(part, Slot)] for key, part in skeleton.items()}
-    for key, part in body.items():
-        alike = key in skeleton and same_skeleton(skeleton[key], part)
-        targets += mine[key] if alike else _fresh(part)
-    return targets
+    tensors: list[torch.Tensor] = []
+    if same_skeleton(strip(own, tensors), body):
+        return tensors
+    if in_parts and isinstance(own, dict) and isinstance(body, dict):
+        return [one for key, part in body.items() for one in _matching(own.get(key), part, in_parts=False)]
+    return _fresh(body)
 
 
 def _fresh(described: Any) -> list[torch.Tensor]:
