@@ -92,7 +92,7 @@ def _default(value: Any) -> str | None:
     return name if factory is not None and _DEFAULTS.get(name) is factory else None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Slot:
     """Stand for a tensor in the description of a state."""
 
