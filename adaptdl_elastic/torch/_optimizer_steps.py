@@ -1,4 +1,4 @@
-"""Decide when the optimizer of an AdaptiveDataParallel steps, and record what a step has done.
+"""Decide when the optimizer of a model steps, record what a step has done, and undo one that failed.
 
 `scaling_rules` replaces the methods of the optimizer by ones that ask here, and `_gradient.grad_scaler` those
 of a GradScaler.
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
+from adaptdl_elastic.checkpoint.state_copy import copies_beside
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window
 from adaptdl_elastic.torch._gradient.comm_hook import HookState
@@ -22,34 +24,35 @@ from adaptdl_elastic.torch._gradient.measurement import Sampler
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import guards, settle
+from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._sharded.window import ShardedWindow
 from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
 
 logger = logging.getLogger(__name__)
 
 
-class StepsModel:
+class StepsModel(torch.nn.Module):
     """Define what models of every kind tell of their optimizer, its steps and its gradient statistics."""
 
     name: str
     scaling_rule: ScalingRuleBase
     gns: GradientNoiseScale
     irreparable: str | None  # why a failed step cannot be undone
-    _optimizer: torch.optim.Optimizer
-    _lr_scheduler: Any
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any  # scheduler given to the constructor, or None
+    mp_scaler: Any = None  # GradScaler given to the constructor, or None
     _batch: Batch
     _batch_sizes: BatchSizes
     _window: Window | ShardedWindow
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Optimizer of the model's parameters."""
-        return self._optimizer
+    def attempted_steps(self) -> int:
+        """Steps that were taken, or skipped because gradients were not finite."""
+        return self.gns.steps + self.gns.skipped
 
-    @property
-    def lr_scheduler(self) -> Any:
-        """Scheduler given to the constructor, or None."""
-        return self._lr_scheduler
+    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
+        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
+        return ModelCopies(self, last)
 
     @property
     def progress(self) -> float:
@@ -98,24 +101,67 @@ class StepsModel:
         loader = registry(session).current
         return loader is None or not loader.training or bool(loader.is_optim_step())
 
-    def _check_groups(self, kind: str) -> None:
-        """Raise RuntimeError if parameter groups were added since this model, of class `kind`, was made."""
-        if len(self._optimizer.param_groups) != self.gns.groups:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; do nothing in the middle of an accumulation window."""
+        if self.begin_zero_grad():
+            super().zero_grad(set_to_none=set_to_none)
+
+    def begin_zero_grad(self) -> bool:
+        """Return whether `zero_grad` is to drop all gradients now. Called by scaling rules."""
+        raise NotImplementedError
+
+    def _next_batch(self, replicas: int, by_hand: bool = False) -> tuple[Batch, ElasticLoader | None]:
+        """Return the current batch, and the data loader that trains with it; None if no loader does.
+
+        The statistics are in units of this batch from now on.
+
+        Args:
+            replicas: Number of replicas that the batch is divided among.
+            by_hand: Whether the script accumulates gradients by hand.
+        """
+        loader = current_dataloader()
+        if loader is not None and self.training:
+            loader.train()
+        if loader is None or not (loader.training or loader.training_loader_undecided):
+            # a validation loop in which gradients are not turned off
+            scale = self.gns.accum_scale
+            return Batch(replicas=replicas, parts=replicas, size=scale, scale=scale), None
+        saved = self._batch_sizes.use(loader.key, loader.batch_size)
+        if saved is not None:
+            change_units(self, saved, loader.batch_size)
+        batch = Batch.of(loader, replicas, by_hand)
+        self.gns.set_accum_scale(batch.size / batch.micro_batches)
+        return batch, loader
+
+    def _steps_now(self, kind: str, closure: bool) -> bool:
+        """Return `stepping` at a call of `optimizer.step`, which has a closure or not.
+
+        Raises:
+            RuntimeError: parameter groups were added since this model, of class `kind`, was made, or a
+                closure is used with gradient accumulation.
+        """
+        if len(self.optimizer.param_groups) != self.gns.groups:
             raise RuntimeError(
-                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
+                f"the optimizer has {len(self.optimizer.param_groups)} parameter groups now, and had "
                 f"{self.gns.groups} when {kind} was made: add all groups before, with requires_grad or a "
                 f"learning rate of 0 for those that are to train later"
             )
+        if closure and not (self.stepping or current_session().dry):
+            raise RuntimeError(
+                "optimizer.step(closure) cannot be combined with gradient accumulation: call "
+                "autoscale_batch_size(..., gradient_accumulation=False)"
+            )
+        return self.stepping
 
 
 class OptimizerSteps(StepsModel, DistributedDataParallel):
     """Decide when the optimizer of a model steps. `AdaptiveDataParallel` adds forward and backward passes."""
 
-    _mp_scaler: Any
     _window: Window
     _hook: HookState
     _sampler: Sampler
     _state: ModelState
+    _save_prepared: bool  # in this generation, whose rank 0 saves
     _user_no_sync: bool  # the script accumulates by hand
     _synchronised: bool  # False during a forward pass whose gradients are not synchronised
 
@@ -140,7 +186,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             "Scale": self.scale,
             "Progress": self.gns.get_progress(),
         }
-        factor, groups = self.lr_factor, len(self._optimizer.param_groups)
+        factor, groups = self.lr_factor, len(self.optimizer.param_groups)
         scalars["Learning_Rate_Factor"] = mean(factor)
         if groups > 1 and not isinstance(factor, float | int):
             scalars |= {f"Learning_Rate_Factor/{index}": float(factor[index]) for index in range(groups)}
@@ -162,13 +208,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             RuntimeError: parameter groups were added, a closure is used with gradient accumulation, or
                 `zero_grad` was called in some batches of the window only.
         """
-        self._check_groups("AdaptiveDataParallel")
-        if not self.stepping:
-            if closure:
-                raise RuntimeError(
-                    "optimizer.step(closure) cannot be combined with gradient accumulation: call "
-                    "autoscale_batch_size(..., gradient_accumulation=False)"
-                )
+        if not self._steps_now("AdaptiveDataParallel", closure):
             self.step_left_out()
             return False
         if self._hook.suspect:
@@ -179,7 +219,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
                 "other batches: with gradient accumulation call zero_grad() at the same place of every batch"
             )
         if self._hook.failure is not None:
-            self.irreparable = grad_scaler.why_irreparable(self._mp_scaler)
+            self.irreparable = grad_scaler.why_irreparable(self.mp_scaler)
             current_session().recovery.before_step(left_out=True)
             return False
         self._hook.clock.stepping()
@@ -190,13 +230,13 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             loader.train()
         self._sampler.collect()
         self._sampler.before_step()
-        loaders.comparison.options(self.name, self._optimizer)
+        loaders.comparison.options(self.name, self.optimizer)
         session.recovery.before_step(left_out=False)
         return True
 
     def end_step(self, factor: float | Array) -> None:
         """Record that the optimizer has stepped at learning rates times `factor`. Called by scaling rules."""
-        if grad_scaler.skipped(self._optimizer):
+        if grad_scaler.skipped(self.optimizer):
             self.skipped_step()
             return
         self._sampler.close(self._batch.size)
@@ -209,7 +249,9 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
         metrics.update_progress(progress)
         self._sampler.report(metrics, self.name)
         metrics.update_gain(self.name, self.gain, mean(factor))
-        self._state.prepare_save()
+        if not self._save_prepared:
+            self._save_prepared = True
+            self._state.prepare_save()
 
     def skipped_step(self) -> None:
         """Record that the optimizer did not step as gradients were inf or nan. Called by GradScaler hooks."""
@@ -220,7 +262,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
         self._window.reset()
         self.gns.reset_accumulation()
         self.gns.skipped += 1
-        self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self._mp_scaler)))
+        self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self.mp_scaler)))
         current_session().metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 
@@ -254,3 +296,68 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
 def mean(factor: float | Array) -> float:
     """Return the mean of a learning-rate factor over the parameter groups."""
     return float(factor) if isinstance(factor, float | int) else float(sum(factor) / len(factor))
+
+
+class ModelCopies:
+    """Copy what a step may change of one model besides its parameters, when a window begins."""
+
+    def __init__(self, model: Any, last: object) -> None:
+        self._model = model
+        self._attempted = model.attempted_steps
+        self._by_hand = model.accumulates_by_hand
+        self._hyperparameters = _hyperparameters(model.optimizer)
+        scheduler, scaler = model.lr_scheduler, model.mp_scaler
+        self._scheduler = None if scheduler is None else scheduler.state_dict()
+        self._scaler = _scale_of(scaler)
+        buffers = [*model.module.buffers()]
+        before = last._buffers if isinstance(last, ModelCopies) else None
+        self._buffers: list[torch.Tensor] = copies_beside(buffers, before) if buffers else []
+
+    def why_irreparable(self) -> str | None:
+        """Return why the step cannot be put back; None if it can."""
+        model = self._model
+        if model.irreparable is not None:
+            return str(model.irreparable)
+        # what a failed step has accumulated since its own beginning is computed again
+        if self._by_hand or (model.accumulates_by_hand and model.failure is None):
+            return "what it had accumulated by hand in no_sync(), over several batches, is lost"
+        if model.attempted_steps != self._attempted:
+            return "a part of the step was taken already (several models or several steps in one batch)"
+        unknown = model.lr_scheduler is None and hasattr(model.optimizer.step, "_wrapped_by_lr_sched")
+        if unknown and _hyperparameters(model.optimizer) != self._hyperparameters:
+            return "a scheduler changed the learning rate, and AdaptiveDataParallel was given no lr_scheduler"
+        return None
+
+    def put_back(self) -> None:
+        """Restore all copied values. May be called more than once."""
+        model = self._model
+        with torch.no_grad():
+            for buffer, before in zip(model.module.buffers(), self._buffers, strict=True):
+                buffer.copy_(before)
+        for group, values in zip(model.optimizer.param_groups, self._hyperparameters, strict=True):
+            group.update(values)
+        if self._scheduler is not None:
+            model.lr_scheduler.load_state_dict(self._scheduler)
+        if self._scaler is not None:
+            scaler = model.mp_scaler
+            scaler._scale, scaler._growth_tracker = (None if t is None else t.clone() for t in self._scaler)
+            scaler._per_optimizer_states.clear()
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _scale_of(scaler: Any) -> list[torch.Tensor | None] | None:
+    """Return GradScaler's two tensors, which it makes at its first use, without waiting for the device."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    tensors = [getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)]
+    return [None if tensor is None else tensor.clone() for tensor in tensors]

@@ -6,21 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 
 from adaptdl_elastic import checkpoint
-from adaptdl_elastic._interfaces import ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient.accumulation import Batch
 from adaptdl_elastic.torch._gradient.estimator import Array
-from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
-from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
-from adaptdl_elastic.torch._optimizer_steps import StepsModel
+from adaptdl_elastic.torch._optimizer_steps import StepsModel, mean
 from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
 from adaptdl_elastic.torch._sharded import fully_shard, reshard
 from adaptdl_elastic.torch._sharded.model_state import ShardedModelState
@@ -31,7 +27,7 @@ from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
 __all__ = ["AdaptiveFSDP"]
 
 
-class AdaptiveFSDP(StepsModel, torch.nn.Module):
+class AdaptiveFSDP(StepsModel):
     """Train a model that `fully_shard` (FSDP2) was applied to, while the number of replicas changes in place.
 
     Apply `fully_shard` as usual, without a mesh, and make the optimizer afterwards. When replicas come or go,
@@ -88,7 +84,7 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         super().__init__()
         self.module = model
         self.name = name
-        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self._trained = frozenset(id(one) for one in fully_shard.parameters(model) if one.requires_grad)
         self._groups = [*fully_shard.groups(model)]
         self._device = next(model.parameters()).device
@@ -119,24 +115,13 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
 
     def _begin_batch(self) -> None:
         """Prepare for the gradients of the data loader's current batch."""
-        loader, replicas = current_dataloader(), current_session().replicas
-        if loader is not None and self.training:
-            loader.train()
-        if loader is None or not (loader.training or loader.training_loader_undecided):
-            scale = self.gns.accum_scale
-            self._batch = Batch(replicas=replicas, parts=replicas, size=scale, scale=scale)
-        else:
-            if not fully_shard.synchronises(self._groups):
-                raise RuntimeError(
-                    "AdaptiveFSDP weighs the gradients of each batch as they are synchronised: leave out "
-                    "set_requires_gradient_sync(False). Gradients of several batches may be added up "
-                    "without it"
-                )
-            saved = self._batch_sizes.use(loader.key, loader.batch_size)
-            if saved is not None:
-                change_units(self, saved, loader.batch_size)
-            self._batch = Batch.of(loader, replicas)
-            self.gns.set_accum_scale(self._batch.size / self._batch.micro_batches)
+        self._batch, loader = self._next_batch(current_session().replicas)
+        if loader is not None and not fully_shard.synchronises(self._groups):
+            raise RuntimeError(
+                "AdaptiveFSDP weighs the gradients of each batch as they are synchronised: leave out "
+                "set_requires_gradient_sync(False). Gradients of several batches may be added up "
+                "without it"
+            )
         self._noise.begin(self._batch)
 
     def _new_noise(self) -> ShardedNoise:
@@ -168,13 +153,8 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         if batch.accumulating:
             self.gns.count_micro_batch()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; do nothing in the middle of an accumulation window."""
-        if self.begin_zero_grad():
-            super().zero_grad(set_to_none=set_to_none)
-
     def _optimized(self) -> Iterator[torch.Tensor]:
-        return (one for group in self._optimizer.param_groups for one in group["params"])
+        return (one for group in self.optimizer.param_groups for one in group["params"])
 
     # A change of the number of replicas.
 
@@ -189,7 +169,7 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
 
         def transfer() -> None:
             with torch.no_grad():
-                reshard.hand_over(self.module, self._optimizer, group, session.rank, order)
+                reshard.hand_over(self.module, self.optimizer, group, session.rank, order)
 
         patiently(session, group, transfer)
 
@@ -203,16 +183,12 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
 
         def transfer() -> None:
             with torch.no_grad():
-                reshard.spread(self.module, self._optimizer, group, session.rank, holders, self._device)
+                reshard.spread(self.module, self.optimizer, group, session.rank, holders, self._device)
 
         patiently(session, group, transfer)
         self._noise = self._new_noise()
         self._window.reset()
         self.gns.reset_accumulation()
-
-    @property
-    def mp_scaler(self) -> None:
-        """None: a GradScaler is not supported."""
 
     @property
     def has_own_process_group(self) -> bool:
@@ -256,20 +232,11 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         """False: the process ends after a failure."""
         return False
 
-    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
-        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
-        return DataParallelSnapshot(self, last)
-
     def sync_buffers(self, limit: timedelta = timedelta(seconds=60)) -> None:
         """Do nothing: `fully_shard` leaves buffers to each replica. Newcomers get another replica's."""
 
     def data_loop_begins(self) -> None:
         """Do nothing: see `sync_buffers`."""
-
-    @property
-    def attempted_steps(self) -> int:
-        """Steps that were taken."""
-        return self.gns.steps
 
     @property
     def accumulates_by_hand(self) -> bool:
@@ -291,17 +258,11 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         Raises:
             RuntimeError: parameter groups were added, or a closure is used with gradient accumulation.
         """
-        self._check_groups("AdaptiveFSDP")
-        if not self.stepping:
-            if closure and not current_session().dry:
-                raise RuntimeError(
-                    "optimizer.step(closure) cannot be combined with gradient accumulation: call "
-                    "autoscale_batch_size(..., gradient_accumulation=False)"
-                )
+        if not self._steps_now("AdaptiveFSDP", closure):
             return False
         registry().speed.clock.stepping()
         self._noise.collect()
-        registry().comparison.options(self.name, self._optimizer)
+        registry().comparison.options(self.name, self.optimizer)
         current_session().recovery.before_step(left_out=False)
         return True
 
@@ -314,7 +275,7 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         session = current_session()
         session.metrics.update_progress(max(model.progress for model in session.models))
         self._noise.report(self.name)
-        session.metrics.update_gain(self.name, self.gain, float(np.mean(factor)))
+        session.metrics.update_gain(self.name, self.gain, mean(factor))
 
     def skipped_step(self) -> None:
         """Do nothing: a GradScaler is not supported."""

@@ -14,18 +14,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import checkpoint
-from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
+from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler, loss_reduction
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.measurement import Sampler
-from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples
-from adaptdl_elastic.torch._gradient.units import change_units
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._optimizer_steps import OptimizerSteps
 from adaptdl_elastic.torch._process_group import backends
@@ -85,9 +83,9 @@ class AdaptiveDataParallel(OptimizerSteps):
         self._ddp_kwargs = ddp_kwargs
         self._trained = frozenset(id(param) for param in model.parameters() if param.requires_grad)
         self.irreparable: str | None = None  # why a failed step cannot be undone
-        self._optimizer = optimizer
-        self._lr_scheduler = lr_scheduler
-        self._mp_scaler = mp_scaler
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.mp_scaler = mp_scaler
         self.name = name
         self.scaling_rule = scaling_rule if scaling_rule is not None else default_rule(optimizer)
         kind = AdamGradientNoiseScale if self.scaling_rule.preconditioned else GradientNoiseScale
@@ -113,9 +111,9 @@ class AdaptiveDataParallel(OptimizerSteps):
     def _saved_state(self) -> ModelState:
         parts = {
             "model": self.module,
-            "optimizer": self._optimizer,
-            "lr_scheduler": self._lr_scheduler,
-            "mp_scaler": self._mp_scaler,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "mp_scaler": self.mp_scaler,
             "statistics": self.gns,
         }
         collect = lambda: self._sampler.collect()  # noqa: E731  (each generation has another sampler)
@@ -123,9 +121,10 @@ class AdaptiveDataParallel(OptimizerSteps):
 
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
+        self._save_prepared = False
         self._buffers_wait = False  # the broadcast of buffers was skipped in the current forward pass
         self._buffers_are_shared = bool(self.broadcast_buffers)  # as DDP's constructor set it
-        optimizer = self._optimizer  # not self: DDP's reducer keeps the hook, and so would keep self, forever
+        optimizer = self.optimizer  # not self: DDP's reducer keeps the hook, and so would keep self, forever
         norms = comm_hook.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
         self._hook = comm_hook.HookState(
             norms, self.process_group, self.process_group.size(), clock=registry().speed.clock
@@ -135,7 +134,7 @@ class AdaptiveDataParallel(OptimizerSteps):
             self._hook.link = backends.present(current_session())
         self._memory.hook = self._hook
         self._memory.reset()
-        self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
+        self._sampler = Sampler(self.gns, self._hook, self.mp_scaler)
         self.register_comm_hook(self._hook, comm_hook.reduce_bucket)
 
     def hand_over(self, order: Sequence[int]) -> None:
@@ -185,11 +184,6 @@ class AdaptiveDataParallel(OptimizerSteps):
         return self._hook.stuck
 
     @property
-    def mp_scaler(self) -> Any:
-        """GradScaler given to the constructor, or None."""
-        return self._mp_scaler
-
-    @property
     def has_own_process_group(self) -> bool:
         """Whether the script gave the model another process group than torch's default one."""
         return self._ddp_kwargs.get("process_group") is not None
@@ -199,22 +193,13 @@ class AdaptiveDataParallel(OptimizerSteps):
         """Whether the script is accumulating gradients over several windows in `no_sync()`."""
         return self._window.by_hand
 
-    @property
-    def attempted_steps(self) -> int:
-        """Steps that were taken, or skipped because gradients were not finite."""
-        return self.gns.steps + self.gns.skipped
-
     def why_not_resilient(self) -> str | None:
         """Return why the death of a replica cannot be survived with this model; None if it can."""
         if self.find_unused_parameters:
             return "find_unused_parameters=True needs a collective that cannot be given up"
-        if isinstance(self._optimizer, torch.optim.LBFGS):
+        if isinstance(self.optimizer, torch.optim.LBFGS):
             return "LBFGS moves parameters in the middle of a step"
         return None
-
-    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
-        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
-        return DataParallelSnapshot(self, last)
 
     def clear_failure(self) -> None:
         """Forget a failure, and drop the gradients of the step that failed."""
@@ -369,31 +354,13 @@ class AdaptiveDataParallel(OptimizerSteps):
         finally:
             self._user_no_sync = before
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; do nothing in the middle of an accumulation window."""
-        if self.begin_zero_grad():
-            super().zero_grad(set_to_none=set_to_none)
-
     def _begin_batch(self) -> Batch:
-        loader = current_dataloader()
-        replicas = self._hook.world_size
-        if loader is not None and self.training:
-            loader.train()
-        if loader is None or not (loader.training or loader.training_loader_undecided):
-            # A validation loop in which gradients are not turned off.
-            scale = self.gns.accum_scale
-            batch = Batch(replicas=replicas, parts=replicas, size=scale, scale=scale)
-        else:
-            if self.static_graph and (loader.accumulation_steps or loader.may_accumulate):
-                raise RuntimeError(
-                    "static_graph=True cannot be combined with gradient accumulation, in which not every "
-                    "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
-                )
-            saved = self._batch_sizes.use(loader.key, loader.batch_size)
-            if saved is not None:
-                change_units(self, saved, loader.batch_size)
-            batch = Batch.of(loader, replicas, self._user_no_sync)
-            self.gns.set_accum_scale(batch.size / batch.micro_batches)
+        batch, loader = self._next_batch(self._hook.world_size, self._user_no_sync)
+        if self.static_graph and loader is not None and (loader.accumulation_steps or loader.may_accumulate):
+            raise RuntimeError(
+                "static_graph=True cannot be combined with gradient accumulation, in which not every "
+                "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
+            )
         self._batch = batch
         self._window.by_hand |= batch.by_hand
         self._hook.weight = batch.share * batch.weight
@@ -458,9 +425,9 @@ class AdaptiveDataParallel(OptimizerSteps):
             first = self._window.after_backward(batch, self._hook.reduced)
             if batch.accumulating and first:
                 self.gns.count_micro_batch()
-                if self._mp_scaler is None and not self._looked_for_scalers:
+                if self.mp_scaler is None and not self._looked_for_scalers:
                     self._looked_for_scalers = True
-                    grad_scaler.guard(self, self._optimizer)
+                    grad_scaler.guard(self, self.optimizer)
             if batch.accumulating and batch.place == 0 and not self._window.apart:
                 self._sampler.first_part(self._window.gradients())
             elif not (batch.accumulating or self._hook.reduced):
