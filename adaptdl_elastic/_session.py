@@ -29,6 +29,7 @@ from adaptdl_elastic._interfaces import (
     Capability,
     Closable,
     Consensus,
+    ElasticLoader,
     ElasticModel,
     Joining,
     LearntLimit,
@@ -133,6 +134,10 @@ class Session:
         self.lock = threading.RLock()
         # parts that other modules make at their first use
         self.position: StepCounter | None = None
+        # whose data loop is running
+        self.loader: ElasticLoader | None = None
+        # that models are trained with
+        self.training_loader: ElasticLoader | None = None
         # see `torch._data.registry`
         self.loaders: object = None
         # see `torch._tuning.memory_limit`

@@ -95,7 +95,7 @@ class StepsModel:
         session = current_session()
         if session.dry:
             return False
-        loader = registry(session).current
+        loader = session.loader
         return loader is None or not loader.training or bool(loader.is_optim_step())
 
     def _check_groups(self, kind: str) -> None:
@@ -184,13 +184,12 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             return False
         self._hook.clock.stepping()
         session = current_session()
-        loaders = registry(session)
-        loader = loaders.current
+        loader = session.loader
         if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
             loader.train()
         self._sampler.collect()
         self._sampler.before_step()
-        loaders.comparison.options(self.name, self._optimizer)
+        registry(session).comparison.options(self.name, self._optimizer)
         session.recovery.before_step(left_out=False)
         return True
 

@@ -12,7 +12,7 @@ import torch
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.accumulation import Batch
 from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
@@ -119,7 +119,7 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
 
     def _begin_batch(self) -> None:
         """Prepare for the gradients of the data loader's current batch."""
-        loader, replicas = current_dataloader(), current_session().replicas
+        loader, replicas = current_session().loader, current_session().replicas
         if loader is not None and self.training:
             loader.train()
         if loader is None or not (loader.training or loader.training_loader_undecided):
@@ -151,7 +151,7 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         if current_session().dry:
             return
         self._window.reducing(self._batch, self._ended)
-        if self._stepped and not self._passed and current_dataloader() is not None:
+        if self._stepped and not self._passed and current_session().loader is not None:
             parts = (fully_shard.local(one.grad) for one in self._optimized() if one.grad is not None)
             if any(part.any() for part in parts):
                 raise RuntimeError(

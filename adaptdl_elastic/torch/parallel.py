@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler, loss_reduction
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
@@ -262,7 +262,7 @@ class AdaptiveDataParallel(OptimizerSteps):
 
     def _examine_loss(self, output: Any) -> None:
         """Let the first backward pass of training report a problem if the loss is a sum over samples."""
-        loader, metrics = current_dataloader(), current_session().metrics
+        loader, metrics = current_session().loader, current_session().metrics
         if loader is not None and loader.training and loader.local_samples > 1:
             report = partial(metrics.report_problem, f"the loss of {self.name}")
             self._memory.examine = loss_reduction.examine(output, loader.local_samples, report)
@@ -290,7 +290,7 @@ class AdaptiveDataParallel(OptimizerSteps):
     def _compare_inputs(self, inputs: Any) -> None:
         """Send a digest of the inputs to rank 0, which reports a problem if all replicas have the same."""
         if self.process_group is dist.group.WORLD:
-            loader = current_dataloader()
+            loader = current_session().loader
             counts = loader is None or loader.local_samples > 0
             self._comparison.inputs(self.name, inputs, loader is not None, counts)
 
@@ -375,7 +375,7 @@ class AdaptiveDataParallel(OptimizerSteps):
             super().zero_grad(set_to_none=set_to_none)
 
     def _begin_batch(self) -> Batch:
-        loader = current_dataloader()
+        loader = current_session().loader
         replicas = self._hook.world_size
         if loader is not None and self.training:
             loader.train()
@@ -546,7 +546,7 @@ def _compiled_forward(adp: AdaptiveDataParallel, inputs: tuple[Any, ...], kwargs
 
 
 def _current_batch() -> Samples:
-    loader = current_dataloader()
+    loader = current_session().loader
     if loader is None:
         return Samples()
     inner = script_position().inner.innermost()
@@ -568,7 +568,7 @@ def _unbounded(loader: ElasticLoader) -> int | None:
 
 def _evaluating() -> bool:
     """Return whether a data loop is running in which no model is trained."""
-    loader = current_dataloader()
+    loader = current_session().loader
     if loader is None or loader.training:
         return False
     return not (loader.training_loader_undecided and torch.is_grad_enabled())

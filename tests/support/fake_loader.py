@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch._data.registry import registry
 
 
 @dataclass
@@ -67,9 +66,9 @@ class FakeLoader:
         return not self.is_accum_step()
 
     def __enter__(self) -> FakeLoader:
-        known: Any = registry()
-        known.current = self
+        session: Any = _session.current()
+        session.loader = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        registry().current = None
+        _session.current().loader = None

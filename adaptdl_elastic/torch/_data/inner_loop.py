@@ -19,7 +19,6 @@ from adaptdl_elastic import _session
 from adaptdl_elastic.torch._data.iterable import Settings, ShardedStream
 from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
 from adaptdl_elastic.torch._data.partition import derive_seed
-from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler
 from adaptdl_elastic.torch._runtime.inner_loops import InnerLoop, InnerPosition
 from adaptdl_elastic.torch._runtime.position import script_position
@@ -54,7 +53,7 @@ def run_inner_loop(
         RuntimeError: the loader adapts its batch size, or its loop is running already.
     """
     session = _session.current()
-    if registry().current is helper:
+    if session.loader is helper:
         raise RuntimeError(
             "two data loops over one loader at the same time: make a second AdaptiveDataLoader of its "
             "data set"
@@ -85,7 +84,7 @@ def run_inner_loop(
 
 def _start(helper: AdaptiveDataLoaderHelper, parts: int) -> InnerPosition:
     """Return the position of a loop that begins here. Each inner loop gets an order of its own."""
-    outer, state = registry().current, script_position()
+    outer, state = helper.session.loader, script_position()
     seed = 0 if outer is None else state.seeds.get(outer.key, 0)
     where = state.finished, state.entered, max(state.inner.window, 0), state.inner.begun
     return 0, derive_seed(seed, zlib.crc32(helper.key.encode()), *where), 0, *[0] * parts
@@ -134,7 +133,7 @@ def _sizes(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> tuple[int, int 
     A loop beside the outermost one has as many batches in a window as the outermost loop, so that neither
     ends before the other.
     """
-    outer, batch = registry().current, helper.batch_size
+    outer, batch = helper.session.loader, helper.batch_size
     if not loop.beside:
         limit = memory_limit().inner.get(helper.key)
         return (batch if limit is None else min(batch, helper.session.replicas * limit)), limit

@@ -228,10 +228,10 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         session = self.session
         session.start()
         state, streams = script_position(), self.registry.streams
-        if self.registry.current is not None and state.looping:
+        if self.session.loader is not None and state.looping:
             # raises
             state.enter(self.key)
-        self.registry.current = self
+        self.session.loader = self
         ended, left, drawing = False, None, False
         try:
             if self.session.replicas > 1:
@@ -243,7 +243,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 state.looping = self._skipped = True
             else:
                 self._skipped = not state.enter(self.key)
-            known = self.registry.training
+            known = self.session.training_loader
             if state.trainer == self.key and (known is None or self.replaces(known)):
                 # known from the epoch before, or to a newcomer from the other replicas
                 self.train()
@@ -287,7 +287,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 streams.leave_loop()
             if state.looping:
                 state.leave(ended and not self._skipped, left, self.drives)
-            self.registry.current = None
+            self.session.loader = None
             self._loops = self._window = self._progress = None
             self.pause()
 
@@ -427,7 +427,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """Prepare to hand out a batch."""
         self._handed_out += 1
         self._speed.clock.enter(Stage.BODY)
-        session, training = self.session, self.registry.training is self
+        session, training = self.session, self.session.training_loader is self
         if self.micro_batch == 0:
             state = self._running()
             index = state.index
@@ -472,7 +472,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             even: Whether all replicas had a full batch; the time is recorded only if so.
             boundary: Whether to call `pass_boundary` at the end of a window; if False, the caller calls it.
         """
-        session, state, training = self.session, self._running(), self.registry.training is self
+        session, state, training = self.session, self._running(), self.session.training_loader is self
         accumulating, safe, drift = self.is_accum_step(), session.recovery, session.consensus.drift
         drift.check()
         failed, broken = safe.trouble()

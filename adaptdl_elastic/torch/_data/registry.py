@@ -41,10 +41,6 @@ class LoaderRegistry:
         self._outside = 0
         # (epoch, loaders by script line)
         self._inside: tuple[int | None, Counter[str]] = (None, Counter())
-        # loader whose data loop is running
-        self.current: ElasticLoader | None = None
-        # loader that models are trained with
-        self.training: ElasticLoader | None = None
         # number of loaders that cannot hand out the samples of a step again
         self.unrepeatable = 0
 
@@ -99,7 +95,7 @@ def registry(session: Session | None = None) -> LoaderRegistry:
 
 def current_dataloader() -> ElasticLoader | None:
     """Return the helper of the loader whose loop runs in this process; None outside data loops."""
-    return registry().current
+    return _session.current().loader
 
 
 class LoaderBatchSize(ElasticLoader):
@@ -208,12 +204,12 @@ class LoaderBatchSize(ElasticLoader):
     @property
     def training(self) -> bool:
         """Whether models are trained with this loader."""
-        return self.registry.training is self
+        return self.session.training_loader is self
 
     @property
     def training_loader_undecided(self) -> bool:
         """Whether no loader has been used for training yet."""
-        return self.registry.training is None and script_position().trainer is None
+        return self.session.training_loader is None and script_position().trainer is None
 
     def train(self) -> None:
         """Make this the loader that models are trained with.
@@ -225,7 +221,7 @@ class LoaderBatchSize(ElasticLoader):
         """
         if self.session.epoch is None:
             self._train_outside()
-        known = self.registry.training
+        known = self.session.training_loader
         if known is self:
             return
         if known is not None and known.adaptive and not self.replaces(known):
@@ -234,7 +230,7 @@ class LoaderBatchSize(ElasticLoader):
             )
         if known is None:
             self._tell_batch_size()
-        self.registry.training = self
+        self.session.training_loader = self
         # if several loaders train in turn, this one will train again
         self.trained = True
         script_position().trainer = self.key
@@ -322,7 +318,7 @@ class LoaderBatchSize(ElasticLoader):
         )
         if problem is not None and _begins():
             raise ValueError(problem)
-        known = self.registry.training
+        known = self.session.training_loader
         self._generation = None
         if known is not None and known is not self and known.adaptive:
             if not self.replaces(known):
@@ -343,12 +339,12 @@ class LoaderBatchSize(ElasticLoader):
         self._allowed = gradient_accumulation
         if begins and self._generation is None:
             self._atomic, self.accumulation = self._initial()
-        self.registry.training = self
+        self.session.training_loader = self
         self._announce()
 
     def replaces(self, known: ElasticLoader) -> bool:
         """Return whether the script has made this loader to replace `known`, e.g. one loader per epoch."""
-        return known.key == self.key and self.registry.current is not known
+        return known.key == self.key and self.session.loader is not known
 
     def sync_local_bsz(self) -> int:
         """Settle the batch size of this generation on all replicas, and return `current_local_bsz`."""
