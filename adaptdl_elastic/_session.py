@@ -33,6 +33,7 @@ from adaptdl_elastic._interfaces import (
     ElasticModel,
     Joining,
     LearntLimit,
+    ReportedPosition,
     Reporter,
     Rescaling,
     SavedState,
@@ -138,6 +139,9 @@ class Session:
         self.loader: ElasticLoader | None = None
         # that models are trained with
         self.training_loader: ElasticLoader | None = None
+        self.reported_position = ReportedPosition()
+        # whether the number of replicas can change without a restart, and if not, the reason
+        self.inplace = (False, "")
         # see `torch._data.registry`
         self.loaders: object = None
         # see `torch._tuning.memory_limit`
@@ -185,6 +189,11 @@ class Session:
         """Optimizer steps finished since the job began."""
         return 0 if self.position is None else self.position.step
 
+    @property
+    def progress(self) -> float:
+        """Training so far, in steps at the initial batch size: the largest progress of the models."""
+        return max([model.progress for model in self.models], default=0.0)
+
     def has(self, part: str) -> bool:
         """Return whether a part has been made."""
         return part in self.__dict__
@@ -221,7 +230,7 @@ class Session:
 
     def report_eligibility(self) -> None:
         """Report to the scheduler whether the number of replicas can currently change in place."""
-        self.metrics.set_inplace(*_installed().may_change(self))
+        self.inplace = _installed().may_change(self)
 
     @property
     def started(self) -> bool:

@@ -24,7 +24,13 @@
 No module of this package imports torch at run time.
 """
 
-from adaptdl_elastic._interfaces.loaders import ElasticLoader, LearntLimit
+from adaptdl_elastic._interfaces.loaders import (
+    BatchSize,
+    ElasticLoader,
+    LearntLimit,
+    Limits,
+    ReportedPosition,
+)
 from adaptdl_elastic._interfaces.models import (
     ElasticModel,
     GradientStatistics,
@@ -35,7 +41,6 @@ from adaptdl_elastic._interfaces.models import (
 )
 from adaptdl_elastic._interfaces.services import (
     Capability,
-    ChosenBatchSize,
     Closable,
     Command,
     Consensus,
@@ -52,8 +57,8 @@ from adaptdl_elastic._interfaces.services import (
 )
 
 __all__ = [
+    "BatchSize",
     "Capability",
-    "ChosenBatchSize",
     "Closable",
     "Command",
     "Consensus",
@@ -62,9 +67,11 @@ __all__ = [
     "GradientStatistics",
     "Joining",
     "LearntLimit",
+    "Limits",
     "ModelSnapshot",
     "Place",
     "Position",
+    "ReportedPosition",
     "Reporter",
     "Rescaling",
     "RetryDataLoop",

@@ -2,7 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+
+class BatchSize(NamedTuple):
+    """Hold a batch size: samples per pass of one replica, and passes without a step before each step."""
+
+    atomic_bsz: int
+    accumulation_steps: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Hold the limits of the batch size that the script gave the training loader."""
+
+    init: int
+    maximum: int | None  # None: the batch size does not change
+    bounds: tuple[int, int] | None
+    accumulation: bool
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether a step has exactly `init` samples, as autoscaling has no other choice."""
+        return self.maximum is None or (self.maximum == self.init and self.accumulation)
+
+
+@dataclass(frozen=True)
+class ReportedPosition:
+    """Hold the position of the job after its last training step, as it is reported.
+
+    Attributes:
+        step: Number of steps.
+        epoch: Present epoch.
+        epochs: Declared number of epochs; None: no end is declared.
+        samples_done: Samples so far, at the initial batch size.
+        samples_total: Samples of the whole job, at the initial batch size.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epochs: int | None = None
+    samples_done: float | None = None
+    samples_total: float | None = None
 
 
 class ElasticLoader(Protocol):
@@ -10,6 +53,8 @@ class ElasticLoader(Protocol):
 
     key: str
     batch_size: int
+    size: BatchSize
+    """Batch of one replica and accumulation steps of a full window."""
     sample_dimension: int | None
     micro_batch: int
     """Number of the current batch within its window, counted from 0."""
@@ -39,8 +84,8 @@ class ElasticLoader(Protocol):
         """Smallest and largest batch of one replica, as the script gave them."""
 
     @property
-    def may_accumulate(self) -> bool:
-        """Whether several batches may be accumulated to one step."""
+    def limits(self) -> Limits:
+        """Limits of the batch size, with that of the memory if this loader trains."""
 
     @property
     def current_batch_size(self) -> int:

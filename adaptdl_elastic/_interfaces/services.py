@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from adaptdl_elastic._interfaces.loaders import ElasticLoader
+from adaptdl_elastic._interfaces.loaders import BatchSize, ElasticLoader
 from adaptdl_elastic.protocol.hints import Straggler
 from adaptdl_elastic.protocol.messages import ChangePlan, RecoveryPlan
 
@@ -130,18 +130,6 @@ class Consensus(Protocol):
         """Wake the control thread after a poll was added."""
 
 
-class ChosenBatchSize(Protocol):
-    """Define a batch size: the batch of one replica and the accumulation steps."""
-
-    @property
-    def atomic_bsz(self) -> int:
-        """Samples of a full batch on one replica."""
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Batches without an optimizer step before each batch with one."""
-
-
 class Reporter(Protocol):
     """Measure step times and gradient statistics, and choose the batch size by them."""
 
@@ -162,35 +150,8 @@ class Reporter(Protocol):
     def update_gain(self, key: str, gain: float, lr_factor: float) -> None:
         """Take the gain and the learning-rate factor of one model."""
 
-    def update_progress(self, progress: float) -> None:
-        """Take the progress so far, in steps at the initial batch size."""
-
-    def get_progress(self) -> float:
-        """Return the progress so far, in steps at the initial batch size."""
-
-    def set_batch_size(
-        self,
-        init_batch_size: int,
-        max_batch_size: int | None = None,
-        local_bsz_bounds: tuple[int, int] | None = None,
-        gradient_accumulation: bool = False,
-    ) -> None:
-        """Take the batch size and the limits that the script gave to the training loader."""
-
-    def set_current_batch_size(self, atomic_bsz: int, accumulation_steps: int) -> None:
-        """Take the batch size that is in use from now on."""
-
-    def update_position(
-        self,
-        *,
-        step: int,
-        epoch: int = 0,
-        epochs: int | None = None,
-        samples_done: float | None = None,
-        samples_total: float | None = None,
-        data_size: int = 0,
-    ) -> None:
-        """Take the position of the job, in steps, epochs and samples."""
+    def batch_size_changed(self) -> None:
+        """Begin to measure the batch size of the training loader, if it is another one now."""
 
     def report_problem(self, about: str, problem: str | None, every_time: bool = False) -> None:
         """Take a description of a problem with a part of the training; None if the problem is solved."""
@@ -207,13 +168,10 @@ class Reporter(Protocol):
         Passes of `atomic_bsz` samples keep a replica busy for `busy` seconds.
         """
 
-    def set_inplace(self, possible: bool, reason: str = "") -> None:
-        """Record whether the number of replicas can change without a restart, and if not, the reason."""
-
-    def best_batch_size(self) -> ChosenBatchSize | None:
+    def best_batch_size(self) -> BatchSize | None:
         """Return the best batch size on the replicas of this generation; None without a goodput model."""
 
-    def suggestion(self) -> ChosenBatchSize | None:
+    def suggestion(self) -> BatchSize | None:
         """Return a batch size that is worth a change; None if there is none."""
 
     def hints(self) -> Any:

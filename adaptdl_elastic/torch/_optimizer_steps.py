@@ -201,11 +201,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
         self._sampler.close(self._batch.size)
         self._window.reset()
         self.gns.advance(self.scale, self._batch.size)
-        progress, session = self.gns.get_progress(), current_session()
-        metrics, models = session.metrics, session.models
-        if len(models) > 1:  # models may step at different rates, as in a GAN: take the largest progress
-            progress = max(model.progress for model in models)
-        metrics.update_progress(progress)
+        metrics = current_session().metrics
         self._sampler.report(metrics, self.name)
         metrics.update_gain(self.name, self.gain, mean(factor))
         self._state.prepare_save()

@@ -352,7 +352,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         local, settled = helper.resolve_batch_size(), helper.settled
         begun = helper.current_index
         self._settle()
-        batches.accumulation = helper.accumulation if helper.training else 0
+        batches.accumulation = helper.size.accumulation_steps if helper.training else 0
         full = helper.current_batch_size
         # A batch that has grown beyond the data set takes all of it, instead of leaving all of it out.
         grown = helper.adaptive and helper.batch_size <= size < full and begun % size == 0

@@ -311,10 +311,8 @@ class AdaptiveFSDP(StepsModel, torch.nn.Module):
         self._window.reset()
         self._noise.close(self._batch)
         self.gns.advance(self.scale, self._batch.size)
-        session = current_session()
-        session.metrics.update_progress(max(model.progress for model in session.models))
         self._noise.report(self.name)
-        session.metrics.update_gain(self.name, self.gain, float(np.mean(factor)))
+        current_session().metrics.update_gain(self.name, self.gain, float(np.mean(factor)))
 
     def skipped_step(self) -> None:
         """Do nothing: a GradScaler is not supported."""

@@ -384,7 +384,7 @@ class AdaptiveDataParallel(OptimizerSteps):
             scale = self.gns.accum_scale
             batch = Batch(replicas=replicas, parts=replicas, size=scale, scale=scale)
         else:
-            if self.static_graph and (loader.accumulation_steps or loader.may_accumulate):
+            if self.static_graph and (loader.accumulation_steps or loader.limits.accumulation):
                 raise RuntimeError(
                     "static_graph=True cannot be combined with gradient accumulation, in which not every "
                     "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"

@@ -139,7 +139,7 @@ def _sizes(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> tuple[int, int 
         return (batch if limit is None else min(batch, helper.session.replicas * limit)), limit
     if not isinstance(outer, AdaptiveDataLoaderHelper) or outer.adaptive or not outer.training:
         return batch, None
-    more, given = outer.accumulation, local_batch(batch, helper.session.replicas)
+    more, given = outer.size.accumulation_steps, local_batch(batch, helper.session.replicas)
     if not more:
         return batch, None
     divided = -(-given // (more + 1))

@@ -290,7 +290,7 @@ def iterate_stream(
 
 def _next_window(items: Iterator[Item], helper: AdaptiveDataLoaderHelper, drop_last: bool) -> list[Item]:
     """Return the chunks of the next optimizer step; an empty list at the end."""
-    full = 1 + (helper.accumulation if helper.training else 0)
+    full = 1 + (helper.size.accumulation_steps if helper.training else 0)
     window = list(islice(items, full))
     return [] if drop_last and len(window) < full else window
 

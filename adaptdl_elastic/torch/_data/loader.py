@@ -30,7 +30,9 @@ import torch
 
 from adaptdl_elastic import collective
 from adaptdl_elastic._checks import whole
+from adaptdl_elastic._interfaces import ReportedPosition
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.protocol.hints import MANY
 from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._data.loop_progress import LoopProgress, part_done, windows_needed
 from adaptdl_elastic.torch._data.partition import Window, shares, taken
@@ -38,6 +40,7 @@ from adaptdl_elastic.torch._data.registry import LoaderBatchSize
 from adaptdl_elastic.torch._data.window_items import WindowItems
 from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
 from adaptdl_elastic.torch._runtime.step_clock import Stage
+from adaptdl_elastic.torch._tuning.training_warnings import data_problem
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +131,11 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """Batches without an optimizer step in the current window; an epoch's last window may have fewer."""
         if self._window is not None or not self.training:
             return len(self._window or (0,)) - 1
-        return self.accumulation if self._left is None else min(self.accumulation, self._left - 1)
+        return (
+            self.size.accumulation_steps
+            if self._left is None
+            else min(self.size.accumulation_steps, self._left - 1)
+        )
 
     def is_accum_step(self) -> bool:
         """Return whether more batches follow the current one before the optimizer steps."""
@@ -194,7 +201,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         If this value changes, the replicas' shares or the position have changed, and the iterator must be
         made again.
         """
-        return self.session.generation, self._atomic, self.accumulation, self._repeats
+        return self.session.generation, *self.size, self._repeats
 
     def resolve_batch_size(self) -> int:
         """Call `sync_local_bsz`, and recover if a peer dies meanwhile.
@@ -255,7 +262,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 for model in session.models:
                     model.data_loop_begins()
             if state.index == 0 and not self._skipped:
-                state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
+                state.start_progress = session.progress if self.adaptive else 0.0
             self._progress = LoopProgress(self, state)
             self._speed.clock.restart()
             self._speed.clock.enter(Stage.DATA)
@@ -351,7 +358,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             return more + left
         gain = max((model.gain for model in self.session.models), default=1.0)
         progress = self._measured().statistical()
-        needed = windows_needed(progress, gain, self._stepped()) * (self.accumulation + 1)
+        needed = windows_needed(progress, gain, self._stepped()) * (self.size.accumulation_steps + 1)
         return more + (max(left, needed) if index < self.end_index else needed)
 
     def ended(self) -> bool:
@@ -440,7 +447,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             if not self.registry.unrepeatable and (training or self._may_train()):
                 session.recovery.begin_window(index)
         if training:
-            session.metrics.profile_step_start(self._atomic)
+            session.metrics.profile_step_start(self.size.atomic_bsz)
 
     def _may_train(self) -> bool:
         """Return whether an optimizer step may follow in this loop.
@@ -484,7 +491,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             else:
                 session.metrics.pause()
             if not accumulating:
-                self._speed.step_ended(counts, (self._atomic, self.accumulation))
+                self._speed.step_ended(counts, self.size)
         if accumulating:
             self.micro_batch += 1
             return
@@ -525,18 +532,16 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         if self._reported_for != now:
             self._reported_for = now
             session.report_eligibility()
+        # a Trainer that counts steps declares sys.maxsize epochs
+        epochs = None if state.until is None or state.until > MANY else state.until
         done, total, size = None, None, self.end_index
         if size:
             done = state.finished * size + self._measured().samples_of_pass()
-            total = None if state.until is None else float(state.until * size)
-        session.metrics.update_position(
-            step=state.step,
-            epoch=state.finished,
-            epochs=state.until,
-            samples_done=done,
-            samples_total=total,
-            data_size=size,
-        )
+            total = None if epochs is None else float(epochs * size)
+        session.reported_position = ReportedPosition(state.step, state.finished, epochs, done, total)
+        parts = session.replicas * (self.size.accumulation_steps + 1)
+        problem = data_problem(size, self.current_batch_size, self.batch_size, parts)
+        session.metrics.report_problem("the batch size", problem)
 
     def epoch_done(self) -> bool:
         """Return whether this loop has made the progress of one pass at the initial batch size.

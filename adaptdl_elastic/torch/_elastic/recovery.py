@@ -474,7 +474,6 @@ class Recovery:
                 model.statistics() if session.rank == 0 else None, tag="statistics"
             )
             model.load_statistics(statistics)
-            session.metrics.update_progress(model.progress)
         for one in everybody:
             # Loaders that a script makes in every epoch are others in another epoch.
             if one.position[0] == mine.position[0]:

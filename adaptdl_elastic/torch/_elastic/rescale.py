@@ -280,7 +280,7 @@ class Rescaler:
         """
         plan.called_off = True
         log.warning("generation %d can not begin in place: %s", plan.generation, why)
-        self._session.metrics.set_inplace(False, why)
+        self._session.inplace = (False, why)
         with contextlib.suppress(RuntimeError):  # the store is gone: no newcomer waits
             store = plan.meeting()
             for attempt in (plan.attempt, plan.attempt + 1):  # the newcomers wait for one of these two

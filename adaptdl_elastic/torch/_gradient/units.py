@@ -29,8 +29,6 @@ def change_units(model: _Model, saved: int, initial: int) -> None:
     gns = model.gns
     progress = gns.get_progress()
     gns.change_units(initial / saved)
-    session, state = _session.current(), script_position()
-    first: object = session.models[0]
+    first: object = _session.current().models[0]
     if progress and first is model:
-        state.start_progress *= gns.get_progress() / progress
-        session.metrics.update_progress(gns.get_progress())
+        script_position().start_progress *= gns.get_progress() / progress

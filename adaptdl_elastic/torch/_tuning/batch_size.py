@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from adaptdl_elastic._interfaces import BatchSize, Limits
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, batch_candidates
 from adaptdl_elastic.protocol.hints import ProfileEntry
 from adaptdl_elastic.torch._tuning.step_curve import predict
@@ -35,29 +35,6 @@ CHANGE = 10.0
 def local_batch(batch_size: int, replicas: int) -> int:
     """Return the samples per replica of a global batch: equal on all replicas, rounded up."""
     return -(-batch_size // replicas)
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """Hold a batch size: samples per pass of one replica, and passes without a step before each step."""
-
-    atomic_bsz: int
-    accumulation_steps: int
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Hold the limits of the batch size that the script gave the training loader."""
-
-    init: int
-    maximum: int | None  # None: the batch size does not change
-    bounds: tuple[int, int] | None
-    accumulation: bool
-
-    @cached_property
-    def exact(self) -> bool:
-        """Whether a step has exactly `init` samples, as autoscaling has no other choice."""
-        return self.maximum is None or (self.maximum == self.init and self.accumulation)
 
 
 def initial(limits: Limits, replicas: int) -> BatchSize:
