@@ -33,7 +33,6 @@ from adaptdl_elastic._interfaces import (
     ElasticModel,
     Joining,
     LearntLimit,
-    ReportedPosition,
     Reporter,
     Rescaling,
     SavedState,
@@ -43,6 +42,7 @@ from adaptdl_elastic._interfaces import (
     TorchGroup,
 )
 from adaptdl_elastic._past_results import Call, PastResults
+from adaptdl_elastic._values import ReportedPosition
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import Event, Hello, ReplicaMessage

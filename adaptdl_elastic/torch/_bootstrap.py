@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import partial
 
 from adaptdl_elastic import _session
-from adaptdl_elastic._interfaces import Command
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import Command
 from adaptdl_elastic.torch._elastic import eligibility
 from adaptdl_elastic.torch._elastic.recovery import Recovery
 from adaptdl_elastic.torch._elastic.rescale import Rescaler

@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from adaptdl_elastic._checks import flag
-from adaptdl_elastic._interfaces import RetryDataLoop
+from adaptdl_elastic._values import RetryDataLoop
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.batch_comparison import digest
 from adaptdl_elastic.torch._data.inner_loop import map_batches, run_inner_loop, stream_batches

@@ -18,7 +18,7 @@ from fake_loader import limit, use
 from fresh import Script
 
 from adaptdl_elastic import _session
-from adaptdl_elastic._interfaces import BatchSize, Limits, ReportedPosition
+from adaptdl_elastic._values import BatchSize, Limits, ReportedPosition
 from adaptdl_elastic.goodput import GradParams
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._tuning import batch_size, reporter, step_times

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic._interfaces import BatchSize
+from adaptdl_elastic._values import BatchSize
 from adaptdl_elastic.torch.data import AdaptiveDataLoader, AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint, sched_hints
-from adaptdl_elastic._interfaces import BatchSize, ReportedPosition
+from adaptdl_elastic._values import BatchSize, ReportedPosition
 from adaptdl_elastic.autoscaler.coordinator.node_types import on_types
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.hints import TIMES_KEPT

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adaptdl_elastic import _session
-from adaptdl_elastic._interfaces import BatchSize, Limits
+from adaptdl_elastic._values import BatchSize, Limits
 from adaptdl_elastic.torch._tuning.reporter import Metrics
 
 

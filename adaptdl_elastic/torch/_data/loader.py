@@ -30,8 +30,8 @@ import torch
 
 from adaptdl_elastic import collective
 from adaptdl_elastic._checks import whole
-from adaptdl_elastic._interfaces import ReportedPosition
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import ReportedPosition
 from adaptdl_elastic.protocol.hints import MANY
 from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._data.loop_progress import LoopProgress, part_done, windows_needed

@@ -17,8 +17,9 @@ import torch
 
 from adaptdl_elastic import _frames, _session, checkpoint, collective, env
 from adaptdl_elastic._checks import flag, integer
-from adaptdl_elastic._interfaces import BatchSize, Command, ElasticLoader, Limits
+from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import BatchSize, Command, Limits
 from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.torch._data.batch_comparison import BatchComparison
 from adaptdl_elastic.torch._data.partition import chunks, fill, taken

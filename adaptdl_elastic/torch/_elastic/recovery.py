@@ -45,8 +45,9 @@ from typing import Any, TypeVar
 import torch
 
 from adaptdl_elastic import env
-from adaptdl_elastic._interfaces import ElasticLoader, Place, RetryDataLoop, StepOutOfMemory
+from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import Place, RetryDataLoop, StepOutOfMemory
 from adaptdl_elastic.protocol.messages import PeerLost, RecoveryPlan, Resilient
 from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
 from adaptdl_elastic.torch._data.accumulator_state import (

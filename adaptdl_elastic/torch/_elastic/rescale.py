@@ -51,8 +51,8 @@ from datetime import timedelta
 from typing import Any
 
 from adaptdl_elastic import _codec, checkpoint
-from adaptdl_elastic._interfaces import Command
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import Command
 from adaptdl_elastic.protocol.messages import ChangePlan
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptdl_elastic._interfaces import BatchSize, Limits
+from adaptdl_elastic._values import BatchSize, Limits
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, batch_candidates
 from adaptdl_elastic.protocol.hints import ProfileEntry
 from adaptdl_elastic.torch._tuning.step_curve import predict

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from adaptdl_elastic import _session, checkpoint, env
-from adaptdl_elastic._interfaces import BatchSize, Limits
+from adaptdl_elastic._values import BatchSize, Limits
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.protocol.environment import HERE
 from adaptdl_elastic.protocol.hints import MOST, TIMES_KEPT, JobHints, ProfileEntry, Straggler, encode
