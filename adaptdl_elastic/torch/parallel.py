@@ -13,24 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptdl_elastic import checkpoint
-from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
+from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler, loss_reduction
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.measurement import Sampler
-from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
-from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
-from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch._gradient.model_state import ModelState
 from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples
-from adaptdl_elastic.torch._gradient.units import change_units
-from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
+from adaptdl_elastic.torch._model_arguments import check_arguments
 from adaptdl_elastic.torch._optimizer_steps import OptimizerSteps
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._runtime.position import script_position
-from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
+from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
 
 __all__ = ["AdaptiveDataParallel"]
 
@@ -66,6 +62,7 @@ class AdaptiveDataParallel(OptimizerSteps):
         CheckpointError: the saved state does not fit.
     """
 
+    _kind = "AdaptiveDataParallel"
     own_random_streams: bool = True
     """Whether each replica draws its own random numbers in data loops (dropout, noise). If False, all
     replicas draw the same numbers from the script's seed."""
@@ -83,31 +80,18 @@ class AdaptiveDataParallel(OptimizerSteps):
         check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, ddp_kwargs)
         super().__init__(model, **ddp_kwargs)
         self._ddp_kwargs = ddp_kwargs
-        self._trained = frozenset(id(param) for param in model.parameters() if param.requires_grad)
-        self.irreparable: str | None = None  # why a failed step cannot be undone
-        self._optimizer = optimizer
-        self._lr_scheduler = lr_scheduler
-        self._mp_scaler = mp_scaler
-        self.name = name
-        self.scaling_rule = scaling_rule if scaling_rule is not None else default_rule(optimizer)
-        kind = AdamGradientNoiseScale if self.scaling_rule.preconditioned else GradientNoiseScale
-        self.gns: GradientNoiseScale = kind(self, optimizer, mp_scaler)
+        self._make(name, optimizer, lr_scheduler, mp_scaler, scaling_rule)
         self._window = Window(model.parameters())
         self._looked_for_scalers = False
         self._task = -1  # autograd's id of the last backward pass
-        self._batch = Batch()
-        self._batch_sizes = BatchSizes()
-        self._memory = MemoryGuard(current_session(), model, _current_batch, self, optimizer)
+        self._memory = MemoryGuard(self._session, model, _current_batch, self, optimizer)
         self._attach_hook()
         self._state = self._saved_state()  # refuses a name in use, before anything is patched
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
-        setattr(optimizer, OWNER, name)
         if mp_scaler is not None:
             grad_scaler.attach(mp_scaler, self, optimizer)
-        checkpoint.load_state(self._state)
-        registry().comparison.restored(name, optimizer)
-        current_session().models.append(self)
-        self._comparison = registry().comparison
+        self._restore()
+        self._session.models.append(self)
         self._loss_is_known = False
 
     def _saved_state(self) -> ModelState:
@@ -130,9 +114,9 @@ class AdaptiveDataParallel(OptimizerSteps):
         self._hook = comm_hook.HookState(
             norms, self.process_group, self.process_group.size(), clock=registry().speed.clock
         )
-        self._hook.synchronises = current_session().consensus.drift.synchronises
+        self._hook.synchronises = self._session.consensus.drift.synchronises
         if self.process_group is dist.group.WORLD:
-            self._hook.link = backends.present(current_session())
+            self._hook.link = backends.present(self._session)
         self._memory.hook = self._hook
         self._memory.reset()
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
@@ -185,11 +169,6 @@ class AdaptiveDataParallel(OptimizerSteps):
         return self._hook.stuck
 
     @property
-    def mp_scaler(self) -> Any:
-        """GradScaler given to the constructor, or None."""
-        return self._mp_scaler
-
-    @property
     def has_own_process_group(self) -> bool:
         """Whether the script gave the model another process group than torch's default one."""
         return self._ddp_kwargs.get("process_group") is not None
@@ -199,11 +178,6 @@ class AdaptiveDataParallel(OptimizerSteps):
         """Whether the script is accumulating gradients over several windows in `no_sync()`."""
         return self._window.by_hand
 
-    @property
-    def attempted_steps(self) -> int:
-        """Steps that were taken, or skipped because gradients were not finite."""
-        return self.gns.steps + self.gns.skipped
-
     def why_not_resilient(self) -> str | None:
         """Return why the death of a replica cannot be survived with this model; None if it can."""
         if self.find_unused_parameters:
@@ -212,19 +186,12 @@ class AdaptiveDataParallel(OptimizerSteps):
             return "LBFGS moves parameters in the middle of a step"
         return None
 
-    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
-        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
-        return DataParallelSnapshot(self, last)
-
     def clear_failure(self) -> None:
         """Forget a failure, and drop the gradients of the step that failed."""
         self._hook.failure = self.irreparable = None
         self._hook.recording = None
         self._memory.reset()
-        self._sampler.drop()
-        self._window.reset()
-        self.gns.reset_accumulation()
-        super().zero_grad(set_to_none=True)
+        self._drop_gradients()
 
     def sync_buffers(self, limit: timedelta = timedelta(seconds=60)) -> None:
         """Give every replica rank 0's buffers (e.g. running means). A collective: call it on all replicas.
@@ -246,7 +213,7 @@ class AdaptiveDataParallel(OptimizerSteps):
         """Return the module's output. Gradients are synchronised only on the last batch of a window."""
         if torch.compiler.is_compiling():
             return _compiled_forward(self, inputs, kwargs)
-        if current_session().dry:
+        if self._session.dry:
             return self._dry_forward(inputs, kwargs)
         begun = self._forward_begins()
         if self.training and self._hook.world_size > 1 and torch.is_grad_enabled():
@@ -262,7 +229,7 @@ class AdaptiveDataParallel(OptimizerSteps):
 
     def _examine_loss(self, output: Any) -> None:
         """Let the first backward pass of training report a problem if the loss is a sum over samples."""
-        loader, metrics = current_session().loader, current_session().metrics
+        loader, metrics = self._session.loader, self._session.metrics
         if loader is not None and loader.training and loader.local_samples > 1:
             report = partial(metrics.report_problem, f"the loss of {self.name}")
             self._memory.examine = loss_reduction.examine(output, loader.local_samples, report)
@@ -290,7 +257,7 @@ class AdaptiveDataParallel(OptimizerSteps):
     def _compare_inputs(self, inputs: Any) -> None:
         """Send a digest of the inputs to rank 0, which reports a problem if all replicas have the same."""
         if self.process_group is dist.group.WORLD:
-            loader = current_session().loader
+            loader = self._session.loader
             counts = loader is None or loader.local_samples > 0
             self._comparison.inputs(self.name, inputs, loader is not None, counts)
 
@@ -298,7 +265,10 @@ class AdaptiveDataParallel(OptimizerSteps):
         """Return the arguments that `_watch` needs for this pass; None if it need not be watched."""
         if not torch.is_grad_enabled():
             return None
-        batch = self._begin_batch()
+        batch = self._begin_batch(self._hook.world_size, self._user_no_sync)
+        self._window.by_hand |= batch.by_hand
+        self._hook.weight = batch.share * batch.weight
+        self._hook.instead = None
         synchronised = not (batch.accumulating or self._user_no_sync)
         if synchronised != self._synchronised:  # Module's __setattr__ is slow
             self._synchronised = synchronised
@@ -333,7 +303,7 @@ class AdaptiveDataParallel(OptimizerSteps):
 
         Buffers are not broadcast in evaluation, in which a replica may have no batch.
         """
-        if current_session().dry:
+        if self._session.dry:
             return False
         broadcast = bool(super()._check_sync_bufs_pre_fwd())  # type: ignore[no-untyped-call]
         self._buffers_wait = broadcast and _evaluating()
@@ -369,36 +339,13 @@ class AdaptiveDataParallel(OptimizerSteps):
         finally:
             self._user_no_sync = before
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; do nothing in the middle of an accumulation window."""
-        if self.begin_zero_grad():
-            super().zero_grad(set_to_none=set_to_none)
-
-    def _begin_batch(self) -> Batch:
-        loader = current_session().loader
-        replicas = self._hook.world_size
-        if loader is not None and self.training:
-            loader.train()
-        if loader is None or not (loader.training or loader.training_loader_undecided):
-            # A validation loop in which gradients are not turned off.
-            scale = self.gns.accum_scale
-            batch = Batch(replicas=replicas, parts=replicas, size=scale, scale=scale)
-        else:
-            if self.static_graph and (loader.accumulation_steps or loader.limits.accumulation):
-                raise RuntimeError(
-                    "static_graph=True cannot be combined with gradient accumulation, in which not every "
-                    "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
-                )
-            saved = self._batch_sizes.use(loader.key, loader.batch_size)
-            if saved is not None:
-                change_units(self, saved, loader.batch_size)
-            batch = Batch.of(loader, replicas, self._user_no_sync)
-            self.gns.set_accum_scale(batch.size / batch.micro_batches)
-        self._batch = batch
-        self._window.by_hand |= batch.by_hand
-        self._hook.weight = batch.share * batch.weight
-        self._hook.instead = None
-        return batch
+    def _check_loader(self, loader: ElasticLoader) -> None:
+        """Raise RuntimeError if a static graph would have to accumulate."""
+        if self.static_graph and (loader.accumulation_steps or loader.limits.accumulation):
+            raise RuntimeError(
+                "static_graph=True cannot be combined with gradient accumulation, in which not every "
+                "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
+            )
 
     def _watch(
         self, output: Any, batch: Batch, split: bool, inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -468,20 +415,6 @@ class AdaptiveDataParallel(OptimizerSteps):
 
         torch.autograd.Variable._execution_engine.queue_callback(ended)
 
-    @property
-    def thawed(self) -> bool:
-        """Whether a parameter requires gradients only since after construction; DDP does not know it."""
-        return any(param.requires_grad and id(param) not in self._trained for param in self.parameters())
-
-    def refuse_thawed(self, why: str) -> None:
-        """Raise RuntimeError, with the reason `why`, if the model is `thawed`."""
-        if self.thawed:
-            raise RuntimeError(
-                f"parameters require gradients that did not when AdaptiveDataParallel was made: {why}. Let "
-                f"them require gradients from the start, in a parameter group whose learning rate is 0 until "
-                f"they are to train"
-            )
-
 
 # For torch.compile(model): the code that runs before and after the module is not compiled. Otherwise torch
 # would compile it again for every batch of an accumulation window.
@@ -505,13 +438,13 @@ def _agree_on_buckets(adp: AdaptiveDataParallel) -> None:
 
     reducer, arranged = adp.reducer, []
     try:
-        backends.patiently(current_session(), hook.link, lambda: arranged.append(reducer._rebuild_buckets()))
+        backends.patiently(adp._session, hook.link, lambda: arranged.append(reducer._rebuild_buckets()))
     except RuntimeError:
         # A thread that has not ended may keep a lock of DDP's reducer, for which the backward pass of this
         # step and the destructor of DDP's logger would wait. A loader's worker that is forked now would free
         # the reducer. If the thread has ended, the reducer's buckets are freed with it.
         reducer._remove_autograd_hooks()
-        if current_session().transfer_stuck:
+        if adp._session.transfer_stuck:
             backends.keep_object((reducer, adp.logger))
         # the error may be kept, and its traceback refers to this frame
         del reducer
@@ -534,7 +467,7 @@ def _uncompiled_watch(
 
 @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
 def _compiled_forward(adp: AdaptiveDataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if current_session().dry:
+    if adp._session.dry:
         return adp._dry_forward(inputs, kwargs)
     begun = _uncompiled_begin(adp)
     output = DistributedDataParallel.forward(adp, *inputs, **kwargs)  # type: ignore[no-untyped-call]

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from adaptdl_elastic._interfaces import Reporter
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._gradient.accumulation import Batch
 from adaptdl_elastic.torch._gradient.comm_hook import HookState, Norms, Recording
@@ -175,7 +176,7 @@ class ShardedNoise:
         """Read the pending measurement, if there is one."""
         self._sampler.collect()
 
-    def close(self, batch: Batch) -> None:
+    def close(self, size: float) -> None:
         """Start to collect the measurements of a step that was taken. The same on all replicas."""
         passes = [one for one in self._passes if one.recording.own]
         if self._forgotten or self._doubtful:
@@ -184,7 +185,7 @@ class ShardedNoise:
         elif self._replicas > 1:
             for one in passes:
                 self._add_up(one, one is passes[-1])
-        self._sampler.close(batch.size)
+        self._sampler.close(size)
         self._begin_step()
 
     def _add_up(self, one: _Pass, last: bool) -> None:
@@ -218,9 +219,9 @@ class ShardedNoise:
         self._forgotten, self._doubtful = 0, False
         self._hook.recording = None
 
-    def report(self, name: str) -> None:
+    def report(self, reporter: Reporter, name: str) -> None:
         """Report what is known of the gradients of the model `name` after a step."""
-        self._sampler.report(self._session.metrics, name)
+        self._sampler.report(reporter, name)
 
 
 class _Work:
