@@ -87,12 +87,12 @@ class AdaptiveFSDP(StepsModel):
         self._window = ShardedWindow(self._optimized)
         self._passed = False  # there was a backward pass since the last `step` or `zero_grad`
         self._stepped = False  # there was a step since the last `zero_grad` of the optimizer
-        self._sampler = self._new_sampler()
+        self._sampler = ShardedNoise(self._session, self.gns, self._optimized)
         parts = {"lr_scheduler": lr_scheduler, "statistics": self.gns}
         self._state = ShardedModelState(
-            name, model, optimizer, parts, self._batch_sizes, lambda: self._sampler.collect()
+            name, model, optimizer, parts, self._batch_sizes, self._sampler.collect
         )
-        fully_shard.observe(model, _Observer(self))
+        fully_shard.observe(model, self._sampler, self._reducing, self._weigh)
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
         self._restore()
         self._session.models.append(self)
@@ -115,8 +115,11 @@ class AdaptiveFSDP(StepsModel):
     def _parameters_now(self) -> Iterable[torch.Tensor]:
         return fully_shard.parameters(self.module)
 
-    def _new_sampler(self) -> ShardedNoise:
-        return ShardedNoise(self._session, self.gns, self._optimized)
+    def _weigh(self, gradients: torch.Tensor) -> None:
+        """Multiply this replica's gradients by its share of the samples of the step."""
+        weight = self._batch.share * self._batch.weight
+        if weight != 1.0:
+            gradients.mul_(weight)
 
     def _reducing(self) -> None:
         """Record that a backward pass adds to the gradients.
@@ -177,7 +180,7 @@ class AdaptiveFSDP(StepsModel):
                 reshard.spread(self.module, self._optimizer, group, session.rank, holders, self._device)
 
         patiently(session, group, transfer)
-        self._sampler = self._new_sampler()
+        self._sampler.renew()
         self._window.reset()
         self.gns.reset_accumulation()
 
@@ -255,43 +258,3 @@ class AdaptiveFSDP(StepsModel):
             self._passed = self._stepped = False
             self._sampler.drop()
         return True
-
-
-class _Observer:
-    """Weigh and measure gradients for a model, whose measurements begin again with each generation."""
-
-    def __init__(self, model: AdaptiveFSDP) -> None:
-        self._model = model
-
-    @property
-    def measuring(self) -> bool:
-        """Whether the present backward pass is measured."""
-        return not self._model._session.dry and self._model._sampler.measuring
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether squares of gradients are divided by rows."""
-        return self._model._sampler.by_rows
-
-    def reducing(self) -> None:
-        """Record that a backward pass adds to the gradients."""
-        self._model._reducing()
-
-    def weigh(self, gradients: torch.Tensor) -> None:
-        """Multiply this replica's gradients by its share of the samples of the step."""
-        batch = self._model._batch
-        weight = batch.share * batch.weight
-        if weight != 1.0:
-            gradients.mul_(weight)
-
-    def own(self, gradients: fully_shard.Gradients) -> None:
-        """Measure gradients before they are added up."""
-        self._model._sampler.own(gradients)
-
-    def summed(self, passed: fully_shard.Gradients, whole: fully_shard.Gradients) -> None:
-        """Measure the sums."""
-        self._model._sampler.summed(passed, whole)
-
-    def unknown(self) -> None:
-        """Record that the gradients cannot be told apart."""
-        self._model._sampler.unknown()

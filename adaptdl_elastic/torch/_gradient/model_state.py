@@ -81,7 +81,7 @@ class ModelState(checkpoint.TensorState):
         parts: dict[str, Any],
         sizes: BatchSizes,
         collect: Callable[[], None],
-        loaded: Callable[[], None],
+        loaded: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name)
         self._parts = {key: part for key, part in parts.items() if part is not None}

@@ -14,15 +14,15 @@ import torch
 import torch.distributed
 from torch.distributed.tensor import DTensor
 
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import _session
 from adaptdl_elastic.checkpoint.state_copy import copy_to_host
-from adaptdl_elastic.torch._gradient.model_state import BatchSizes
+from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._process_group.backends import Group, present
 from adaptdl_elastic.torch._sharded import fully_shard
 from adaptdl_elastic.torch._sharded.layout import spans
 
 
-class ShardedModelState(checkpoint.TensorState):
+class ShardedModelState(ModelState):
     """Everything of one sharded model that a checkpoint holds.
 
     Args:
@@ -43,15 +43,9 @@ class ShardedModelState(checkpoint.TensorState):
         sizes: BatchSizes,
         collect: Callable[[], None],
     ) -> None:
-        super().__init__(name)
-        self._collect = collect
-        self._module, self._optimizer, self._sizes = module, optimizer, sizes
-        self._parts = {key: part for key, part in parts.items() if part is not None}
+        super().__init__(name, parts, sizes, collect)
+        self._module, self._optimizer = module, optimizer
         self._collected: dict[str, Any] | None = None
-
-    def sync(self) -> None:
-        """Read the pending measurement of all replicas."""
-        self._collect()
 
     # What a newcomer is sent, and what is equal on all replicas.
 
@@ -64,7 +58,7 @@ class ShardedModelState(checkpoint.TensorState):
         return {
             "buffers": dict(self._module.named_buffers()),
             "optimizer": self._optimizer_state(blank),
-            **self._others(),
+            **super().state_dict(),
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -85,7 +79,7 @@ class ShardedModelState(checkpoint.TensorState):
             return value
 
         self._load_optimizer(state_dict["optimizer"], fresh)
-        self._load_others(state_dict)
+        super().load_state_dict(state_dict)
 
     # A checkpoint.
 
@@ -107,7 +101,7 @@ class ShardedModelState(checkpoint.TensorState):
             self._collected = {
                 "model": model,
                 "optimizer": optimizer,
-                **copy_to_host(self._others(), self.name),
+                **copy_to_host(super().state_dict(), self.name),
             }
 
     def snapshot(self) -> Any:
@@ -133,19 +127,7 @@ class ShardedModelState(checkpoint.TensorState):
             return _own_part(param, value) if whole else value
 
         self._load_optimizer(state_dict["optimizer"], part)
-        self._load_others(state_dict)
-        self._sizes.of_checkpoint()
-
-    def _others(self) -> dict[str, Any]:
-        return {
-            **{key: part.state_dict() for key, part in self._parts.items()},
-            **self._sizes.state_dict(),
-        }
-
-    def _load_others(self, state_dict: Any) -> None:
-        for key, part in self._parts.items():
-            part.load_state_dict(state_dict[key])
-        self._sizes.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
 
     def _optimizer_state(self, change: Callable[[Any], Any]) -> dict[str, Any]:
         """Return the optimizer's state dict, with `change` applied to the values by parameter."""

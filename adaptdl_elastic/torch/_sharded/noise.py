@@ -56,7 +56,7 @@ class _Pass:
 
 
 class ShardedNoise:
-    """Measure the gradients of one model in one generation.
+    """Measure the gradients of one model; a `fully_shard.GradientObserver`.
 
     Args:
         session: This process's session.
@@ -67,8 +67,13 @@ class ShardedNoise:
     def __init__(
         self, session: Session, gns: GradientNoiseScale, parameters: Callable[[], Iterable[torch.Tensor]]
     ) -> None:
+        self._session, self._gns, self._parameters = session, gns, parameters
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin to measure in a new generation."""
+        session, gns = self._session, self._gns
         optimizer = gns.optimizer
-        self._session, self._parameters = session, parameters
         self._group = present(session)
         self._replicas = torch.distributed.get_world_size()
         norms = Norms(lambda: optimizer.param_groups, gns.preconditioner)
@@ -90,7 +95,7 @@ class ShardedNoise:
     @property
     def measuring(self) -> bool:
         """Whether the present backward pass is measured. The same on all replicas."""
-        return self._hook.recording is not None
+        return not self._session.dry and self._hook.recording is not None
 
     def begin(self, batch: Batch) -> None:
         """Begin a forward pass whose gradients are going to be used."""
