@@ -98,9 +98,6 @@ class ElasticLoader(Protocol):
     def parts(self) -> float:
         """Number of equal parts to which the parts of the window's gradient are equivalent."""
 
-    def is_accum_step(self) -> bool:
-        """Return whether more batches follow the current one before the optimizer steps."""
-
     def is_optim_step(self) -> bool:
         """Return whether the optimizer steps after the current batch."""
 

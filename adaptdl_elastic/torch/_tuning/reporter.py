@@ -29,8 +29,15 @@ from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import Chooser, accumulation_ratio
 from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
 from adaptdl_elastic.torch._tuning.other_types import OnType, dumped, on_type
-from adaptdl_elastic.torch._tuning.refutation import Refutation
-from adaptdl_elastic.torch._tuning.step_times import ENOUGH, Estimates, Key, StepTimes, estimates, robust_mean
+from adaptdl_elastic.torch._tuning.step_times import (
+    ENOUGH,
+    Estimates,
+    Key,
+    Refutation,
+    StepTimes,
+    estimates,
+    robust_mean,
+)
 from adaptdl_elastic.torch._tuning.training_warnings import TrainingWarnings
 
 logger = logging.getLogger(__name__)

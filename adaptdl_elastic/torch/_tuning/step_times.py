@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
 from adaptdl_elastic.protocol.hints import ProfileEntry
 
 SPAN = 1.0
@@ -70,6 +71,15 @@ MOST_SPANS = 96  # most spans that are kept: `levels` then takes a millisecond
 _JITTER, _CORRELATED, _FLOOR = 0.08, 0.5, 0.02
 _DRIFT = 0.1  # standard deviation of g after a second
 _RESTART = 60.0  # seconds of drift that a restart, perhaps on another machine, counts for
+
+REFUTED = 5.0
+"""Factor by which a step exceeds a prediction that it refutes."""
+
+CHECK_INTERVAL = 0.5
+"""Seconds between two checks while the step after a slow one is under way."""
+
+SLOW_STEPS = 2.0
+"""Least seconds that two such steps take. Shorter steps are soon measured as usual."""
 
 
 class Key(NamedTuple):
@@ -351,3 +361,49 @@ def entries(spans: Sequence[Span]) -> tuple[ProfileEntry, ...]:
             accum = times.get((key, True), optim if key.replicas == 1 else 0.0)
             found.append(ProfileEntry(*key, accum, optim, counts[key, True], counts[key, False]))
     return tuple(found)
+
+
+class Refutation:
+    """Notice within two steps that a change of replicas was a mistake.
+
+    The first steps after a change are not measured, because they allocate and compile. Where steps take
+    seconds, as over a slow link, it would take half a minute until the prediction for the new number of
+    replicas is replaced by measurements. So a slow step of the warm-up counts as measured once a later one is
+    slow, too. The later one may still be under way. The first step alone may be slow for another reason, such
+    as the compilation of the model.
+    """
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._slow: tuple[Key, float, float] | None = None  # a slow step, its seconds, and when it ended
+        # the model, and the configurations to which it was fitted
+        self.model: tuple[PerfParams | None, Sequence[ProfileEntry]] = None, ()
+
+    def step_ended(self, key: Key, seconds: float, now: float, warm_up: bool) -> bool:
+        """Take note of a step with synchronisation; return whether it may refute the prediction."""
+        slow = warm_up and self._exceeds(key, seconds)
+        self._slow = (key, seconds, now) if slow else None
+        return slow
+
+    @property
+    def interval(self) -> float:
+        """Seconds after which `check` is to be called again."""
+        return math.inf if self._slow is None else CHECK_INTERVAL
+
+    def check(self, begun: float | None, now: float) -> None:
+        """Record the slow step if the step that has `begun` is slow already. From any thread."""
+        slow = self._slow
+        if slow is None or begun is None or now - slow[2] + slow[1] < SLOW_STEPS:
+            return
+        if self._exceeds(slow[0], now - begun):
+            self._slow = None
+            for _ in range(ENOUGH):
+                self._times.add(*slow, accumulation=False)
+
+    def _exceeds(self, key: Key, seconds: float) -> bool:
+        """Return whether a step refutes the prediction for a number of replicas that was not measured yet."""
+        perf, known = self.model
+        if perf is None or any((entry.nodes, entry.replicas) == key[:2] for entry in known):
+            return False
+        rate = float(GoodputFunction(perf, GradParams(1.0, 1.0), 1).throughput(*key, 0))
+        return seconds * rate > REFUTED * key.replicas * key.atomic_bsz
