@@ -438,13 +438,13 @@ def _agree_on_buckets(adp: AdaptiveDataParallel) -> None:
 
     reducer, arranged = adp.reducer, []
     try:
-        backends.patiently(adp._session, hook.link, lambda: arranged.append(reducer._rebuild_buckets()))
+        backends.patiently(current_session(), hook.link, lambda: arranged.append(reducer._rebuild_buckets()))
     except RuntimeError:
         # A thread that has not ended may keep a lock of DDP's reducer, for which the backward pass of this
         # step and the destructor of DDP's logger would wait. A loader's worker that is forked now would free
         # the reducer. If the thread has ended, the reducer's buckets are freed with it.
         reducer._remove_autograd_hooks()
-        if adp._session.transfer_stuck:
+        if current_session().transfer_stuck:
             backends.keep_object((reducer, adp.logger))
         # the error may be kept, and its traceback refers to this frame
         del reducer
@@ -467,7 +467,7 @@ def _uncompiled_watch(
 
 @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
 def _compiled_forward(adp: AdaptiveDataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if adp._session.dry:
+    if current_session().dry:
         return adp._dry_forward(inputs, kwargs)
     begun = _uncompiled_begin(adp)
     output = DistributedDataParallel.forward(adp, *inputs, **kwargs)  # type: ignore[no-untyped-call]
