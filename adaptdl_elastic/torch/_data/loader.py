@@ -131,11 +131,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """Batches without an optimizer step in the current window; an epoch's last window may have fewer."""
         if self._window is not None or not self.training:
             return len(self._window or (0,)) - 1
-        return (
-            self.size.accumulation_steps
-            if self._left is None
-            else min(self.size.accumulation_steps, self._left - 1)
-        )
+        full = self.size.accumulation_steps
+        return full if self._left is None else min(full, self._left - 1)
 
     def is_accum_step(self) -> bool:
         """Return whether more batches follow the current one before the optimizer steps."""
@@ -528,9 +525,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         self._speed.clock.enter(Stage.DATA)
 
     def _report_position(self, session: Session, state: ScriptPosition) -> None:
-        now = (session.generation, state.finished)
-        if self._reported_for != now:
-            self._reported_for = now
+        if self._reported_for != (session.generation, state.finished):
+            self._reported_for = session.generation, state.finished
             session.report_eligibility()
         # a Trainer that counts steps declares sys.maxsize epochs
         epochs = None if state.until is None or state.until > MANY else state.until
@@ -539,8 +535,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             done = state.finished * size + self._measured().samples_of_pass()
             total = None if epochs is None else float(epochs * size)
         session.reported_position = ReportedPosition(state.step, state.finished, epochs, done, total)
-        parts = session.replicas * (self.size.accumulation_steps + 1)
-        problem = data_problem(size, self.current_batch_size, self.batch_size, parts)
+        batch, parts = self.current_batch_size, session.replicas * (self.size.accumulation_steps + 1)
+        problem = data_problem(size, batch, self.batch_size, parts)
         session.metrics.report_problem("the batch size", problem)
 
     def epoch_done(self) -> bool:
