@@ -233,7 +233,6 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         session.start()
         state, streams = script_position(), self.registry.streams
         if self.session.loader is not None and state.looping:
-            # raises
             state.enter(self.key)
         self.session.loader = self
         ended, left, drawing = False, None, False
