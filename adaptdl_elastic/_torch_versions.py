@@ -9,7 +9,6 @@ answers typing errors at once.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
@@ -18,24 +17,6 @@ from adaptdl_elastic import __version__
 
 OLDEST = "2.8"
 """Oldest release of torch that is supported."""
-
-NUMA_BINDING = ("numa", "binding.py")
-"""File in torch's directory with an enum that torchrun's parser needs. Every release has it from 2.9 on."""
-
-TORCHRUN_ALIASES = ("Action", "_Action")
-"""Names of `argparse.Action` in `torch.distributed.run`. The first one can go with 2.14."""
-
-TORCHRUN_ACTIONS = frozenset({"_PrintCompletionAction"})
-"""Classes that torchrun's parser needs. Every release has them from 2.14 on, and none before."""
-
-_LATER_OPTIONS: dict[str, dict[str, Any]] = {
-    # these can go with 2.10
-    "virtual_local_rank": {"action": "store_true", "help": "set LOCAL_RANK=0 for every replica"},
-    "signals_to_handle": {"default": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"},
-    # this can go with 2.14
-    "log_line_prefix_template": {"help": "template of the prefix of each line that a replica prints"},
-}
-"""Options of torchrun that are later than OLDEST, as `add_argument` takes them."""
 
 
 def installed() -> str | None:
@@ -82,11 +63,3 @@ def is_kept(saved: Any) -> bool:
 
 def _same(tensor: Any) -> Any:
     return tensor
-
-
-def complete(torchrun: ArgumentParser) -> None:
-    """Give torchrun's parser the options and the defaults that it has in later releases."""
-    for name in sorted(_LATER_OPTIONS.keys() - {action.dest for action in torchrun._actions}):
-        torchrun.add_argument(f"--{name.replace('_', '-')}", f"--{name}", **_LATER_OPTIONS[name])
-    if torchrun.get_default("master_port") == 29500:  # this can go with 2.12
-        torchrun.set_defaults(master_port=None)

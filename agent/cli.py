@@ -12,6 +12,7 @@ from adaptdl_elastic import _torch_versions
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.protocol.environment import LOG_LEVEL
 from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.text import log_to_stderr
 
@@ -55,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _log_level() -> int:
-    text = os.environ.get("ADAPTDL_LOGLEVEL") or "WARNING"
+    text = os.environ.get(LOG_LEVEL) or "WARNING"
     number = logging.getLevelName(text.upper())
     if not isinstance(number, int):
-        raise OptionError(f"ADAPTDL_LOGLEVEL is {text!r}: write DEBUG, INFO, WARNING or ERROR")
+        raise OptionError(f"{LOG_LEVEL} is {text!r}: write DEBUG, INFO, WARNING or ERROR")
     return number
 
 

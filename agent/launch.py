@@ -50,7 +50,6 @@ from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobSt
 from adaptdl_elastic.rendezvous.store import local_socket
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
-from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
 from adaptdl_elastic.rendezvous.store.store_options import (
     StoreOptionError,
     StoreOptions,
@@ -207,7 +206,7 @@ def _confidential(store: Store, endpoint: str, options: StoreOptions) -> bool:
         return True
     urls = parse_endpoints(endpoint, options.secure)
     encrypted = all(url.startswith("https://") for url in urls)
-    return encrypted and options.user is not None and isinstance(store, EtcdV3Store)
+    return encrypted and options.user is not None and store.has_users
 
 
 def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:

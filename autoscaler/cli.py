@@ -19,6 +19,7 @@ from click.core import ParameterSource
 
 from adaptdl_elastic import __version__
 from adaptdl_elastic.extensions import ExtensionError, ExtensionPoint
+from adaptdl_elastic.protocol.environment import CLUSTER, ETCD, STORE_OPTIONS, option_of
 from adaptdl_elastic.rendezvous.text import printable
 
 if TYPE_CHECKING:
@@ -229,8 +230,8 @@ class Where:
         Raises:
             CommandError: there is none.
         """
-        endpoint = self.etcd or os.environ.get("ADAPTDL_ETCD")
-        cluster = self.cluster or os.environ.get("ADAPTDL_CLUSTER")
+        endpoint = self.etcd or os.environ.get(ETCD)
+        cluster = self.cluster or os.environ.get(CLUSTER)
         if endpoint:
             refuse(("standalone_job",), "is for standalone jobs: leave it away where an etcd is given")
             return [Place(endpoint, cluster or "default")]
@@ -279,13 +280,12 @@ class Where:
     def options(self, place: Place) -> StoreOptions:
         """Return time-out and credentials for a store; a standalone job's store takes no credentials."""
         from adaptdl_elastic.rendezvous.store.local_socket import is_local
-        from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
+        from adaptdl_elastic.rendezvous.store.store_options import StoreOptions, variable
 
         if place.context is not None:
             return place.context.store_options()
         if is_local(place.endpoint):
-            name = "ADAPTDL_ETCD_TIMEOUT"
-            return StoreOptions.from_environment({name: os.environ.get(name, "")})
+            return StoreOptions.from_environment({}, timeout=os.environ.get(variable("timeout")) or None)
         return StoreOptions.from_environment(ca=self.ca, cert=self.cert, key=self.key, user=self.user)
 
     def open(self, place: Place) -> Store:
@@ -319,40 +319,23 @@ def standalone_job_option(command: F) -> F:
     return click.option("--job", "standalone_job", metavar="NAME", default=None, help=text)(command)
 
 
-def _store_option(*names: str, metavar: str, text: str) -> Callable[[Any], Any]:
-    """Return an option of the store, whose variable has the name of the first spelling."""
-    variable = f"ADAPTDL_{names[0].removeprefix('--').replace('-', '_').upper()}"
-    return click.option(*names, metavar=metavar, envvar=variable, show_envvar=True, help=text)
-
-
-_API = click.Choice(["auto", "v2", "v3"])
-_STORE_OPTIONS = (
-    _store_option(
-        "--etcd", "--rdzv-endpoint", "store_etcd", metavar="HOST:PORT", text="The etcd of the cluster."
-    ),
-    click.option(
-        "--etcd-api",
-        "store_api",
-        type=_API,
-        default="auto",
-        show_default=True,
-        help="The API of etcd to use.",
-    ),
-    _store_option(
-        "--cluster",
-        "store_cluster",
-        metavar="NAME",
-        text="Name of the cluster, where several share an etcd. [default: default]",
-    ),
-    _store_option("--etcd-ca", "store_ca", metavar="PEM", text="The CA of etcd's certificate."),
-    _store_option("--etcd-cert", "store_cert", metavar="PEM", text="The client certificate."),
-    _store_option("--etcd-key", "store_key", metavar="PEM", text="The key of the client certificate."),
-    _store_option(
-        "--etcd-user",
-        "store_user",
-        metavar="NAME",
-        text="The user of etcd. The file with the password: ADAPTDL_ETCD_PASSWORD_FILE.",
-    ),
+_STORE_OPTIONS: dict[str, Callable[[Any], Any]] = {}
+for _variable, (_kind, _text) in STORE_OPTIONS.items():
+    _name = _variable.removeprefix("ADAPTDL_").removeprefix("ETCD_").lower()
+    _STORE_OPTIONS[_name] = click.option(
+        *(option_of(_variable), f"store_{_name}"),
+        *(("--rdzv-endpoint",) if _name == "etcd" else ()),
+        metavar=_kind,
+        envvar=_variable,
+        show_envvar=True,
+        help=f"The {_text}.",
+    )
+_STORE_OPTIONS["api"] = click.option(
+    *("--etcd-api", "store_api"),
+    type=click.Choice(["auto", "v2", "v3"]),
+    default="auto",
+    show_default=True,
+    help="The API of etcd to use.",
 )
 
 
@@ -360,13 +343,12 @@ def store_options(command: F) -> F:
     """Add the options that select the store; the command gets them as the parameter `where`."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        names = ("etcd", "api", "cluster", "ca", "cert", "key", "user")
-        where = Where(**{name: kwargs.pop(f"store_{name}") for name in names})
+        where = Where(**{name: kwargs.pop(f"store_{name}") for name in _STORE_OPTIONS})
         return command(*args, where=where, **kwargs)
 
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
     wrapped.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
-    for option in reversed(_STORE_OPTIONS):
+    for option in reversed(_STORE_OPTIONS.values()):
         wrapped = option(wrapped)
     return wrapped  # type: ignore[return-value]
 

@@ -46,6 +46,7 @@ import step_overhead
 from step_overhead import CASES, Options
 
 from adaptdl_elastic import _session
+from adaptdl_elastic.checkpoint.state_copy import strip
 from adaptdl_elastic.torch._elastic import state_transfer as transfer
 from adaptdl_elastic.torch._process_group import backends, selftest
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
@@ -270,10 +271,8 @@ def state_transfer(device: str = "cpu" if SMALL else "cuda:0") -> dict[str, Any]
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     tensors: list[torch.Tensor] = []
-    described = transfer.strip(state, tensors)
-    slots: list[transfer.Slot] = []
-    transfer._find_slots(described, slots)
-    targets, group = [slot.fresh() for slot in slots], _Loop(torch.device(device))
+    described = strip(state, tensors)
+    targets, group = transfer._fresh(described), _Loop(torch.device(device))
     size = sum(tensor.nbytes for tensor in tensors)
     before = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     began = time.monotonic()

@@ -1,6 +1,6 @@
 """Is the adaptive run as good as the best fixed batch size, found without a search?
 
-    python benchmarks/time_to_accuracy.py [--data DIR] [--seeds 3] [--replicas 1 2] [--json] [--plot OUT.png]
+    python benchmarks/time_to_accuracy.py [--data DIR] [--seeds 3] [--replicas 1 2] [--json]
 
 Trains a small network to a fixed held-out accuracy in two evaluations in a row: once with the batch
 size chosen while it trains, and with fixed batch sizes over the whole range, under each scaling rule.
@@ -301,40 +301,6 @@ def summarise(runs: list[tuple[Job, Outcome]], replicas: int) -> dict[str, Any]:
     return result
 
 
-def plot(runs: list[tuple[Job, Outcome]], target: float, path: str) -> None:
-    """By number of replicas: time to accuracy by batch size; and the sizes that were chosen."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    counts = sorted({job.replicas for job, _ in runs})
-    figure, axes = pyplot.subplots(len(counts), 3, squeeze=False, figsize=(15, 4 * len(counts)))
-    for (left, middle, right), replicas in zip(axes, counts, strict=True):
-        mine = [(job, o) for job, o in runs if job.replicas == replicas]
-        for rule in RULES:
-            fixed = [(j.batch_size, o) for j, o in mine if j.batch_size and j.rule == rule]
-            for axis, key in ((left, "time"), (middle, "accuracy")):
-                points = [(size, getattr(o, key)) for size, o in fixed if getattr(o, key) is not None]
-                axis.scatter(*zip(*points, strict=True), label=rule, s=14) if points else None
-        for job, outcome in mine:
-            if job.batch_size is None:
-                for axis, value in ((left, outcome.time), (middle, outcome.accuracy)):
-                    axis.axhline(value, color="black", linewidth=1) if value is not None else None
-                passes = range(1, len(outcome.curve) + 1)
-                right.step(passes, [point[3] for point in outcome.curve], label=f"seed {job.seed}")
-        left.set(
-            xscale="log", yscale="log", xlabel="fixed batch size", ylabel=f"seconds to {target:.0%}",
-            title=f"{replicas} replica(s); black: adaptive",
-        )  # fmt: skip
-        middle.set(xscale="log", xlabel="fixed batch size", ylabel="final accuracy")
-        right.set(yscale="log", xlabel="passes, in progress", ylabel="batch size chosen")
-        for axis in (left, right):
-            axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data", help="folder with Fashion-MNIST idx files (default: what is there)")
@@ -350,7 +316,6 @@ def main() -> None:
     parser.add_argument("--net", choices=("mlp", "cnn"), default="mlp")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", help="write a picture to this file")
     args = parser.parse_args()
     multiprocessing.set_forkserver_preload(["adaptdl_elastic.torch", "sklearn.datasets"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and take the replicas along
@@ -384,8 +349,6 @@ def main() -> None:
             )
             print(line, file=sys.stderr, flush=True)
     summaries = [summarise(runs, replicas) for replicas in args.replicas]
-    if args.plot:
-        plot(runs, args.target, args.plot)
     if args.json:
         everything = [
             {**asdict(job), **asdict(outcome), "blocks": None, "steps": outcome.steps()}

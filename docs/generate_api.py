@@ -46,15 +46,14 @@ INTERNAL = {
     },
     "torch.parallel": {
         "AdaptiveDataParallel": "reinit_process_group absorb_failures giving_up stuck failure clear_failure "
-        "hand_over data_loop_begins stepping skipped_step step_left_out drop_window optimizer lr_scheduler "
-        "mp_scaler "
+        "hand_over data_loop_begins stepping skipped_step step_left_out drop_window "
         "has_own_process_group accumulates_by_hand window_under_way attempted_steps progress statistics "
         "load_statistics why_not_resilient snapshot_step",
     },
     "torch.fully_sharded": {
         "AdaptiveFSDP": "hand_over reinit_process_group absorb_failures giving_up stuck failure "
-        "clear_failure data_loop_begins stepping skipped_step step_left_out drop_window optimizer "
-        "lr_scheduler mp_scaler has_own_process_group accumulates_by_hand window_under_way attempted_steps "
+        "clear_failure data_loop_begins stepping skipped_step step_left_out drop_window "
+        "has_own_process_group accumulates_by_hand window_under_way attempted_steps "
         "progress statistics load_statistics why_not_resilient snapshot_step thawed refuse_thawed "
         "sync_buffers begin_step end_step begin_zero_grad scale gain initial_batch_size",
     },

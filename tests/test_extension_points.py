@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 from click.testing import CliRunner
+from elastic_run import environment
 from other_package import write_distribution
 
 from adaptdl_elastic.autoscaler.cli import adaptdl
 from adaptdl_elastic.autoscaler.providers.base import Capacity, ProviderError, ProviderOptionError
 from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest, make_provider
+from adaptdl_elastic.rendezvous.local.store_server import LocalServer
+from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.local_socket import SCHEME
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError
 
 MODULE = """
+import os
 import click
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Provider
 
@@ -30,8 +37,12 @@ class ToyProvider(Provider):
 def make(request):
     return ToyProvider(request.known("zone"))
 
-def no_provider(request):
+def no_provider(*request):
     return "a word"
+
+def store(endpoint, options):
+    from adaptdl_elastic.rendezvous.store.local_socket import LocalStore
+    return LocalStore(os.environ["TOY_SOCKET"], options.timeout)
 
 @click.command()
 def hello():
@@ -45,6 +56,10 @@ toy = toy_extension:make
 useless = toy_extension:no_provider
 broken = toy_extension_that_is_not_there:make
 ec2 = toy_extension:make
+
+[adaptdl_elastic.stores]
+toy = toy_extension:store
+useless = toy_extension:no_provider
 
 [adaptdl_elastic.commands]
 hello = toy_extension:hello
@@ -101,3 +116,28 @@ def test_an_entry_point_that_is_no_command_is_one_clear_line() -> None:
     done = CliRunner().invoke(adaptdl, ["nothing"])
     assert done.exit_code == 1
     assert "the command 'nothing' of toy-extension is no click.Command" in done.output
+
+
+@pytest.mark.processes
+def test_a_job_runs_on_a_store_of_another_package(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trained')")
+    command = ["adaptdl-run", "--rdzv-endpoint", "toy://127.0.0.1:1", "--nnodes=1:2", "train.py"]
+    with LocalServer() as server:
+        place = {"TOY_SOCKET": server.endpoint.removeprefix(SCHEME), "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**environment(), **place}, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, "trained" in done.stdout) == (0, True), done.stderr
+        assert [item for item in server.store.range("/adaptdl/v1/default/jobs/").items if "/spec" in item.key]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "line"),
+    [
+        ("useless://here:1", "the store 'useless' of toy-extension gives 'a word', no Store"),
+        ("tay://here:1", "is not of the form HOST:PORT or https://HOST:PORT"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_one_clear_line(endpoint: str, line: str) -> None:
+    with pytest.raises(StoreOptionError, match=line):
+        connect(endpoint)

@@ -23,7 +23,7 @@ that has a state dict. Checkpoints are kept in `ADAPTDL_CHECKPOINT_PATH`, a dire
 |---|---|
 | (this one) | Which states are saved, and by which calls does a script save and load them? |
 | `manager` | From which checkpoint does a generation start, and when is a new one written? |
-| `state_copy` | How is a state dict copied, so that training can go on while the copy is written? |
+| `state_copy` | How is a nested state dict copied, stripped of its tensors, written and read? |
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import io
 import logging
 import os
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -69,8 +68,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_crc32_lock = threading.Lock()  # torch's option applies to the whole process
-
 
 class CheckpointSaveError(RuntimeError):
     """Raised if a checkpoint could not be saved; the previous checkpoint is unchanged."""
@@ -94,8 +91,12 @@ class State:
     """The epoch after whose end the state is not needed any more; None: it is always needed."""
 
     part_of_step = False
-    """Whether a step that did not commit undoes the state's changes, as it does for classes outside of this
+    """Whether a step that did not commit undoes the state's changes. Always True for classes outside of this
     library. Adapters of frameworks, which are a part of this library, set it to True."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.part_of_step = cls.part_of_step or not cls.__module__.startswith("adaptdl_elastic.")
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
@@ -174,15 +175,13 @@ class TensorState(State):
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read a state dict with `torch.load(weights_only=True)`, and pass it to `load_state_dict`."""
-        import torch
-
-        from adaptdl_elastic.checkpoint.state_copy import from_file
+        from adaptdl_elastic.checkpoint.state_copy import read
 
         try:
-            state_dict = torch.load(fileobj, map_location="cpu", weights_only=True)
+            state_dict = read(fileobj)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"state {self.name!r} holds what is not tensors or plain values") from error
-        self.load_state_dict(from_file(state_dict))
+        self.load_state_dict(state_dict)
 
     def snapshot(self) -> Any:
         """Return the state dict with every tensor copied to the host; shared tensors stay shared."""
@@ -196,9 +195,8 @@ class TensorState(State):
 
         from adaptdl_elastic.checkpoint.state_copy import HostBuffers
 
-        if self._buffers is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return
-        if _session.current().rank == 0 and env.checkpoint_path():
+        on_gpus: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if self._buffers is None and on_gpus and _session.current().rank == 0 and env.checkpoint_path():
             self._buffers = HostBuffers()
             # what fails here fails in the save, which reports it
             with contextlib.suppress(Exception):
@@ -226,17 +224,9 @@ class TensorState(State):
 
         The manifest has checksums of its own.
         """
-        import torch
+        from adaptdl_elastic.checkpoint.state_copy import write
 
-        from adaptdl_elastic.checkpoint.state_copy import for_file
-
-        with _crc32_lock:
-            before = torch.serialization.get_crc32_options()
-            torch.serialization.set_crc32_options(False)
-            try:
-                torch.save(for_file(snapshot), fileobj)
-            finally:
-                torch.serialization.set_crc32_options(before)
+        write(snapshot, fileobj)
 
 
 def save_all_states(

@@ -1,18 +1,21 @@
-"""Name the environment variables that tell a replica its rank, its generation and its settings.
+"""Name the environment variables of replicas, agents and tools, and hold the settings of a replica.
 
-The agent, which writes them, and the library and scripts, which read them, use this one list.
+All that write or read such a variable use this one list. A test finds names that stand elsewhere.
 docs/architecture.md explains the variables.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
-# names that others than `ReplicaSettings` use
+# of replicas: names that others than `ReplicaSettings` use
 RANK = "RANK"
 LOCAL_RANK = "LOCAL_RANK"
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
@@ -35,6 +38,42 @@ STAND_IN = "ADAPTDL_STAND_IN"
 
 CODE = "ADAPTDL_CODE"
 """Of an agent on a node of an EC2 stack: the URL of the archive that it runs."""
+
+# of agents and tools
+LOG_LEVEL = "ADAPTDL_LOGLEVEL"
+PRELOAD = "ADAPTDL_PRELOAD"
+"""Of a fork server: further modules to import, separated by commas."""
+
+LINE_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+METRICS_PORT = "ADAPTDL_METRICS_PORT"
+METRICS_HOST = "ADAPTDL_METRICS_HOST"
+PET_MASTER_ADDR = "PET_MASTER_ADDR"
+
+# of an instance of EC2; the last two are named by boto3 and the AWS SDKs
+INSTANCE_ID = "ADAPTDL_INSTANCE_ID"
+INSTANCE_TYPE = "ADAPTDL_INSTANCE_TYPE"
+ZONE = "ADAPTDL_ZONE"
+PREEMPTIBLE = "ADAPTDL_PREEMPTIBLE"
+METADATA_ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+METADATA_DISABLED = "AWS_EC2_METADATA_DISABLED"
+
+ETCD = "ADAPTDL_ETCD"
+CLUSTER = "ADAPTDL_CLUSTER"
+STORE_OPTIONS = {
+    ETCD: ("HOST:PORT", "etcd of the cluster"),
+    f"{ETCD}_CA": ("PEM", "CA of etcd's certificate"),
+    f"{ETCD}_CERT": ("PEM", "client certificate"),
+    f"{ETCD}_KEY": ("PEM", "key of the client certificate"),
+    f"{ETCD}_USER": ("NAME", f"user of etcd; {ETCD}_PASSWORD_FILE names the file with the password"),
+    CLUSTER: ("NAME", "name of the cluster, where several share an etcd [default: default]"),
+}
+"""The variables that stand for an option of the agent and of `adaptdl`: what its help has."""
+
+
+def option_of(variable: str) -> str:
+    """Return the option that sets the same as a variable."""
+    return f"--{variable.removeprefix('ADAPTDL_').lower().replace('_', '-')}"
+
 
 OF_TORCHRUN = frozenset({RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT})
 """Variables of torchrun without a common prefix."""
@@ -84,40 +123,31 @@ class Variable(Generic[T]):
             settings.environ.update(dict.fromkeys(self._names, text))
 
 
-def _count(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise ValueError(f"a whole number of at least {minimum} is needed") from None
-        if value < minimum:
-            raise ValueError(f"must be at least {minimum}")
-        return value
+def _number(
+    kind: Callable[[str], N], what: str, least: int, most: float = sys.float_info.max
+) -> Callable[[str], N]:
+    def parse(text: str) -> N:
+        with suppress(ValueError):
+            value = kind(text)
+            if least <= value <= most:
+                return value
+        raise ValueError(f"{what} is needed")
 
     return parse
 
 
-def _port(text: str) -> int:
-    value = _count(0)(text)
-    if value > 65535:
-        raise ValueError("a port is at most 65535")
-    return value
+def _count(minimum: int) -> Callable[[str], int]:
+    return _number(int, f"a whole number of at least {minimum}", minimum)
+
+
+_port = _number(int, "a port from 0 to 65535", 0, 65535)
+_seconds = _number(float, "a number of seconds, 0 or more,", 0)
 
 
 def _way(text: str) -> str:
     if text not in ("auto", "inplace", "restart"):
         raise ValueError("auto, inplace or restart is needed")
     return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError("a number of seconds is needed") from None
-    if not 0 <= value < float("inf"):
-        raise ValueError("a number of seconds, 0 or more, is needed")
-    return value
 
 
 class ReplicaSettings:

@@ -19,6 +19,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 RECORD = "uncaught.json"
 TRACEBACK = "traceback.log"
@@ -47,7 +50,11 @@ class UncaughtError:
     step: int | None = None  # number of the last step before it; None: unknown
     # largest batch size that is known to work, if no step was made with the present, larger one; else None
     worked_batch: int | None = None
-    exit_code: int = 1  # what the process would end with, if it were not killed before its end
+    # what the process would end with, if it were not killed before its end
+    exit_code: Annotated[int, Field(ge=1, le=255)] = 1
+
+
+_RECORDS = TypeAdapter(UncaughtError)
 
 
 count_steps: Callable[[], int] | None = None
@@ -95,8 +102,8 @@ def write(found: UncaughtError, directory: Path) -> None:
 def read(directory: Path) -> UncaughtError | None:
     """Return the record of a replica that has ended, or None."""
     try:
-        return UncaughtError(**json.loads((directory / RECORD).read_text()))
-    except (OSError, ValueError, TypeError):
+        return _RECORDS.validate_json((directory / RECORD).read_text())
+    except (OSError, ValueError):
         return None
 
 

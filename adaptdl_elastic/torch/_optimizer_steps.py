@@ -1,4 +1,4 @@
-"""Decide when the optimizer of an AdaptiveDataParallel steps, and record what a step has done.
+"""Decide when the optimizer of a model steps, record what a step has done, and undo one that failed.
 
 `scaling_rules` replaces the methods of the optimizer by ones that ask here, and `_gradient.grad_scaler` those
 of a GradScaler.
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
+from adaptdl_elastic.checkpoint.state_copy import copies_beside
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient import grad_scaler
@@ -22,7 +23,6 @@ from adaptdl_elastic.torch._gradient.accumulation import Batch, Window
 from adaptdl_elastic.torch._gradient.comm_hook import HookState
 from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._gradient.measurement import Sampler
-from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import guards, settle
@@ -42,7 +42,6 @@ class StepsModel(torch.nn.Module):
     training: bool
     _kind: str
     """Name of the public class, for messages."""
-    _mp_scaler: Any = None
     _sampler: Sampler | ShardedNoise
     _state: checkpoint.State
     _window: Window | ShardedWindow
@@ -58,7 +57,7 @@ class StepsModel(torch.nn.Module):
         """Set the attributes of all models. `super().__init__` of the constructor comes before."""
         self._session = current_session()
         self.name = name
-        self._optimizer, self._lr_scheduler, self._mp_scaler = optimizer, lr_scheduler, mp_scaler
+        self.optimizer, self.lr_scheduler, self.mp_scaler = optimizer, lr_scheduler, mp_scaler
         # why a failed step cannot be undone
         self.irreparable: str | None = None
         self._trained = frozenset(id(one) for one in self._parameters_now() if one.requires_grad)
@@ -71,23 +70,13 @@ class StepsModel(torch.nn.Module):
 
     def _restore(self) -> None:
         """Mark the optimizer as one that is in use, and load the checkpoint."""
-        setattr(self._optimizer, OWNER, self.name)
+        setattr(self.optimizer, OWNER, self.name)
         checkpoint.load_state(self._state)
-        self._comparison.restored(self.name, self._optimizer)
+        self._comparison.restored(self.name, self.optimizer)
 
     def _parameters_now(self) -> Iterable[torch.Tensor]:
         """Return the model's parameters, whether they are gathered at present or not."""
         return self.module.parameters()
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Optimizer of the model's parameters."""
-        return self._optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """Scheduler given to the constructor, or None."""
-        return self._lr_scheduler
 
     @property
     def progress(self) -> float:
@@ -137,11 +126,6 @@ class StepsModel(torch.nn.Module):
         return loader is None or not loader.training or bool(loader.is_optim_step())
 
     @property
-    def mp_scaler(self) -> Any:
-        """GradScaler given to the constructor, or None."""
-        return self._mp_scaler
-
-    @property
     def failure(self) -> BaseException | None:
         """Why the gradients of the current step could not be synchronised; None if they could."""
         return None
@@ -172,7 +156,7 @@ class StepsModel(torch.nn.Module):
 
     def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
         """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
-        return DataParallelSnapshot(self, last)
+        return ModelCopies(self, last)
 
     # Batches and their window.
 
@@ -244,9 +228,9 @@ class StepsModel(torch.nn.Module):
         Raises:
             RuntimeError: parameter groups were added, or a closure is used with gradient accumulation.
         """
-        if len(self._optimizer.param_groups) != self.gns.groups:
+        if len(self.optimizer.param_groups) != self.gns.groups:
             raise RuntimeError(
-                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
+                f"the optimizer has {len(self.optimizer.param_groups)} parameter groups now, and had "
                 f"{self.gns.groups} when {self._kind} was made: add all groups before, with requires_grad or "
                 f"a learning rate of 0 for those that are to train later"
             )
@@ -274,6 +258,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
     _hook: HookState
     _sampler: Sampler
     _state: ModelState
+    _save_prepared: bool  # in this generation, whose rank 0 saves
     _user_no_sync: bool  # the script accumulates by hand
     _synchronised: bool  # False during a forward pass whose gradients are not synchronised
 
@@ -298,7 +283,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             "Scale": self.scale,
             "Progress": self.gns.get_progress(),
         }
-        factor, groups = self.lr_factor, len(self._optimizer.param_groups)
+        factor, groups = self.lr_factor, len(self.optimizer.param_groups)
         scalars["Learning_Rate_Factor"] = mean(factor)
         if groups > 1 and not isinstance(factor, float | int):
             scalars |= {f"Learning_Rate_Factor/{index}": float(factor[index]) for index in range(groups)}
@@ -332,7 +317,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
                 "other batches: with gradient accumulation call zero_grad() at the same place of every batch"
             )
         if self._hook.failure is not None:
-            self.irreparable = grad_scaler.why_irreparable(self._mp_scaler)
+            self.irreparable = grad_scaler.why_irreparable(self.mp_scaler)
             session.recovery.before_step(left_out=True)
             return False
         self._hook.clock.stepping()
@@ -341,17 +326,19 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             loader.train()
         self._sampler.collect()
         self._sampler.before_step()
-        self._comparison.options(self.name, self._optimizer)
+        self._comparison.options(self.name, self.optimizer)
         session.recovery.before_step(left_out=False)
         return True
 
     def end_step(self, factor: float | Array) -> None:
         """Record that the optimizer has stepped at learning rates times `factor`. Called by scaling rules."""
-        if grad_scaler.skipped(self._optimizer):
+        if grad_scaler.skipped(self.optimizer):
             self.skipped_step()
             return
         super().end_step(factor)
-        self._state.prepare_save()
+        if not self._save_prepared:
+            self._save_prepared = True
+            self._state.prepare_save()
 
     def skipped_step(self) -> None:
         """Record that the optimizer did not step as gradients were inf or nan. Called by GradScaler hooks."""
@@ -362,7 +349,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
         self._window.reset()
         self.gns.reset_accumulation()
         self.gns.skipped += 1
-        self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self._mp_scaler)))
+        self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self.mp_scaler)))
         self._session.metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 
@@ -388,3 +375,68 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
 def mean(factor: float | Array) -> float:
     """Return the mean of a learning-rate factor over the parameter groups."""
     return float(factor) if isinstance(factor, float | int) else float(sum(factor) / len(factor))
+
+
+class ModelCopies:
+    """Copy what a step may change of one model besides its parameters, when a window begins."""
+
+    def __init__(self, model: Any, last: object) -> None:
+        self._model = model
+        self._attempted = model.attempted_steps
+        self._by_hand = model.accumulates_by_hand
+        self._hyperparameters = _hyperparameters(model.optimizer)
+        scheduler, scaler = model.lr_scheduler, model.mp_scaler
+        self._scheduler = None if scheduler is None else scheduler.state_dict()
+        self._scaler = _scale_of(scaler)
+        buffers = [*model.module.buffers()]
+        before = last._buffers if isinstance(last, ModelCopies) else None
+        self._buffers: list[torch.Tensor] = copies_beside(buffers, before) if buffers else []
+
+    def why_irreparable(self) -> str | None:
+        """Return why the step cannot be put back; None if it can."""
+        model = self._model
+        if model.irreparable is not None:
+            return str(model.irreparable)
+        # what a failed step has accumulated since its own beginning is computed again
+        if self._by_hand or (model.accumulates_by_hand and model.failure is None):
+            return "what it had accumulated by hand in no_sync(), over several batches, is lost"
+        if model.attempted_steps != self._attempted:
+            return "a part of the step was taken already (several models or several steps in one batch)"
+        unknown = model.lr_scheduler is None and hasattr(model.optimizer.step, "_wrapped_by_lr_sched")
+        if unknown and _hyperparameters(model.optimizer) != self._hyperparameters:
+            return "a scheduler changed the learning rate, and AdaptiveDataParallel was given no lr_scheduler"
+        return None
+
+    def put_back(self) -> None:
+        """Restore all copied values. May be called more than once."""
+        model = self._model
+        with torch.no_grad():
+            for buffer, before in zip(model.module.buffers(), self._buffers, strict=True):
+                buffer.copy_(before)
+        for group, values in zip(model.optimizer.param_groups, self._hyperparameters, strict=True):
+            group.update(values)
+        if self._scheduler is not None:
+            model.lr_scheduler.load_state_dict(self._scheduler)
+        if self._scaler is not None:
+            scaler = model.mp_scaler
+            scaler._scale, scaler._growth_tracker = (None if t is None else t.clone() for t in self._scaler)
+            scaler._per_optimizer_states.clear()
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _scale_of(scaler: Any) -> list[torch.Tensor | None] | None:
+    """Return GradScaler's two tensors, which it makes at its first use, without waiting for the device."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    tensors = [getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)]
+    return [None if tensor is None else tensor.clone() for tensor in tensors]

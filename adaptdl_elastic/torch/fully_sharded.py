@@ -148,7 +148,7 @@ class AdaptiveFSDP(StepsModel):
             self.gns.count_micro_batch()
 
     def _optimized(self) -> Iterator[torch.Tensor]:
-        return (one for group in self._optimizer.param_groups for one in group["params"])
+        return (one for group in self.optimizer.param_groups for one in group["params"])
 
     # A change of the number of replicas.
 
@@ -163,7 +163,7 @@ class AdaptiveFSDP(StepsModel):
 
         def transfer() -> None:
             with torch.no_grad():
-                reshard.hand_over(self.module, self._optimizer, group, session.rank, order)
+                reshard.hand_over(self.module, self.optimizer, group, session.rank, order)
 
         patiently(session, group, transfer)
 
@@ -177,7 +177,7 @@ class AdaptiveFSDP(StepsModel):
 
         def transfer() -> None:
             with torch.no_grad():
-                reshard.spread(self.module, self._optimizer, group, session.rank, holders, self._device)
+                reshard.spread(self.module, self.optimizer, group, session.rank, holders, self._device)
 
         patiently(session, group, transfer)
         self._sampler.renew()
@@ -235,7 +235,7 @@ class AdaptiveFSDP(StepsModel):
             return False
         registry().speed.clock.stepping()
         self._sampler.collect()
-        self._comparison.options(self.name, self._optimizer)
+        self._comparison.options(self.name, self.optimizer)
         self._session.recovery.before_step(left_out=False)
         return True
 

@@ -97,9 +97,9 @@ class AdaptiveDataParallel(OptimizerSteps):
     def _saved_state(self) -> ModelState:
         parts = {
             "model": self.module,
-            "optimizer": self._optimizer,
-            "lr_scheduler": self._lr_scheduler,
-            "mp_scaler": self._mp_scaler,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "mp_scaler": self.mp_scaler,
             "statistics": self.gns,
         }
         collect = lambda: self._sampler.collect()  # noqa: E731  (each generation has another sampler)
@@ -107,9 +107,10 @@ class AdaptiveDataParallel(OptimizerSteps):
 
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
+        self._save_prepared = False
         self._buffers_wait = False  # the broadcast of buffers was skipped in the current forward pass
         self._buffers_are_shared = bool(self.broadcast_buffers)  # as DDP's constructor set it
-        optimizer = self._optimizer  # not self: DDP's reducer keeps the hook, and so would keep self, forever
+        optimizer = self.optimizer  # not self: DDP's reducer keeps the hook, and so would keep self, forever
         norms = comm_hook.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
         self._hook = comm_hook.HookState(
             norms, self.process_group, self.process_group.size(), clock=registry().speed.clock
@@ -119,7 +120,7 @@ class AdaptiveDataParallel(OptimizerSteps):
             self._hook.link = backends.present(self._session)
         self._memory.hook = self._hook
         self._memory.reset()
-        self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
+        self._sampler = Sampler(self.gns, self._hook, self.mp_scaler)
         self.register_comm_hook(self._hook, comm_hook.reduce_bucket)
 
     def hand_over(self, order: Sequence[int]) -> None:
@@ -182,7 +183,7 @@ class AdaptiveDataParallel(OptimizerSteps):
         """Return why the death of a replica cannot be survived with this model; None if it can."""
         if self.find_unused_parameters:
             return "find_unused_parameters=True needs a collective that cannot be given up"
-        if isinstance(self._optimizer, torch.optim.LBFGS):
+        if isinstance(self.optimizer, torch.optim.LBFGS):
             return "LBFGS moves parameters in the middle of a step"
         return None
 
@@ -405,9 +406,9 @@ class AdaptiveDataParallel(OptimizerSteps):
             first = self._window.after_backward(batch, self._hook.reduced)
             if batch.accumulating and first:
                 self.gns.count_micro_batch()
-                if self._mp_scaler is None and not self._looked_for_scalers:
+                if self.mp_scaler is None and not self._looked_for_scalers:
                     self._looked_for_scalers = True
-                    grad_scaler.guard(self, self._optimizer)
+                    grad_scaler.guard(self, self.optimizer)
             if batch.accumulating and batch.place == 0 and not self._window.apart:
                 self._sampler.first_part(self._window.gradients())
             elif not (batch.accumulating or self._hook.reduced):

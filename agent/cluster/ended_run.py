@@ -22,17 +22,22 @@ made a mistake.
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from adaptdl_elastic.agent.cluster import checkpoint_archive
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, encode
+from adaptdl_elastic.rendezvous.schema.records import (
+    JobSpec,
+    JobState,
+    JobStatus,
+    MalformedRecordError,
+    decode,
+    encode,
+)
 from adaptdl_elastic.rendezvous.store.base import Store, read_record
 
 
@@ -50,7 +55,7 @@ class JobEndedError(Exception):
 
 @dataclass(frozen=True)
 class EndedRun:
-    """The last run of a job, if it has ended."""
+    """The last run of a job, if it has ended; the note beside its checkpoints is this record."""
 
     job: str
     run: str
@@ -87,34 +92,20 @@ def write_note(
         say: prints a line for the user if the note cannot be written.
         even_if_empty: write it even if there are no checkpoints.
     """
-    note = {
-        "job": spec.job,
-        "run": spec.run,
-        "time": status.ended or time.time(),
-        "state": status.state.value,
-        "reason": status.reason,
-        "exit_code": status.process_exit_code,
-        "command": list(spec.command),
-        "profile_key": spec.profile_key,
-    }
-    checkpoint_archive.write_note(path, json.dumps(note).encode(), say, even_if_empty=even_if_empty)
+    note = replace(_ended(spec, status), time=status.ended or time.time())
+    checkpoint_archive.write_note(path, encode(note).encode(), say, even_if_empty=even_if_empty)
 
 
 def of_status(spec: JobSpec, status: JobStatus | None) -> EndedRun | None:
     """Return how a run ended, or None if its status does not say that it has."""
     if status is None or status.run != spec.run or not status.state.ended:
         return None
-    return EndedRun(
-        spec.job,
-        spec.run,
-        status.state,
-        spec.checkpoint_path,
-        status.reason,
-        status.process_exit_code,
-        status.ended,
-        spec.command,
-        spec.profile_key,
-    )
+    return _ended(spec, status)
+
+
+def _ended(spec: JobSpec, status: JobStatus) -> EndedRun:
+    how = (status.state, spec.checkpoint_path, status.reason, status.process_exit_code, status.ended)
+    return EndedRun(spec.job, spec.run, *how, spec.command, spec.profile_key)
 
 
 def fail(store: Store, keys: Keys, job: str, run: str, reason: str, now: float) -> None:
@@ -261,24 +252,6 @@ def _parse(note: bytes | None, job: str, path: str) -> EndedRun | None:
     if note is None:
         return None
     try:
-        found: Any = json.loads(note)
-    except ValueError:
-        found = {}
-    if not isinstance(found, dict):
-        found = {}
-    try:
-        state = JobState(found.get("state", "done"))
-    except ValueError:
-        state = JobState.DONE
-    command, when, code = found.get("command"), found.get("time"), found.get("exit_code")
-    return EndedRun(
-        job=str(found.get("job") or job),
-        run=str(found.get("run") or ""),
-        state=state,
-        checkpoint_path=path,
-        reason=str(found.get("reason") or ""),
-        exit_code=code if isinstance(code, int) else 0,
-        time=float(when) if isinstance(when, (int, float)) else None,
-        command=tuple(map(str, command)) if isinstance(command, list) else (),
-        profile_key=str(found.get("profile_key") or ""),
-    )
+        return replace(decode(EndedRun, note.decode(errors="replace")), checkpoint_path=path)
+    except MalformedRecordError:
+        return EndedRun(job, "", JobState.DONE, path)

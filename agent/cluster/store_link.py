@@ -360,6 +360,8 @@ def wait_for_removal(store: Store, key: str, seconds: float) -> None:
         timer.daemon = True
         timer.start()
         for news in follow:
-            if not news.items if isinstance(news, Snapshot) else news.kind == "delete":
+            items = news.items if isinstance(news, Snapshot) else (news,)
+            there = any(item.key == key and item.value is not None for item in items)
+            if not there and (isinstance(news, Snapshot) or news.key == key):
                 break
         timer.cancel()

@@ -31,10 +31,10 @@ from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 
+from adaptdl_elastic.protocol import environment
+
 logger = logging.getLogger(__name__)
 
-ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"  # name used by boto3 and the AWS SDKs
-DISABLED_VARIABLE = "AWS_EC2_METADATA_DISABLED"
 DEFAULT_ENDPOINT = "http://169.254.169.254"
 TOKEN_SECONDS = 21600  # the longest lifetime that IMDSv2 grants
 SPOT_NOTICE_SECONDS = 120.0  # the time that AWS promises; used if a notice has no readable time
@@ -99,7 +99,9 @@ class MetadataClient:
     ) -> None:
         parts = urllib.parse.urlsplit(endpoint)
         if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{ENDPOINT_VARIABLE}={endpoint!r} is not an address like {DEFAULT_ENDPOINT}")
+            raise ValueError(
+                f"{environment.METADATA_ENDPOINT}={endpoint!r} is not an address like {DEFAULT_ENDPOINT}"
+            )
         self._host, self._port = parts.hostname, parts.port or 80
         self.timeout = timeout
         self._clock = clock
@@ -155,17 +157,17 @@ def discover(
     while the instance boots, is asked five times within 7.5 s: without an identity the node would not be told
     of interruptions, and the autoscaler would take its instance for one without an agent.
     """
-    endpoint = environ.get(ENDPOINT_VARIABLE)
-    named = environ.get("ADAPTDL_INSTANCE_ID")
+    endpoint = environ.get(environment.METADATA_ENDPOINT)
+    named = environ.get(environment.INSTANCE_ID)
     if named:
         return InstanceIdentity(
             instance=named,
-            instance_type=environ.get("ADAPTDL_INSTANCE_TYPE") or None,
-            zone=environ.get("ADAPTDL_ZONE") or None,
-            preemptible=environ.get("ADAPTDL_PREEMPTIBLE", "") == "1",
+            instance_type=environ.get(environment.INSTANCE_TYPE) or None,
+            zone=environ.get(environment.ZONE) or None,
+            preemptible=environ.get(environment.PREEMPTIBLE, "") == "1",
             endpoint=endpoint or None,
         )
-    if environ.get(DISABLED_VARIABLE, "").lower() == "true":
+    if environ.get(environment.METADATA_DISABLED, "").lower() == "true":
         return None
     if not endpoint and not on_ec2(firmware):
         return None

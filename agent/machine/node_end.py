@@ -20,6 +20,7 @@ from typing import Any
 
 from adaptdl_elastic.agent.machine.dead_mans_switch import DEFAULT_SECONDS, LEAST_SECONDS, Look, watch
 from adaptdl_elastic.agent.machine.interruption import discover
+from adaptdl_elastic.protocol.environment import CLUSTER, ETCD
 from adaptdl_elastic.protocol.hints import MalformedHintsError
 from adaptdl_elastic.protocol.hints import decode as decode_hints
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -143,8 +144,8 @@ def parse_options(arguments: list[str], environ: Mapping[str, str]) -> argparse.
         prog="python -m adaptdl_elastic.agent.machine.node_end",
         description="End this EC2 instance if its autoscaler and etcd have not been heard for long.",
     )
-    parser.add_argument("--etcd", default=environ.get("ADAPTDL_ETCD"), help="etcd of the cluster")
-    parser.add_argument("--cluster", default=environ.get("ADAPTDL_CLUSTER") or Keys().cluster)
+    parser.add_argument("--etcd", default=environ.get(ETCD), help="etcd of the cluster")
+    parser.add_argument("--cluster", default=environ.get(CLUSTER) or Keys().cluster)
     parser.add_argument(
         "--after", type=_silence, default=DEFAULT_SECONDS, help="seconds of silence, or without a step"
     )

@@ -51,6 +51,7 @@ from adaptdl_elastic.agent.runtime.event_loop import Loop, Signalled, StopReques
 from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
+from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.replica_starter import ReplicaStarter
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
@@ -370,8 +371,9 @@ class ElasticAgent(SimpleElasticAgent):
         for handle in self._replicas.values():
             rank, environment = mine.get(handle.local_rank), dict[str, str]()
             if rank is not None:
-                environment = self._starter.environment(
-                    plan, master, handle.local_rank, handle.error_file, self._view.checkpoint
+                job, checkpoint = self._config.environment, self._view.checkpoint
+                environment = replica_environment(
+                    job, plan, master, handle.local_rank, checkpoint, handle.error_file
                 )
             message: messages.Plan
             if numbers is None:

@@ -36,8 +36,8 @@ from typing import Any
 
 from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.runtime.forked_child import Command, become, run
+from adaptdl_elastic.protocol import environment
 
-PRELOAD_VARIABLE = "ADAPTDL_PRELOAD"  # further modules to import, separated by commas
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "adaptdl_elastic.torch")
 _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = (
@@ -237,7 +237,7 @@ def main(number: int, modules: Sequence[str], lasting: bool = False) -> None:
     # the agent handles interrupts, and closes the socket when the server is to end
     for name in _IGNORED:
         signal.signal(name, signal.SIG_IGN)
-    preload((*modules, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))))
+    preload((*modules, *filter(None, os.environ.get(environment.PRELOAD, "").split(","))))
     command = _Server(socket.socket(fileno=number), lasting).serve()
     if command is not None:
         if command.independent:

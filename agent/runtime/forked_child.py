@@ -44,7 +44,6 @@ from adaptdl_elastic.protocol.channel import say_finished
 from adaptdl_elastic.rendezvous.local.safe_stream import SafeStream, Unshown, protect
 
 _PR_SET_PDEATHSIG = 1
-ERROR_FILE_VARIABLE = environment.ERROR_FILE
 CANNOT_EXEC = 127  # as in a shell
 _NOT_FLUSHED = 120  # Python's exit code if the last output cannot be written
 _STUCK = 10.0  # seconds after which a file that can be neither flushed nor closed is given up
@@ -342,7 +341,7 @@ def _users(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 def _record(error: BaseException) -> None:
     """Write the error file of torch.distributed.elastic.multiprocessing.errors, unless the script did."""
-    path = os.environ.get(ERROR_FILE_VARIABLE)
+    path = os.environ.get(environment.ERROR_FILE)
     if not path or Path(path).exists():
         return
     lines = traceback.format_exception(type(error), error, _users(error.__traceback__))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from adaptdl_elastic._private import RuntimeFileError, private_directory
 from adaptdl_elastic.agent.machine.devices import MIG
 from adaptdl_elastic.protocol.environment import SHARE_PATH, ReplicaSettings
 from adaptdl_elastic.rendezvous.local.scratch_directory import Shared, sweep
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, MasterRecord, Plan
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobSpec, MasterRecord, Plan
 
 _SHARE, _KEPT_FOR = "share-", 86400.0  # _KEPT_FOR in seconds
 
@@ -40,9 +41,9 @@ def replica_environment(
     plan: Plan,
     master: MasterRecord,
     local_rank: int,
-    checkpoint: str | None,
+    checkpoint: CheckpointRecord | None,
     error_file: str,
-    inherited: Mapping[str, str],
+    inherited: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the variables of one replica.
 
@@ -51,27 +52,26 @@ def replica_environment(
         plan: the plan of its generation.
         master: the store of its generation.
         local_rank: its slot.
-        checkpoint: id of the newest checkpoint; None: there is none.
+        checkpoint: the newest checkpoint; None: there is none.
         error_file: path for the error that ends the script.
-        inherited: environment of the agent, which these variables are added to.
+        inherited: environment of the agent, which these variables are added to; None: that of this process.
     """
     ranks = plan.ranks(job.node)
-    group = plan.index(job.node)
     rank = ranks[plan.slots(job.node).index(local_rank)]
-    world, restarts = plan.replicas, plan.generation - plan.first
-    values = dict(job.settings.environ)
+    values, outer = dict(job.settings.environ), os.environ if inherited is None else inherited
     found = ReplicaSettings(values)
-    found.job, found.generation, found.restarts = plan.job, plan.generation, restarts
-    found.rank, found.replicas, found.nodes = rank, world, plan.nodes
-    found.role_rank, found.role_replicas = rank, world
-    found.torch_local_rank, found.local_replicas, found.node_number = local_rank, len(ranks), group
+    found.job, found.generation, found.restarts = plan.job, plan.generation, plan.generation - plan.first
+    found.rank, found.replicas, found.nodes = rank, plan.replicas, plan.nodes
+    found.role_rank, found.role_replicas, found.node_number = rank, plan.replicas, plan.index(job.node)
+    found.torch_local_rank, found.local_replicas = local_rank, len(ranks)
     found.master_host, found.master_port, found.torch_port = master.host, master.collective_port, master.port
     found.node_type = plan.node_type or job.settings.node_type
-    found.checkpoint_id, found.error_file, found.agent_store = checkpoint or "", error_file, "True"
+    found.checkpoint_id = "" if checkpoint is None else checkpoint.id
+    found.error_file, found.agent_store = error_file, "True"
     found.memory_limit = plan.memory_limit
     found.batch_size_limit = None if plan.limit is None else plan.limit.batch_size
     if found.rescale == "restart":  # otherwise the library decides, since it may survive an error
-        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = outer.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if job.threads is not None:
         values["OMP_NUM_THREADS"] = str(job.threads)
     own = replica_devices(job.devices, plan, job.node, local_rank)
@@ -83,7 +83,7 @@ def replica_environment(
         visible = own if alone else _visible(job.devices, plan.devices(job.node), local_rank)
         values["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     elif job.virtual_local_rank:
-        values["CUDA_VISIBLE_DEVICES"] = _nth_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
+        values["CUDA_VISIBLE_DEVICES"] = _nth_device(outer.get("CUDA_VISIBLE_DEVICES"), local_rank)
     return values
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from adaptdl_elastic.agent.runtime.replica_environment import replica_devices, r
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.terminal.replica_output import Output
 from adaptdl_elastic.protocol.environment import JOIN
-from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, MasterRecord, Plan
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,9 @@ class ReplicaStarter:
         self._numbers += 1
         destination = self._output.open(plan.generation, local_rank, rank)
         handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
-        environment = self.environment(plan, start.master, local_rank, destination.error_file, checkpoint)
+        environment = replica_environment(
+            self._config.environment, plan, start.master, local_rank, checkpoint, destination.error_file
+        )
         if start.join:
             environment[JOIN] = "1"
         reports = str(Path(destination.error_file).parent)
@@ -67,22 +68,3 @@ class ReplicaStarter:
         destination.close()
         handle.theirs.close()
         return handle
-
-    def environment(
-        self,
-        plan: Plan,
-        master: MasterRecord,
-        local_rank: int,
-        error_file: str,
-        checkpoint: CheckpointRecord | None,
-    ) -> dict[str, str]:
-        """Return the environment of a replica in the generation of `plan`."""
-        return replica_environment(
-            self._config.environment,
-            plan,
-            master,
-            local_rank,
-            checkpoint.id if checkpoint is not None else None,
-            error_file,
-            os.environ,
-        )

@@ -8,6 +8,7 @@ service registers the node again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -26,6 +27,7 @@ from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import AgentState, Step
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Plan, encode
@@ -294,7 +296,8 @@ class Agents:
             self.problems.pop(job, None)
             if job not in {*self._processes, *self._preparing, *self._stand_ins}:
                 self._states.pop(job, None)
-                self._spec(job).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self._spec(job).unlink()
 
     @property
     def given_up(self) -> tuple[str, ...]:
@@ -343,8 +346,7 @@ def write_spec(request: Request, checkpoint_path: str, file: Path) -> None:
     An agent that comes late starts nothing when the job has ended, unless by the run that it `follows`.
     """
     spec = replace(
-        request.submission,
-        min_slots=1,
+        request.submission.of_agents,
         most_weight=request.most_weight,
         checkpoint_path=checkpoint_path,
         follows=_followed(request),
@@ -385,7 +387,7 @@ def agent_environment(
         **_of_others(own),
         SECRET: secret,
         **given,
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": LINE_PREFIX,
+        environment.LINE_PREFIX: LINE_PREFIX,
         **directory.store_environment(),
     }
 

@@ -9,8 +9,6 @@ import signal
 import socket
 import time
 
-import urllib3
-
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError, EtcdGateway
@@ -126,10 +124,7 @@ class EtcdServer:
             ROOT: read_password(self._directory.path / "root-password"),
             ETCD_USER: read_password(self._directory.path / "password"),
         }
-        with urllib3.PoolManager(
-            ssl_context=self._directory.store_options().ssl_context(), retries=False
-        ) as pool:
-            gateway = EtcdGateway(pool, self._config.endpoint)
+        with EtcdGateway(self._config.endpoint, self._directory.store_options()) as gateway:
             status, said = gateway.ask("authenticate", name=ROOT, password=passwords[ROOT])
             if status == 200:
                 return

@@ -60,7 +60,7 @@ class JobRecords:
                 self._items.pop(news.key, None)
             else:
                 self._items[news.key] = KeyValue(news.key, news.value, 0, 0)
-            status = self.read(JobStatus, self._keys.parse(news.key)[1], name) if name == "status" else None
+            status = read_record(JobStatus, self.get(news.key)) if name == "status" else None
             if name == "plan" or (status is not None and status.state.ended):
                 self._wake()
 

@@ -26,7 +26,7 @@ from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.cluster.ended_run import of_status
 from adaptdl_elastic.agent.service.archives import unpack
 from adaptdl_elastic.agent.service.blobs import BlobError
-from adaptdl_elastic.protocol.environment import CODE
+from adaptdl_elastic.protocol.environment import CLUSTER, CODE, ETCD
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobStatus
 from adaptdl_elastic.rendezvous.schema.submissions import STACK_COMMAND, STACK_OWNER
@@ -93,9 +93,9 @@ def main(arguments: list[str]) -> str:
     """Become the job's agent; return why that is not possible, and leave it in the bucket."""
     job, own, folder, *options = arguments
     environ, s3 = os.environ, boto3.client("s3")
-    keys = Keys(environ.get("ADAPTDL_CLUSTER") or Keys().cluster)
+    keys = Keys(environ.get(CLUSTER) or Keys().cluster)
     try:
-        with connect(environ["ADAPTDL_ETCD"], options=StoreOptions.from_environment(environ)) as store:
+        with connect(environ[ETCD], options=StoreOptions.from_environment(environ)) as store:
             code = choose(store, keys, job, own)
         directory = fetch(code, Path(folder), s3)
         command = shlex.split((directory / STACK_COMMAND).read_text())

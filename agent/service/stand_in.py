@@ -161,7 +161,7 @@ def record_failure(store: Store, keys: Keys, submission: Submission, reason: str
     found = store.get(key)
     spec = read_record(JobSpec, found)
     if spec is None or spec.run == ended:
-        spec = JobSpec(**{**vars(submission), "run": new_run(), "created": time.time()})
+        spec = JobSpec(**{**vars(submission.of_agents), "run": new_run(), "created": time.time()})
         if store.compare_and_swap(key, encode(spec), found.mod_revision if found else 0) is None:
             return  # another node does the same
     ended_run.fail(store, keys, job, spec.run, reason, time.time())

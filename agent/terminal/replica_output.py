@@ -32,6 +32,7 @@ from string import Template
 from typing import BinaryIO
 
 from adaptdl_elastic._private import RuntimeFileError, check_private
+from adaptdl_elastic.protocol.environment import LINE_PREFIX
 from adaptdl_elastic.protocol.uncaught_error import TRACEBACK
 from adaptdl_elastic.rendezvous.local.safe_stream import Unshown
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
@@ -39,7 +40,6 @@ from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
 logger = logging.getLogger(__name__)
 
 OUT, ERR = 1, 2
-_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 # without --log-dir, logs of failed runs are kept while either limit (number, seconds) holds
 _KEPT_RUNS, _KEPT_FOR = 20, 86400.0
 _CHUNK = 1 << 16
@@ -184,7 +184,7 @@ class Output:
         self._unshown.keep_in(self.directory / UNSHOWN)
         self._redirects, self._tee, self._shown = redirects, tee, shown
         self._role, self._show = role, show
-        given = os.environ.get(_PREFIX_VARIABLE) if prefix is None else prefix
+        given = os.environ.get(LINE_PREFIX) if prefix is None else prefix
         self._template = None if given is None else Template(given)
         self._several = several
         self._labels: dict[int, _Label] = {}  # by LOCAL_RANK

@@ -18,7 +18,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-from adaptdl_elastic.agent.terminal.run_parser import WITHOUT_MEANING, OptionError, parser
+from adaptdl_elastic.agent.terminal.run_parser import OptionError, parser
+from adaptdl_elastic.agent.terminal.torchrun_options import WITHOUT_MEANING
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.schema.records import MOST_REPLICAS, MOST_SLOTS, POSITIVE, JobSpec, decode
@@ -117,27 +118,18 @@ def parse(
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
     if typed[:1] != ["--spec"] or len(typed) == 1:
-        return replace(check(parser().parse_args(typed), _given(typed), environ), typed=tuple(typed))
+        args, given = parser().parse(typed)
+        return replace(check(args, given, environ), typed=tuple(typed))
     try:
         job = decode(Submission, Path(typed[1]).read_text(), typed[1])
     except (OSError, ValueError) as error:
         raise OptionError(f"--spec: {error}") from None
-    words = [*typed[2:], "--no-python", sys.executable]
-    args = parser().parse_args(words)
+    args, given = parser().parse([*typed[2:], "--no-python", sys.executable])
     args.nnodes, args.module = f"1:{job.max_nodes}", False
     if look:
         args.no_python, args.module = job.mode == "exec", job.mode == "module"
         args.training_script = job.command[0]
-    return replace(check(args, _given(words), environ), typed=tuple(typed), **vars(job))
-
-
-def _given(typed: Sequence[str]) -> set[str]:
-    """Return the destinations of the options that were given."""
-    made = parser()
-    made._defaults.clear()
-    for action in made._actions:
-        action.default = argparse.SUPPRESS
-    return set(vars(made.parse_args(typed)))
+    return replace(check(args, given, environ), typed=tuple(typed), **vars(job))
 
 
 def check(
@@ -153,7 +145,7 @@ def check(
         notes = _notes_on_c10d(args, notes)
         args = argparse.Namespace(**{**vars(args), "standalone": True, "rdzv_endpoint": ""})
         given = given - {"rdzv_endpoint"}
-    endpoint = args.etcd or args.rdzv_endpoint or environ.get("ADAPTDL_ETCD") or None
+    endpoint = args.etcd or args.rdzv_endpoint or environ.get(environment.ETCD) or None
     if args.etcd and args.rdzv_endpoint and args.etcd != args.rdzv_endpoint:
         raise OptionError(f"--etcd {args.etcd} and --rdzv-endpoint {args.rdzv_endpoint} differ: give one")
     if args.standalone and max_nodes > 1:
@@ -195,7 +187,7 @@ def check(
         "max_replicas": most,
         "standalone": standalone,
         "endpoint": None if standalone else endpoint,
-        "cluster": check_option("--cluster", args.cluster or environ.get("ADAPTDL_CLUSTER") or "default"),
+        "cluster": check_option("--cluster", args.cluster or environ.get(environment.CLUSTER) or "default"),
         "node_name": check_option("--node-name", args.node_name) if args.node_name else None,
         "node_type": _node_type(args.node_type or environ.get(environment.NODE_TYPE) or None),
         "meeting_point": point,
@@ -265,7 +257,7 @@ def _meeting_point(
 ) -> MeetingPoint | None:
     """Return --master-addr and --master-port if torchrun would use them."""
     # torchrun, too, ignores the variables with --standalone: images set them, and two jobs would share a port
-    named = "master_addr" in given or bool(environ.get("PET_MASTER_ADDR") and not args.standalone)
+    named = "master_addr" in given or bool(environ.get(environment.PET_MASTER_ADDR) and not args.standalone)
     address = args.master_addr.strip("[]") if named else None
     port = args.master_port if "master_port" in given or not args.standalone else None
     if port is None and address is not None and max_nodes > 1 and not args.standalone:
@@ -401,12 +393,13 @@ _OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etc
 
 def _notes_on_ignored(given: set[str], environ: Mapping[str, str]) -> Iterator[str]:
     """Return notes about torchrun's options that have no effect, also when set by environment variables."""
-    for name, why in WITHOUT_MEANING.items():
-        variable = f"PET_{name.upper()}"
+    for declaration, why in WITHOUT_MEANING.items():
+        option = declaration.split()[0]
+        name = option[2:].replace("-", "_")
         if name in given:
-            yield f"--{name.replace('_', '-')} has no effect: {why}"
-        elif environ.get(variable):
-            yield f"{variable} has no effect: {why}"
+            yield f"{option} has no effect: {why}"
+        elif environ.get(f"PET_{name.upper()}"):
+            yield f"PET_{name.upper()} has no effect: {why}"
 
 
 def _notes(args: argparse.Namespace, given: set[str], meets: bool, slots: int) -> Iterator[str]:

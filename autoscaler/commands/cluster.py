@@ -23,6 +23,7 @@ from adaptdl_elastic.autoscaler.cli import (
     standalone_job_option,
     store_options,
 )
+from adaptdl_elastic.protocol.environment import METRICS_HOST, METRICS_PORT
 from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
@@ -99,14 +100,14 @@ def metrics_port_of(text: str) -> int | Literal["off"]:
     "--metrics-port",
     type=metrics_port_of,
     metavar="PORT|off",
-    envvar="ADAPTDL_METRICS_PORT",
+    envvar=METRICS_PORT,
     show_envvar=True,
     help="Port of the Prometheus metrics; 0: any free one. [default: the first free one from 9300 to 9309]",
 )
 @click.option(
     "--metrics-host",
     default="127.0.0.1",
-    envvar="ADAPTDL_METRICS_HOST",
+    envvar=METRICS_HOST,
     show_default=True,
     show_envvar=True,
     help="Address on which metrics are served.",

@@ -21,6 +21,7 @@ from adaptdl_elastic.autoscaler.provisioning import bring_up, store_users
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials, write_private
 from adaptdl_elastic.autoscaler.provisioning.nodes import private_archive
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.protocol.environment import CLUSTER
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY
@@ -61,7 +62,7 @@ def cluster_option(command: F) -> F:
         "--cluster",
         "name",
         metavar="NAME",
-        envvar="ADAPTDL_CLUSTER",
+        envvar=CLUSTER,
         show_envvar=True,
         help="Name of the cluster. [default: the only one that this machine knows]",
     )

@@ -34,6 +34,7 @@ from adaptdl_elastic.autoscaler.commands.cluster_setup import (
 )
 from adaptdl_elastic.autoscaler.provisioning import bundle as bundles
 from adaptdl_elastic.autoscaler.provisioning.bundle import Bundle
+from adaptdl_elastic.protocol.environment import ETCD
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, MOST_SLOTS
 from adaptdl_elastic.rendezvous.schema.submissions import MOST_PRIORITY, ServiceRecord, Submission
@@ -261,7 +262,7 @@ def variables_of(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
         name, sign, value = text.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise OptionError(f"--env {name}: is no name of a variable")
-        if name.startswith("ADAPTDL_ETCD"):
+        if name.startswith(ETCD):
             raise OptionError(f"--env {name}: a job does not get access to the store")
         if not sign and name not in environ:
             raise OptionError(f"--env {name}: this shell has no such variable; give {name}=VALUE")

@@ -77,12 +77,13 @@ def wait_until(store: Store, keys: Keys, done: Callable[[View], bool], timeout: 
     with Follow(store, keys.root) as follow:
         alarm = threading.Timer(timeout, follow.close)
         alarm.daemon = True
-        alarm.start()
         try:
             for news in follow:
                 keeper.take(news, time.monotonic())
                 if done(keeper.view(time.monotonic(), time.time())):
                     return True
+                if alarm.ident is None:  # what is there is looked at even if there is no time to wait
+                    alarm.start()
         finally:
             alarm.cancel()
     return False

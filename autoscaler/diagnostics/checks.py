@@ -35,7 +35,13 @@ from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError, StoreEr
 from adaptdl_elastic.rendezvous.store.endpoints import TryAgainError
 from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError
 from adaptdl_elastic.rendezvous.store.local_socket import is_local
-from adaptdl_elastic.rendezvous.store.store_options import DEFAULT_PORT, StoreOptions, parse_endpoints
+from adaptdl_elastic.rendezvous.store.store_options import (
+    DEFAULT_PORT,
+    STORES,
+    StoreOptions,
+    foreign_scheme,
+    parse_endpoints,
+)
 
 MIN_FILES = 4096
 MIN_FREE = 1 << 30  # free bytes in the checkpoint directory, below which it is reported
@@ -212,8 +218,11 @@ def check_directory(path: Path) -> list[Finding]:
 
 def check_server(endpoint: str, options: StoreOptions) -> list[Finding]:
     """Check every endpoint: whether it answers, and its version."""
-    if is_local(endpoint):  # connecting to it checks everything
+    # connecting to these checks everything
+    if is_local(endpoint):
         return [ok("store", f"in the memory of a standalone job's agent ({endpoint})")]
+    if scheme := foreign_scheme(endpoint):
+        return [ok("store", f"{endpoint}, of the package {STORES.origin(scheme)}")]
     found: list[Finding] = []
     for url in parse_endpoints(endpoint, options.secure):
         http = Http((url,), options, lambda _: False)

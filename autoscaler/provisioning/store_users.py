@@ -6,8 +6,6 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import urllib3
-
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError, EtcdGateway
@@ -69,9 +67,7 @@ def change_nodes_password(context: ClusterContext, people: Iterable[str]) -> lis
 @contextmanager
 def _as_root(context: ClusterContext) -> Iterator[EtcdGateway]:
     try:
-        options = context.store_options()
-        with urllib3.PoolManager(ssl_context=options.ssl_context(), retries=False) as pool:
-            gateway = EtcdGateway(pool, context.endpoint)
+        with EtcdGateway(context.endpoint, context.store_options()) as gateway:
             gateway.log_in("root", read_password(context.directory / "root-password"))
             yield gateway
     except (EtcdError, StoreError) as error:

@@ -6,8 +6,8 @@ store. A node service checks the signature before it acts on a submission.
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Annotated, Literal
+from dataclasses import MISSING, field, fields, replace
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -24,6 +24,12 @@ PERSON_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 _Name = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
 _Person = Annotated[str, Field(pattern=f"^{PERSON_PATTERN}$")]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+# what a person may ask; the names of fields of JobSpec
+_ASKED = (
+    *("job", "command", "min_replicas", "max_replicas", "gpus_per_replica", "max_restarts", "weight"),
+    "checkpoint_path",
+)
 
 OWNER_HEADER = "ADAPTDL.owner"
 """Global header of an archive of a working directory. Its value is the name of the person who packed it."""
@@ -77,6 +83,16 @@ class Submission(JobSpec):
     def folder(self) -> str:
         """The name of the directory into which the archive is unpacked."""
         return self.job if self.replaces is None else f"{self.job}@{self.bundle[:16]}"
+
+    @property
+    def of_agents(self) -> Submission:
+        """The submission as agents take it: with the default of each field that nobody is asked for.
+
+        Otherwise a record that was made by hand could keep slots that belong to other jobs.
+        """
+        others = (one for one in fields(JobSpec) if one.name not in _ASKED and one.default is not MISSING)
+        unasked: dict[str, Any] = {one.name: one.default for one in others}
+        return replace(self, **{**unasked, "max_nodes": self.max_replicas})
 
     @property
     def least_slots(self) -> int:

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from adaptdl_elastic.protocol.environment import CLUSTER, ETCD
 from adaptdl_elastic.rendezvous.schema.keys import check_name
-from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions, to_environ, variable
 
 
 class ContextError(Exception):
@@ -75,15 +76,10 @@ class ClusterContext:
 
     def store_environment(self) -> dict[str, str]:
         """Return `ADAPTDL_*` variables that lead to the cluster's store."""
-        return {
-            "ADAPTDL_ETCD": self.endpoint,
-            "ADAPTDL_CLUSTER": self.name,
-            "ADAPTDL_ETCD_CA": str(self.ca),
-            "ADAPTDL_ETCD_CERT": str(self.directory / "client.pem"),
-            "ADAPTDL_ETCD_KEY": str(self.directory / "client-key.pem"),
-            "ADAPTDL_ETCD_USER": self.store_user,
-            "ADAPTDL_ETCD_PASSWORD_FILE": str(self.directory / "password"),
-        }
+        pem, password = self.directory / "client.pem", self.directory / "password"
+        key = self.directory / "client-key.pem"
+        given = to_environ(ca=self.ca, cert=pem, key=key, user=self.store_user, password_file=password)
+        return {ETCD: self.endpoint, CLUSTER: self.name, **given}
 
     def store_options(self) -> StoreOptions:
         """Return how the user's commands reach the cluster's store."""
@@ -92,8 +88,8 @@ class ClusterContext:
             f"it runs on {node} first node of cluster {self.name}. Until adaptdl cluster up starts it again, "
             f"jobs with a replica there stand still, others train on, and nothing starts or moves"
         )
-        timeout = {"ADAPTDL_ETCD_TIMEOUT": os.environ.get("ADAPTDL_ETCD_TIMEOUT", "")}
-        return StoreOptions.from_environment({**self.store_environment(), **timeout}, hint=hint)
+        timeout = os.environ.get(variable("timeout")) or None
+        return StoreOptions.from_environment(self.store_environment(), timeout=timeout, hint=hint)
 
 
 def config_directory(environ: Mapping[str, str] = os.environ) -> Path:

@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-import json
-import time
 from typing import Any
 
-import urllib3
+from adaptdl_elastic.rendezvous.store.base import Closable, StoreError
+from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError, Json
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 _READY_SECONDS = 60.0  # that a server may need until it has a leader
-_REQUEST_SECONDS = 10.0
-_LOOK_SECONDS = 0.05
 
 
 class EtcdError(Exception):
     """etcd does not start, or refuses what it is asked; the message says why."""
 
 
-class EtcdGateway:
+class EtcdGateway(Closable):
     """etcd's requests about users.
 
     Args:
-        pool: Makes the requests.
         endpoint: URL of etcd.
+        options: Certificates.
     """
 
-    def __init__(self, pool: urllib3.PoolManager, endpoint: str) -> None:
-        self._pool, self._endpoint = pool, endpoint
+    def __init__(self, endpoint: str, options: StoreOptions) -> None:
+        self._endpoint = endpoint
+        # a server that has just begun to listen has no leader yet
+        self._http = Http((endpoint,), options, lambda error: error.status == 503)
         self._headers: dict[str, str] = {}
 
     def ask(self, path: str, **body: Any) -> tuple[int, str]:
-        """Return status and text of the answer."""
-        url = f"{self._endpoint}/v3/auth/{path}"
-        deadline = time.monotonic() + _READY_SECONDS
-        while True:
-            try:
-                answer = self._pool.request(
-                    "POST", url, json=body, headers=self._headers, timeout=_REQUEST_SECONDS
-                )
-            except urllib3.exceptions.HTTPError as error:
-                status, text = 503, str(error)
-            else:
-                status, text = answer.status, answer.data.decode(errors="replace")
-            # a server that has just begun to listen has no leader yet
-            if status != 503 or time.monotonic() > deadline:
-                return status, text
-            time.sleep(_LOOK_SECONDS)
+        """Return 200 and "", or the status and the text of an error."""
+        try:
+            self._call(path, body)
+        except HttpStatusError as error:
+            return error.status, error.message
+        except StoreError as error:
+            return 503, str(error)
+        return 200, ""
 
     def must(self, path: str, **body: Any) -> None:
         """Send a request; raise EtcdError unless etcd carries it out now or has done so before."""
@@ -55,7 +47,15 @@ class EtcdGateway:
 
     def log_in(self, user: str, password: str) -> None:
         """Ask as this user from now on; EtcdError if etcd does not let the user in."""
-        status, said = self.ask("authenticate", name=user, password=password)
-        if status != 200:
-            raise EtcdError(f"etcd at {self._endpoint} does not let {user} in: {said.strip()}")
-        self._headers = {"Authorization": str(json.loads(said)["token"]), "Content-Type": "application/json"}
+        try:
+            answer = self._call("authenticate", {"name": user, "password": password})
+        except (HttpStatusError, StoreError) as error:
+            raise EtcdError(f"etcd at {self._endpoint} does not let {user} in: {error}") from None
+        self._headers = {"Authorization": str(answer["token"])}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _call(self, path: str, body: dict[str, Any]) -> Json:
+        return self._http.call(f"/v3/auth/{path}", body, headers=self._headers, timeout=_READY_SECONDS)

@@ -24,7 +24,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError, decode, encode
-from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions, to_environ
 
 _CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
 
@@ -150,13 +150,9 @@ class ServiceDirectory:
 
     def store_environment(self) -> dict[str, str]:
         """Return `ADAPTDL_ETCD_*` variables that lead to the cluster's store."""
-        return {
-            "ADAPTDL_ETCD_CA": str(self.ca),
-            "ADAPTDL_ETCD_CERT": str(self.cert),
-            "ADAPTDL_ETCD_KEY": str(self.key),
-            "ADAPTDL_ETCD_USER": ETCD_USER,
-            "ADAPTDL_ETCD_PASSWORD_FILE": str(self.path / "password"),
-        }
+        return to_environ(
+            ca=self.ca, cert=self.cert, key=self.key, user=ETCD_USER, password_file=self.path / "password"
+        )
 
     def store_options(self, user: str = ETCD_USER) -> StoreOptions:
         """Return how the service reaches the store."""

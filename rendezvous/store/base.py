@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from typing_extensions import Self
 
@@ -157,6 +157,9 @@ class Watch(Closable):
 
 class Store(Closable):
     """A store; the module's docstring lists the guarantees of its methods."""
+
+    has_users: ClassVar[bool] = False
+    """Whether a store with users lets nobody else read it."""
 
     @abstractmethod
     def get(self, key: str) -> KeyValue | None:

@@ -7,10 +7,17 @@ from typing import Literal
 
 import urllib3
 
+from adaptdl_elastic.extensions import ExtensionError
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError
 from adaptdl_elastic.rendezvous.store.local_socket import LocalStore, is_local, socket_path
-from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
+from adaptdl_elastic.rendezvous.store.store_options import (
+    STORES,
+    StoreOptionError,
+    StoreOptions,
+    foreign_scheme,
+    parse_endpoints,
+)
 
 __all__ = ["API_NAMES", "Api", "StoreOptionError", "StoreOptions", "connect"]
 
@@ -23,7 +30,8 @@ def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = 
 
     Args:
         endpoint: `host:port[,host:port…]` of an etcd (`https://…` for TLS), or `unix:/path`, the socket of a
-            standalone job, for which only the time-out of the options matters.
+            standalone job, for which only the time-out of the options matters, or `scheme://host:port` of a
+            store of another package.
         api: which API to use; "auto" prefers v3 if the server answers on both.
         options: time-out and credentials; None: from the environment (`StoreOptions.from_environment`).
 
@@ -40,6 +48,8 @@ def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = 
         _or_close(local, local.check)
         return local
     endpoints = parse_endpoints(endpoint, options.secure)
+    if scheme := foreign_scheme(endpoint):
+        return _of_another_package(scheme, endpoint, options)
     found = _find_api(endpoints, options, api)
     if found == "v3":
         from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
@@ -52,6 +62,16 @@ def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = 
     v2 = EtcdV2Store(endpoints, options)
     _or_close(v2, v2.check)
     return v2
+
+
+def _of_another_package(scheme: str, endpoint: str, options: StoreOptions) -> Store:
+    try:
+        store = STORES.load(scheme)(endpoint, options)
+    except ExtensionError as error:
+        raise StoreOptionError(str(error)) from None
+    if not isinstance(store, Store):
+        raise StoreOptionError(f"the store {scheme!r} of {STORES.origin(scheme)} gives {store!r}, no Store")
+    return store
 
 
 _PROBES: dict[str, tuple[str, dict[str, object] | None]] = {

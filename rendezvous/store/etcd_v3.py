@@ -122,6 +122,8 @@ def _store_error(error: HttpStatusError) -> StoreError:
 class EtcdV3Store(Store):
     """A store on etcd's v3 API; `store.base` lists the guarantees of its methods."""
 
+    has_users = True
+
     def __init__(self, endpoints: tuple[str, ...], options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
         self._http = Http(endpoints, self.options, _is_retryable)

@@ -40,18 +40,18 @@ class Follow(Closable):
             try:
                 snapshot = self._store.range(self._prefix)
                 yield snapshot
-                delay = _FIRST_RETRY
                 with self._store.watch(self._prefix, snapshot.revision + 1) as self._watch:
-                    if not self._closing.is_set():
-                        yield from self._watch
+                    for change in self._watch if not self._closing.is_set() else ():
+                        delay = _FIRST_RETRY
+                        yield change
             except CompactedError:
-                continue
+                pass
             except StoreError as error:
                 if self._failed is None:
                     raise
                 self._failed(error)
-                self._closing.wait(delay)
-                delay = min(2 * delay, _LAST_RETRY)
+            self._closing.wait(delay)
+            delay = min(2 * delay, _LAST_RETRY)
 
     def close(self) -> None:
         """End the iteration soon, even while another thread waits in it."""

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from adaptdl_elastic.extensions import ExtensionPoint
+from adaptdl_elastic.protocol.environment import ETCD
 from adaptdl_elastic.rendezvous.store.base import StoreError
 
 DEFAULT_PORT = 2379
+
+STORES = ExtensionPoint("store", "adaptdl_elastic.stores")
+"""Stores of other packages, by the scheme of their endpoints: functions (endpoint, StoreOptions) → Store."""
 
 _PATHS = "ca", "cert", "key", "password_file"
 _TEXTS = "timeout", "user", "password"
@@ -22,7 +27,12 @@ _TEXTS = "timeout", "user", "password"
 
 def variable(name: str) -> str:
     """Return the environment variable that sets one of `StoreOptions`."""
-    return f"ADAPTDL_ETCD_{name.upper()}"
+    return f"{ETCD}_{name.upper()}"
+
+
+def to_environ(**options: object) -> dict[str, str]:
+    """Return the environment variables that set some of `StoreOptions`."""
+    return {variable(name): str(value) for name, value in options.items()}
 
 
 class StoreOptionError(StoreError, ValueError):
@@ -134,11 +144,17 @@ def read_password(path: Path) -> str:
     return text
 
 
+def foreign_scheme(endpoint: str) -> str:
+    """Return the scheme of an endpoint of another package's store; "" for every other endpoint."""
+    scheme, sign, _ = endpoint.partition("://")
+    return scheme if sign and scheme not in ("http", "https") and scheme in STORES else ""
+
+
 def parse_endpoints(text: str, secure: bool = False) -> tuple[str, ...]:
     """Return the endpoints in `host:port[,host:port…]` as URLs without a path.
 
-    Each may begin with `http://` or `https://`. The default is https if `secure`, else http; the default port
-    is 2379.
+    Each may begin with `http://` or `https://`, or with the scheme of a store of another package. The default
+    is https if `secure`, else http; the default port is 2379.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
@@ -153,6 +169,8 @@ def _parse_endpoint(text: str, secure: bool) -> str:
         host, port = url.hostname, url.port
     except ValueError as error:
         raise StoreOptionError(f"etcd endpoint {text!r}: {error}; write HOST:PORT") from None
+    if host and foreign_scheme(text):
+        return text
     if url.scheme not in ("http", "https") or not host or url.path not in ("", "/") or url.query:
         raise StoreOptionError(f"etcd endpoint {text!r} is not of the form HOST:PORT or https://HOST:PORT")
     if url.username or url.password:

@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from adaptdl_elastic.protocol.environment import CLUSTER
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError, address_towards
 from adaptdl_elastic.rendezvous.local.tcp_store import serve
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -168,7 +169,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
         secure = self._store_options.secure or self._options.https
         self.urls = parse_endpoints(params.endpoint, secure)
         self._run_id = params.run_id
-        self.keys = Keys(self._options.cluster or os.environ.get("ADAPTDL_CLUSTER") or "default")
+        self.keys = Keys(self._options.cluster or os.environ.get(CLUSTER) or "default")
         self.keys.torchrun(self._run_id)
         self._host = params.local_addr
         self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptdl_elastic.agent.machine.interruption import (
-    DISABLED_VARIABLE,
-    ENDPOINT_VARIABLE,
     InstanceIdentity,
     MetadataClient,
     MetadataError,
@@ -27,6 +25,7 @@ from adaptdl_elastic.agent.machine.interruption import (
     parse_target_state,
     watch,
 )
+from adaptdl_elastic.protocol.environment import METADATA_DISABLED, METADATA_ENDPOINT
 
 Notices = queue.Queue[Notice]
 PATIENT = 60.0  # seconds; as a time-out of what answers
@@ -46,7 +45,7 @@ def ec2_firmware(tmp_path: Path) -> Path:
 
 
 def test_identity_comes_from_the_service(imds: FakeImds) -> None:
-    found = discover({ENDPOINT_VARIABLE: imds.endpoint}, PATIENT)
+    found = discover({METADATA_ENDPOINT: imds.endpoint}, PATIENT)
     assert found == InstanceIdentity("i-0123456789abcdef0", "g5.xlarge", "eu-central-1a", True, imds.endpoint)
 
 
@@ -87,7 +86,7 @@ def test_off_ec2_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_disabled_by_the_variable_that_boto3_knows(ec2_firmware: Path) -> None:
     assert on_ec2(ec2_firmware)
-    assert discover({DISABLED_VARIABLE: "true"}, firmware=ec2_firmware) is None
+    assert discover({METADATA_DISABLED: "true"}, firmware=ec2_firmware) is None
 
 
 def test_named_by_the_environment_without_a_service() -> None:
@@ -100,7 +99,7 @@ def test_named_by_the_environment_without_a_service() -> None:
 def test_a_hanging_service_is_given_up(imds: FakeImds, caplog: pytest.LogCaptureFixture) -> None:
     imds.hang.set()  # until it is closed
     waits: list[float] = []
-    assert discover({ENDPOINT_VARIABLE: imds.endpoint}, timeout=0.2, wait=waits.append) is None
+    assert discover({METADATA_ENDPOINT: imds.endpoint}, timeout=0.2, wait=waits.append) is None
     assert "HttpPutResponseHopLimit to 2, or ADAPTDL_INSTANCE_ID" in caplog.text
     assert caplog.text.count("does not answer") == 1
     assert sum(waits) < 10
@@ -110,7 +109,7 @@ def test_an_absent_service_is_given_up(caplog: pytest.LogCaptureFixture) -> None
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        assert discover({ENDPOINT_VARIABLE: endpoint}, 0.5, wait=lambda _: None) is None
+        assert discover({METADATA_ENDPOINT: endpoint}, 0.5, wait=lambda _: None) is None
     assert "does not answer" in caplog.text
 
 
@@ -123,7 +122,7 @@ def test_a_service_that_is_not_up_yet_is_waited_for(imds: FakeImds, caplog: pyte
         waits.append(seconds)
         imds.broken = len(waits) < 3
 
-    found = discover({ENDPOINT_VARIABLE: imds.endpoint}, PATIENT, wait=wait)
+    found = discover({METADATA_ENDPOINT: imds.endpoint}, PATIENT, wait=wait)
     assert found is not None
     assert found.instance == imds.values["instance-id"]
     assert len(waits) == 3
@@ -133,7 +132,7 @@ def test_a_service_that_is_not_up_yet_is_waited_for(imds: FakeImds, caplog: pyte
 @pytest.mark.parametrize("path", ["instance-type", "instance-life-cycle"])
 def test_half_an_answer_is_asked_again(imds: FakeImds, path: str) -> None:
     imds.failing[path] = 503
-    found = discover({ENDPOINT_VARIABLE: imds.endpoint}, PATIENT, wait=lambda _: imds.failing.clear())
+    found = discover({METADATA_ENDPOINT: imds.endpoint}, PATIENT, wait=lambda _: imds.failing.clear())
     assert found == InstanceIdentity(
         imds.values["instance-id"], "g5.xlarge", "eu-central-1a", True, endpoint=imds.endpoint
     )
@@ -148,7 +147,7 @@ def test_a_body_beyond_reason_is_a_notice_all_the_same(imds: FakeImds) -> None:
 
 @pytest.mark.parametrize("address", ["https://169.254.169.254", "169.254.169.254", ""])
 def test_a_bad_address_is_named(address: str) -> None:
-    with pytest.raises(ValueError, match=ENDPOINT_VARIABLE):
+    with pytest.raises(ValueError, match=METADATA_ENDPOINT):
         MetadataClient(address)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import shutil
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,33 +20,51 @@ from adaptdl_elastic.agent import cli
 from adaptdl_elastic.agent.launch import store_environment
 from adaptdl_elastic.agent.own_records import job_spec
 from adaptdl_elastic.agent.runtime.replica_environment import SharePath
-from adaptdl_elastic.agent.terminal import run_options, run_parser, torchrun_options
+from adaptdl_elastic.agent.terminal import run_options, run_parser
 from adaptdl_elastic.agent.terminal.replica_output import StreamOptionError, Streams
 from adaptdl_elastic.agent.terminal.run_options import MeetingPoint
+from adaptdl_elastic.agent.terminal.torchrun_options import WITHOUT_MEANING
 
 
 def parse(*arguments: str, **environ: str) -> run_options.RunOptions:
     return run_options.parse([*arguments, __file__], environ)
 
 
-def table(parser: argparse.ArgumentParser) -> dict[str, tuple[object, ...]]:
-    return {
-        action.dest: (
-            action.option_strings,
-            action.default,
-            action.choices and list(action.choices),
-            action.nargs,
-        )
-        for action in parser._actions
-    }
+# options of torchrun that are refused: the completions would be those of `torchrun`
+WITHDRAWN = {"print_completion"}
 
 
-def test_the_parser_read_from_source_is_torchruns() -> None:
-    import torch
+@pytest.mark.parametrize("variable", [None, "1"])
+def test_torchruns_options_are_those_of_the_installed_torch(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Give each option to both parsers, in each of its spellings; also where `PET_` variables set it."""
     from torch.distributed.run import get_args_parser
 
-    mine = torchrun_options.from_source(Path(torch.__file__).parent)
-    assert table(mine) == table(get_args_parser())
+    named = {
+        action.dest: action
+        for action in get_args_parser()._actions
+        if action.dest not in WITHDRAWN | {"help"}
+    }
+    for dest in named if variable else ():
+        monkeypatch.setenv(f"PET_{dest.upper()}", variable or "")
+    theirs, mine = get_args_parser(), run_parser.parser()
+    expected, found = vars(theirs.parse_args(["script"])), vars(mine.parse_args(["script"]))
+    different = {name for name in named if expected[name] != found[name]}
+    listed = {declaration.split()[0][2:].replace("-", "_") for declaration in WITHOUT_MEANING}
+    # a job restarts by itself; older torches name a port, and no template
+    assert different <= listed | {"max_restarts", "master_port", "log_line_prefix_template"}
+    for dest, action in named.items():
+        for option in action.option_strings:
+            values = [] if action.nargs == 0 else [action.choices[0] if action.choices else "7"]
+            words = [option, *map(str, values), "script"]
+            expected, found = theirs.parse_args(words), mine.parse_args(words)
+            assert found.training_script == "script"
+            if dest not in listed or not isinstance(getattr(expected, dest), list):
+                assert getattr(found, dest) == getattr(expected, dest), words
+            if action.choices:
+                with pytest.raises(run_parser.OptionError, match="invalid choice"):
+                    mine.parse_args([option, "7", "script"])
 
 
 @pytest.mark.parametrize(
@@ -66,11 +86,6 @@ def test_a_torch_that_is_missing_or_too_old_ends_the_command_in_one_line(
 @pytest.mark.parametrize("version", ["2.8.0", "2.10.0a0+git1234", "2.14.1+cu130", "3.0"])
 def test_later_torches_are_taken(version: str) -> None:
     assert _torch_versions.why_not(version) is None
-
-
-def test_where_the_source_is_another_torch_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torchrun_options, "from_source", lambda path: 1 / 0)
-    assert "nnodes" in table(torchrun_options.torchrun_parser())
 
 
 def test_defaults_are_one_node_with_an_etcd_of_its_own() -> None:
@@ -124,23 +139,6 @@ def test_what_has_no_meaning_here_gets_one_line_each() -> None:
     assert notes[0].startswith("--rdzv-backend has no effect: ")
 
 
-# torchrun's options that are read, by their destination; what is in no table must not be lost silently
-HONOURED = {
-    *("help", "nnodes", "nproc_per_node", "rdzv_endpoint", "rdzv_id", "standalone", "max_restarts", "role"),
-    *("module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_addr"),
-    *("local_ranks_filter", "virtual_local_rank", "training_script", "training_script_args"),
-    *("master_addr", "master_port", "signals_to_handle", "log_line_prefix_template"),
-}
-
-
-def test_every_option_of_torchrun_is_honoured_or_told_to_have_no_effect() -> None:
-    torchruns = torchrun_options.torchrun_parser()
-    _torch_versions.complete(torchruns)
-    theirs = {action.dest for action in torchruns._actions}
-    assert theirs - HONOURED == theirs & (set(run_parser.WITHOUT_MEANING) | run_parser.WITHDRAWN)
-    assert not HONOURED & set(run_parser.WITHOUT_MEANING)
-
-
 def test_a_least_number_of_replicas_that_no_node_may_have_is_said() -> None:
     (note,) = parse("--nproc-per-node=2", "--replicas=1:2").notes
     assert note == (
@@ -156,8 +154,6 @@ def test_a_least_number_of_replicas_that_no_node_may_have_is_said() -> None:
     ["--shutdown-timeout=5", "--numa-binding=node", "--duplicate-stdout-filters=a", "--logs_specs=x"],
 )
 def test_an_option_without_effect_is_told(option: str) -> None:
-    if option.partition("=")[0] not in run_parser.parser().format_help():
-        pytest.skip(f"this torch has no {option}")
     (note,) = parse(option).notes
     assert " has no effect: " in note
 
@@ -202,6 +198,8 @@ def test_a_shortened_option_means_what_it_means_to_torchrun() -> None:
     (note,) = parse("--node-=1").notes
     assert note.startswith("--node-rank has no effect: ")
     assert run_options.parse(["--no-p", "sh"], {}).mode == "exec"
+    joined = run_options.parse(["-mt", "3", "--max-r", "7", "json"], {})
+    assert (joined.mode, joined.tee, joined.max_restarts, joined.command) == ("module", "3", 7, ("json",))
     assert parse("--no-pre").preemptible is False
 
 
@@ -366,6 +364,10 @@ def test_torchruns_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PET_MAX_RESTARTS", "7")
     assert parse().max_restarts == 7
     assert parse("--max-restarts=2").max_restarts == 2
+    monkeypatch.setenv("PET_STANDALONE", "true")
+    with pytest.raises(ValueError, match="PET_STANDALONE=true must be 0 or 1"):
+        parse()
+    monkeypatch.delenv("PET_STANDALONE")
     monkeypatch.setenv("PET_MAX_RESTARTS", "many")
     with pytest.raises(run_parser.OptionError, match="many"):
         parse()
@@ -432,6 +434,8 @@ def test_the_scripts_own_options_are_none_of_ours() -> None:
     assert found.command[1:] == ("--master-port", "1234", "--rdzv-conf=x")
     assert found.notes == ()
     assert len(run_options.parse(["--node-rank", "1", __file__, "--node-rank", "1"], {}).notes) == 1
+    # to argparse this is an ambiguous option, although it follows the script
+    assert run_options.parse(["-r", "0", __file__, "--ma", "x"], {}).command[1:] == ("--ma", "x")
 
 
 @pytest.mark.parametrize("endpoint", ["a b:1", "host:port", "http://host/path", "host:0", "host:99999"])
@@ -464,3 +468,37 @@ def test_the_type_of_a_node_is_given_or_from_the_environment() -> None:
     assert run_options.parse(command, {}).node_type is None
     with pytest.raises(run_parser.OptionError, match=r"--node-type='a\+b': give up to 64 letters"):
         parse("--node-type=a+b")
+
+
+@pytest.mark.processes
+def test_a_new_field_of_a_job_is_written_in_two_files(tmp_path: Path) -> None:
+    for name in ("adaptdl_elastic", "agent", "autoscaler", "rendezvous"):
+        shutil.copytree(Path(__file__).parents[2] / name, tmp_path / name, symlinks=True)
+    for name, before, line in (
+        ("rendezvous/schema/records.py", "    most_weight:", "    new_field: int = 7\n"),
+        ("agent/terminal/run_parser.py", '    "--no-autoscale":', '    "--new-field N=7": "",\n'),
+    ):
+        text = (tmp_path / name).read_text()
+        assert text.count(before) == 1
+        (tmp_path / name).write_text(text.replace(before, line + before))
+    (tmp_path / "train.py").write_text("")
+    way = """
+from adaptdl_elastic.agent.own_records import job_spec
+from adaptdl_elastic.agent.terminal.run_options import parse
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, decode, encode
+from adaptdl_elastic.rendezvous.schema.submissions import Submission
+spec = decode(JobSpec, encode(job_spec(parse(["--new-field=9", "train.py"]))), "")
+more = {"owner": "eve", "mode": "script", "bundle": "0" * 64}
+open("job", "w").write(encode(Submission(**{**vars(spec), **more})))
+print(spec.new_field, parse(["--spec", "job"]).new_field)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", way],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "9 9\n", done.stderr

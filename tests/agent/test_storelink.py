@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,15 +19,20 @@ from adaptdl_elastic.agent.cluster.store_link import (
     Registration,
     UserLine,
     Writer,
+    wait_for_removal,
 )
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode, encode
+from adaptdl_elastic.rendezvous.store import follow
 from adaptdl_elastic.rendezvous.store.base import (
+    Change,
+    CompactedError,
     KeyValue,
     StoreAuthError,
     StoreError,
     StoreRefusedError,
     StoreUnavailableError,
+    Watch,
 )
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -214,3 +221,55 @@ def test_an_agent_that_has_nothing_to_write_notices_that_it_is_refused(
     store.refuses.clear()
     assert heard.next() == Connection(True, refused=True)
     registration.close()
+
+
+class Scripted(MemoryStore):
+    """A store with one watch, which yields what the test says."""
+
+    def __init__(self, *changes: Change) -> None:
+        super().__init__()
+        self.left = list(changes)
+
+    def watch(self, prefix: str, start_revision: int = 0) -> Watch:
+        changes = self.left
+
+        class Scripted(Watch):
+            def __iter__(self) -> Iterator[Change]:
+                while changes:
+                    yield changes.pop(0)
+                raise StoreError("waited although the key is gone")
+
+            def close(self) -> None:
+                pass
+
+        return Scripted()
+
+
+def test_waiting_for_the_removal_of_a_key_ignores_longer_keys() -> None:
+    with Scripted() as gone:
+        gone.put("archiving/job-2", "")
+        wait_for_removal(gone, "archiving/job", SOON)
+    removals = [Change("delete", key, None, 9) for key in ("archiving/job-2", "archiving/job")]
+    with Scripted(*removals) as there:
+        there.put("archiving/job", "")
+        wait_for_removal(there, "archiving/job", SOON)
+        assert not there.left
+
+
+@pytest.mark.parametrize("error", [CompactedError("forgotten"), StoreUnavailableError("no")])
+def test_a_watch_that_breaks_each_time_is_made_later_each_time(
+    store: MemoryStore, error: StoreError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays: list[float | None] = []
+
+    class Closing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            delays.append(timeout)
+            if len(delays) == 4:
+                self.set()
+            return False
+
+    monkeypatch.setattr(follow, "threading", SimpleNamespace(Event=Closing))
+    monkeypatch.setattr(store, "watch", Mock(side_effect=error))
+    assert len(list(follow.Follow(store, "/", lambda error: None))) == 4
+    assert delays == [0.05, 0.1, 0.2, 0.4]

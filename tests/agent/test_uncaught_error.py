@@ -164,7 +164,10 @@ def test_without_an_error_the_exit_code_is_the_kind(code: int, kind: str, tmp_pa
     assert failure_reports.examine(code, str(tmp_path / "error.json"))[1] == Evidence(kind)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"kind": "x"}', "{"])
+WHOLE = '{"kind": "", "message": "", "raised": 1.0, "lost_peer": false, "exit_code": '
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kind": "x"}', "{", WHOLE + '"x"}', WHOLE + "0}"])
 def test_a_record_that_was_not_finished_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / uncaught_error.RECORD).write_text(text)
     assert uncaught_error.read(tmp_path) is None

@@ -533,8 +533,8 @@ def test_help_says_what_every_option_is_for_and_where_the_store_is_last() -> Non
         assert all(option.help for option in options), name
         names = [option.opts[0] for option in options]
         if "--etcd" in names:
-            last = ["--etcd", "--etcd-api", "--cluster", "--etcd-ca", "--etcd-cert", "--etcd-key"]
-            assert names[-7:] == [*last, "--etcd-user"], name
+            last = ["--etcd", "--etcd-ca", "--etcd-cert", "--etcd-key", "--etcd-user", "--cluster"]
+            assert names[-7:] == [*last, "--etcd-api"], name
             text = CliRunner().invoke(adaptdl, [name, "--help"]).output
             assert "ADAPTDL_ETCD]" in text, name
             assert "ADAPTDL_CLUSTER]" in text, name

@@ -20,12 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from adaptdl_elastic.autoscaler.commands.tables import show_table
+from adaptdl_elastic.autoscaler.commands.tables import show_table, wait_until
 from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFile
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, encode
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 HEADS = ("JOB", "OWNER", "STATE", "REPLICAS", "EFFICIENCY", "DISK FREE", "LOSS", "AGE", "PROBLEM", "WHY")
 WHY = "a reason of so many words that no terminal has room for all of them in the last column of a table"
@@ -139,3 +140,9 @@ def test_ls_on_a_terminal_of_80_columns(tmp_path: Path, monkeypatch: pytest.Monk
     assert text.startswith("JOB: mnist  STATE: running")
     assert f"WHY:{dense(WHY)}" in dense(text)
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_without_time_to_wait_the_present_state_counts() -> None:
+    with MemoryStore() as store:
+        assert wait_until(store, Keys(), lambda view: True, 0.0)
+        assert not wait_until(store, Keys(), lambda view: False, 0.0)

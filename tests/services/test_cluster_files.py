@@ -308,7 +308,10 @@ def test_an_agent_is_told_its_job_by_a_file(tmp_path: Path, monkeypatch: pytest.
     wanted = submission_by(
         "eve", command=(str(tmp_path / "train.py"), "--x"), min_replicas=2, max_replicas=6, gpus_per_replica=2
     )
-    wanted = replace(wanted, weight=1e6)
+    # only what `adaptdl submit` asks for counts of a record, whoever has made it
+    unasked = {"min_nodes": 9, "checkpoint_timeout": 1e9, "rescale_timeout": 1e9, "rescale": "inplace"}
+    unasked |= {"preemptible": False, "autoscale": False, "max_nodes": 1, "secret_mark": "x"}
+    wanted = replace(wanted, weight=1e6, **unasked)
     file = tmp_path / "agents" / "job.spec"
     write_spec(Request(wanted, None, JobState(), most_weight=2.5), "/saved", file)
     monkeypatch.setenv("PET_ROLE", "trainer")
@@ -326,6 +329,9 @@ def test_an_agent_is_told_its_job_by_a_file(tmp_path: Path, monkeypatch: pytest.
     spec = job_spec(options)
     assert (spec.min_replicas, spec.max_replicas, spec.min_nodes) == (2, 6, 1)
     assert (spec.gpus_per_replica, spec.weight, spec.most_weight) == (2, 1e6, 2.5)
+    assert spec.max_nodes == 6, "records of earlier versions do not have it"
+    assert (spec.checkpoint_timeout, spec.rescale_timeout, spec.rescale.value) == (120.0, 60.0, "auto")
+    assert (spec.preemptible, spec.autoscale, spec.secret_mark) == (True, True, "")
     directory = ServiceDirectory(tmp_path)
     found = agent_environment(
         {"A": "own", "ADAPTDL_ETCD_USER": "x", "B": "own"}, {"B": "job"}, directory, "s"

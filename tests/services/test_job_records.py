@@ -35,6 +35,7 @@ def test_plans_and_ends_wake_the_service_and_other_news_do_not() -> None:
             woken.clear()
             running = JobStatus("job", "run", JobState.RUNNING)
             store.put(KEYS.job("job", "status"), encode(running))
+            store.put(f"{KEYS.jobs}/status", "of no job")
             store.put(KEYS.job("job", "hints"), "x" * 1000)
             store.put(KEYS.job("job", "generations", "3", "plan"), "is no plan of a job")
             store.put(KEYS.job("job", "checkpoint"), "broken")

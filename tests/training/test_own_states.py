@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch._elastic import state_transfer, user_state
-from adaptdl_elastic.torch._elastic.large_state import LargeState
+from adaptdl_elastic.checkpoint.state_copy import strip
+from adaptdl_elastic.torch._elastic import state_marks, state_transfer, step_snapshot
+from adaptdl_elastic.torch._elastic.step_snapshot import LargeState
 
 
 class Kept(checkpoint.TensorState):
@@ -23,7 +24,7 @@ class Kept(checkpoint.TensorState):
 
     def digest(self, tensor: torch.Tensor) -> Hashable:
         self.tensor = tensor
-        return user_state.digest(self)
+        return state_marks.digest(self)
 
 
 def counts() -> torch.Tensor:
@@ -63,8 +64,8 @@ def test_the_digest_depends_on_the_position(
     change: Callable[[torch.Tensor], torch.Tensor], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "elsewhere":  # as on a GPU, in blocks
-        monkeypatch.setattr(user_state, "BLOCK", 1000)
-        monkeypatch.setattr(user_state, "fingerprint", user_state.block_sums)
+        monkeypatch.setattr(state_marks, "BLOCK", 1000)
+        monkeypatch.setattr(state_marks, "fingerprint", state_marks.block_sums)
     kept, before = Kept("kept"), counts()
     assert kept.digest(before) == kept.digest(before.clone())
     assert kept.digest(before) != kept.digest(change(before))
@@ -73,7 +74,7 @@ def test_the_digest_depends_on_the_position(
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("how", ["fingerprint", "block_sums"])
 def test_every_kind_of_tensor_has_a_digest(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_state, "fingerprint", getattr(user_state, how))
+    monkeypatch.setattr(state_marks, "fingerprint", getattr(state_marks, how))
     kept, plain = Kept("kept"), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     tensors = {
         "transposed": plain.t(),
@@ -117,8 +118,8 @@ def test_a_larger_pickled_state_is_copied_while_that_takes_a_hundredth_of_a_step
     cost: float, put_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(user_state.time, "monotonic", lambda: clock[0])
-    history, states, session = History(clock, cost), user_state.UserStates(), _session.current()
+    monkeypatch.setattr(step_snapshot.time, "monotonic", lambda: clock[0])
+    history, states, session = History(clock, cost), step_snapshot.UserStates(), _session.current()
     for _ in range(12):
         states.begin_window(session)
         clock[0] = round(clock[0]) + 1.0  # a window takes a second
@@ -205,7 +206,7 @@ def test_a_set_beside_the_tensors_is_put_back() -> None:
 @pytest.mark.usefixtures("alone")
 def test_tensors_of_dicts_in_another_order_are_not_taken_for_each_other() -> None:
     def skeleton(*names: str) -> Any:
-        return state_transfer.strip({name: torch.zeros(3) for name in names}, [])
+        return strip({name: torch.zeros(3) for name in names}, [])
 
     assert state_transfer.same_skeleton(skeleton("a", "b"), skeleton("a", "b"))
     assert not state_transfer.same_skeleton(skeleton("a", "b"), skeleton("b", "a"))
@@ -219,7 +220,7 @@ def test_a_state_of_an_adapter_is_put_back_if_it_says_that_steps_change_it(
     monkeypatch.setattr(Kept, "__module__", "adaptdl_elastic.torch.frameworks.huggingface")
     monkeypatch.setattr(Kept, "part_of_step", declared)
     Kept("kept").tensor = torch.zeros(3)
-    assert [*user_state.copies_of_script(_session.current())] == copied
+    assert [*step_snapshot.copies_of_script(_session.current())] == copied
 
 
 class Given(checkpoint.TensorState):
@@ -232,7 +233,7 @@ class Given(checkpoint.TensorState):
 
     def mark(self, value: Any) -> dict[str, int]:
         self.value = value
-        return user_state.marks_of_script(_session.current())
+        return state_marks.marks_of_script(_session.current())
 
 
 @pytest.mark.usefixtures("alone")
@@ -259,7 +260,7 @@ def test_a_state_that_writes_pickles_is_compared_by_their_values() -> None:
 
     def mark(*values: Any) -> dict[str, int]:
         state.values = values
-        return user_state.marks_of_script(_session.current())
+        return state_marks.marks_of_script(_session.current())
 
     one = "".join(["tra", "in"])
     other = "".join(["tra", "in"])

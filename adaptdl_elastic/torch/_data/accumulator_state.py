@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from adaptdl_elastic import _session, checkpoint, collective
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.checkpoint.state_copy import copy_to_host
+from adaptdl_elastic.checkpoint.state_copy import copy_to_host, like, rebuild
 from adaptdl_elastic.torch._runtime.position import script_position
 
 Totals = dict[Any, Any]
@@ -184,32 +183,21 @@ def own_copy(sums: Totals) -> Totals:
 def _encode(value: Any) -> Any:
     """Return `value` with every numpy array, at any depth, replaced by a marked tensor."""
 
-    def encoded(part: Any) -> Any:
+    def encoded(part: Any, _: str) -> Any:
         if isinstance(part, np.ndarray):
             return {_NDARRAY: torch.from_numpy(np.array(part, part.dtype.newbyteorder("="), order="C"))}
         return part
 
-    return pytree.tree_map(encoded, value)
+    return rebuild(value, encoded)
 
 
 def _decode(value: Any) -> Any:
     """Invert `_encode`."""
 
-    def is_array(part: Any) -> bool:
-        return isinstance(part, dict) and part.keys() == {_NDARRAY}
+    def make(old: dict[Any, Any], items: list[tuple[Any, Any]], _: str) -> Any:
+        return old[_NDARRAY].numpy() if old.keys() == {_NDARRAY} else like(old, items)
 
-    return pytree.tree_map(
-        lambda part: part[_NDARRAY].numpy() if is_array(part) else part, value, is_leaf=is_array
-    )
-
-
-def sums_of(session: Session) -> Sums:
-    """Return the sums of every Accumulator as shallow copies: sums are replaced, never changed in place."""
-    return {
-        name: (dict(state.results), state.own_sums(), state.syncs)
-        for name, state in session.states.items()
-        if isinstance(state, AccumulatorState)
-    }
+    return rebuild(value, lambda part, _: part, make)
 
 
 def known_sums(session: Session) -> Sums:
@@ -221,15 +209,6 @@ def known_sums(session: Session) -> Sums:
     states = [latest] if latest is not None else []
     states += [state for state in session.states.values() if isinstance(state, AccumulatorState)]
     return {state.name: (copy.deepcopy(state.summed), {}, state.syncs) for state in states}
-
-
-def put_sums(session: Session, sums: Sums) -> None:
-    """Replace the sums of the accumulators by `sums`."""
-    for name, (results, updates, syncs) in sums.items():
-        state: Any = session.states.get(name)
-        if state is not None:
-            state.show(results)
-            state.updates, state.syncs = dict(updates), syncs
 
 
 def both_sums(a: OwnSums | None, b: OwnSums | None) -> OwnSums | None:

@@ -11,7 +11,6 @@
 | `state_transfer` | How are states sent from one replica's memory to another's? |
 | `dry_batch` | How does a loop's body run once without any effect? |
 | `step_snapshot` | How is everything restored that a failed step has changed? |
-| `user_state` | How are the script's own States restored after a failed step? |
 | `script_objects` | Which objects of the script are saved without being registered? |
-| `large_state` | How are States restored that are too large to be copied before every step? |
+| `state_marks` | How is it recognised that a State has changed, without a copy of it? |
 """

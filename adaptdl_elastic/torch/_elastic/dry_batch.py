@@ -28,8 +28,7 @@ import torch
 
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot
-from adaptdl_elastic.torch._elastic.user_state import copies_of_script
+from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot, copies_of_script
 from adaptdl_elastic.torch._runtime.heap import instances_of
 from adaptdl_elastic.torch._runtime.position import script_position
 

@@ -56,13 +56,11 @@ from adaptdl_elastic.torch._data.accumulator_state import (
     add_sums,
     both_sums,
     known_sums,
-    put_sums,
-    sums_of,
 )
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
 from adaptdl_elastic.torch._elastic.dry_batch import dry_batch
-from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot
+from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot, put_sums, sums_of, tensors_of_script
 from adaptdl_elastic.torch._elastic.survivors import (
     SurvivorReport,
     UnrecoverableStateError,
@@ -71,7 +69,6 @@ from adaptdl_elastic.torch._elastic.survivors import (
     newest_step,
     newest_sums,
 )
-from adaptdl_elastic.torch._elastic.user_state import tensors_of_script
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.setup import disconnect_torch
 from adaptdl_elastic.torch._process_group.store import FOREVER, generation_store
@@ -159,7 +156,7 @@ class Recovery:
     def before_step(self, left_out: bool) -> None:
         """Prepare for a call of `optimizer.step()`; `left_out` if the call will not step."""
         if self._before is not None:
-            self._before.before_step(left_out)
+            self._before.states.before_step(left_out)
 
     def why_not_repeatable(self) -> str | None:
         """Return why the current step could not be repeated on all replicas; None if it could."""

@@ -27,11 +27,9 @@ import torch
 
 from adaptdl_elastic import _frames, checkpoint, collective
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.checkpoint.state_copy import copy_to_host
+from adaptdl_elastic.checkpoint.state_copy import copy_to_host, fill, parts_of, strip
 from adaptdl_elastic.reducer import PeerLostError
-from adaptdl_elastic.torch._elastic import user_state
-from adaptdl_elastic.torch._elastic.large_state import sampled
-from adaptdl_elastic.torch._elastic.state_transfer import fill, strip
+from adaptdl_elastic.torch._elastic.state_marks import marks_of_script, sampled
 from adaptdl_elastic.torch._runtime.position import script_position
 
 NAME = "adaptdl-script-objects"
@@ -82,7 +80,8 @@ class ScriptObjects(checkpoint.TensorState):
     """Hold the objects of the script that are saved by default. One per session."""
 
     required = False
-    part_of_step = True
+    # True once an object is kept: until then a step has nothing to put back
+    part_of_step = False
 
     def __init__(self, session: Session) -> None:
         super().__init__(NAME)
@@ -115,12 +114,13 @@ class ScriptObjects(checkpoint.TensorState):
         """Decide before a checkpoint, or a change in place, what is saved. A collective."""
         there = [(name, found) for name, found in self._found.items() if not found.out]
         changed = {(name, found.digest) for name, found in there if self._joins(name, found)}
-        values = {("a State", name, mark) for name, mark in user_state.marks_of_script(self._session).items()}
+        values = {("a State", name, mark) for name, mark in marks_of_script(self._session).items()}
         try:
             agreed = collective.combine(changed | values, operator.and_, NAME)
         except PeerLostError:  # the next boundary notices it; behind the last one nothing has to
             return
         self._kept |= {name for name, _ in changed & agreed}
+        self.part_of_step = bool(self._kept)
         for name, _ in changed - agreed:
             self._tell(name, "it differs between the replicas")
         for value in values:
@@ -149,7 +149,7 @@ class ScriptObjects(checkpoint.TensorState):
             if not type(state).__module__.startswith(_LIBRARIES):
                 parts.update(map(id, vars(state).values()))
                 if isinstance(state, checkpoint.TensorState):
-                    strip(state.state_dict(), tensors)
+                    tensors += parts_of(state.state_dict(), torch.Tensor)
         return id(found.one) in parts or set() < found.addresses <= {one.data_ptr() for one in tensors}
 
     def _tell(self, name: str, why: str) -> None:
@@ -165,14 +165,15 @@ class ScriptObjects(checkpoint.TensorState):
         loop = 0 if position is None else position.epoch_loops
         return {
             name: {"state": one.state_dict(), "lr": [group["lr"] for group in _groups(one)], "loop": loop}
-            for name, one in sorted((name, found.one) for name, found in self._found.items())
-            if name in self._kept
+            for name in sorted(self._kept & self._found.keys())
+            for one in [self._found[name].one]
         } | self._early
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the states of the objects that the script has reached, and keep the others."""
         position, self._early = script_position(), {}
         self._kept.update(state_dict)
+        self.part_of_step = bool(self._kept)
         for name, saved in state_dict.items():
             # the object of an earlier loop that is over may have another object's name
             later = saved["loop"] > position.epoch_loops and position.finished >= (position.until or 0)

@@ -9,31 +9,17 @@ dtype, so that many small tensors cost one message. Besides the state, at most o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.checkpoint.state_copy import like
+from adaptdl_elastic.checkpoint.state_copy import Slot, fill, parts_of, strip
 from adaptdl_elastic.torch._process_group.backends import STALL, Group, patiently, present
 
 BUCKET = 1024 * 1024
 """Largest size of a bucket in bytes, unless a single tensor is larger."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Stand for a tensor in the description of a state."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str  # type of the device, e.g. "cuda"; each replica uses its own device of this type
-
-    def fresh(self) -> torch.Tensor:
-        """Return a new tensor of this shape and dtype, on this replica's device."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def give(session: Session, newcomers: list[int], donors: list[int], names: set[str] | None = None) -> None:
@@ -111,12 +97,9 @@ def _describe(session: Session, what: Any) -> Any:
 
 def _apart(described: dict[str, tuple[str, Any]]) -> list[torch.Tensor] | None:
     """Return new tensors for all described tensors, or None if the device has no room for them."""
-    slots: list[Slot] = []
-    for kind, body in described.values():
-        if kind == "tensors":
-            _find_slots(body, slots)
+    bodies = [body for kind, body in described.values() if kind == "tensors"]
     try:
-        return [slot.fresh() for slot in slots]
+        return _fresh(bodies)
     except torch.OutOfMemoryError:
         return None
 
@@ -127,34 +110,25 @@ def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[to
     for name, (kind, body) in described.items():
         if kind != "tensors":
             continue
-        slots: list[Slot] = []
-        _find_slots(body, slots)
-        state, own = session.states.get(name), list[torch.Tensor]()
-        if isinstance(state, checkpoint.TensorState):
-            skeleton = strip(state.state_dict(), own)
-            # they differ e.g. for an optimizer before its first step
-            if not same_skeleton(skeleton, body):
-                own = _matching(skeleton, own, body)
-        targets += own or [slot.fresh() for slot in slots]
+        state = session.states.get(name)
+        # they differ e.g. for an optimizer before its first step
+        targets += _matching(state.state_dict() if isinstance(state, checkpoint.TensorState) else None, body)
     return targets
 
 
-def _matching(skeleton: Any, own: list[torch.Tensor], body: Any) -> list[torch.Tensor]:
+def _matching(own: Any, body: Any, in_parts: bool = True) -> list[torch.Tensor]:
     """Return the tensors of `own` for top-level parts of equal structure, new tensors for the others."""
-    if not (isinstance(skeleton, dict) and isinstance(body, dict)):
-        return []
-    supply, targets = iter(own), list[torch.Tensor]()
-    mine: dict[Any, list[torch.Tensor]] = {}
-    for key, part in skeleton.items():
-        slots: list[Slot] = []
-        _find_slots(part, slots)
-        mine[key] = [next(supply) for _ in slots]
-    for key, part in body.items():
-        slots = []
-        _find_slots(part, slots)
-        alike = key in skeleton and same_skeleton(skeleton[key], part)
-        targets += mine[key] if alike else [slot.fresh() for slot in slots]
-    return targets
+    tensors: list[torch.Tensor] = []
+    if same_skeleton(strip(own, tensors), body):
+        return tensors
+    if in_parts and isinstance(own, dict) and isinstance(body, dict):
+        return [one for key, part in body.items() for one in _matching(own.get(key), part, in_parts=False)]
+    return _fresh(body)
+
+
+def _fresh(described: Any) -> list[torch.Tensor]:
+    """Return new tensors for the described ones."""
+    return [slot.fresh() for slot in parts_of(described, Slot)]
 
 
 def send_bucket(group: Group, bucket: list[torch.Tensor], newcomers: Sequence[int]) -> None:
@@ -205,31 +179,6 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def strip(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return `value` with every tensor replaced by a Slot, and append the tensors to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return Slot(tuple(value.shape), value.dtype, value.device.type)
-    if isinstance(value, dict):
-        return like(value, ((key, strip(item, tensors)) for key, item in value.items()))
-    if isinstance(value, (list, tuple)):
-        items = [strip(item, tensors) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return type(value)(value) if isinstance(value, (set, bytearray)) else value
-
-
-def _find_slots(value: Any, slots: list[Slot]) -> None:
-    """Append every Slot in `value` to `slots`, in the order of the tensors in `strip`."""
-    if isinstance(value, Slot):
-        slots.append(value)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _find_slots(item, slots)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _find_slots(item, slots)
-
-
 def same_skeleton(one: Any, other: Any) -> bool:
     """Return whether two results of `strip` are equal, the order of dicts included: tensors follow it."""
     if isinstance(one, dict) and isinstance(other, dict):
@@ -237,15 +186,3 @@ def same_skeleton(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and type(one) is type(other):
         return len(one) == len(other) and all(map(same_skeleton, one, other))
     return bool(one == other)
-
-
-def fill(value: Any, supply: Iterator[Any]) -> Any:
-    """Return `value` with every Slot replaced by the next of `supply`: the inverse of `strip`."""
-    if isinstance(value, Slot):
-        return next(supply)
-    if isinstance(value, dict):
-        return like(value, ((key, fill(item, supply)) for key, item in value.items()))
-    if isinstance(value, (list, tuple)):
-        items = [fill(item, supply) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return value

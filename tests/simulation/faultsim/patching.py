@@ -46,13 +46,9 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "Watcher": Watcher,
         "Writer": Writer,
     },
-    "adaptdl_elastic.agent.runtime.replica_starter": {
-        "ReplicaHandle": node.Handle,
-        "Path": files.Path,
-        "os": threads.Os,
-    },
+    "adaptdl_elastic.agent.runtime.replica_starter": {"ReplicaHandle": node.Handle, "Path": files.Path},
     "adaptdl_elastic.agent.runtime.failure_reporter": {"DirectoryStorage": None},  # the world's checkpoints
-    "adaptdl_elastic.agent.runtime.replica_environment": {"Path": files.Path},
+    "adaptdl_elastic.agent.runtime.replica_environment": {"Path": files.Path, "os": threads.Os},
     "adaptdl_elastic.agent.runtime.failure_reports": {"Path": files.Path},
     "adaptdl_elastic.agent.terminal.traceback_display": {"Path": files.Path},
     "adaptdl_elastic.agent.cluster.node_reporter": {"time": _C},

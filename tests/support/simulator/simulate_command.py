@@ -17,17 +17,14 @@ from adaptdl_elastic.autoscaler.policy import Objective, PolicySettings
 from adaptdl_elastic.autoscaler.policy.policy_types import FAIREST, LEAST_FAIR
 from simulator.application import Application, read_application
 from simulator.baselines import OBEDIENT, POLICIES, make_policy
-from simulator.engine import FixedCluster, Outcome, Simulation, SimulationOptions
+from simulator.engine import FixedCluster, Simulation, SimulationOptions
 from simulator.outcome_report import Report, summarize
 from simulator.synthetic import generate_workload, write_applications
 from simulator.workload import (
     Submission,
     WorkloadError,
     read_workload,
-    write_workload,
 )
-
-_PICTURES = (".png", ".svg", ".pdf")
 
 EVENTS_PAY_BELOW = 10.0
 """Pause in seconds below which deciding on every arrival and completion pays off."""
@@ -59,11 +56,6 @@ EVENTS_PAY_BELOW = 10.0
     default=0,
     show_default=True,
     help="Random seed of --generate and --declared-sigma.",
-)
-@click.option(
-    "--save",
-    type=click.Path(path_type=Path),
-    help="Save the generated workload.csv and apps/ in this folder.",
 )
 @click.option("--nodes", type=click.IntRange(min=1), default=16, show_default=True, help="Number of nodes.")
 @click.option("--slots", type=click.IntRange(min=1), default=4, show_default=True, help="Slots per node.")
@@ -118,7 +110,6 @@ EVENTS_PAY_BELOW = 10.0
     help="Run the real coordinator, with simulated agents that follow its plans at once.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the allocations over time to this file.")
 def simulate(**given: Any) -> None:
     """Replay a workload with a simulated clock and say what became of its jobs.
 
@@ -127,14 +118,9 @@ def simulate(**given: Any) -> None:
     if given["objective"] != Objective.SPEEDUP.value:
         refuse(("fairness",), "is for --objective speedup")
     try:
-        _check_places(given)
-        outcome, report = _run(given)
+        report = _run(given)
     except (WorkloadError, ValueError) as error:
         raise CommandError(str(error)) from None
-    if given["plot"]:
-        from simulator.simulation_plot import draw
-
-        draw(outcome, given["plot"], title=f"{given['policy']}: average JCT {report.average_jct:.0f} s")
     values = {"policy": given["policy"], "rescale_cost": given["rescale_cost"], **dataclasses.asdict(report)}
     if given["as_json"]:
         click.echo(json.dumps(values))
@@ -142,24 +128,7 @@ def simulate(**given: Any) -> None:
         _show(values)
 
 
-def _check_places(given: Mapping[str, Any]) -> None:
-    """Create the output folders before the replay starts."""
-    plot, save = given["plot"], given["save"]
-    if plot is not None and plot.suffix not in _PICTURES:
-        raise OptionError(f"--plot {plot}: must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
-    for option, path, folder in (("--plot", plot, plot and plot.parent), ("--save", save, save)):
-        try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                with (path if option == "--plot" else folder / "workload.csv").open("ab"):
-                    pass
-        except OSError as error:
-            raise OptionError(
-                f"{option} {path}: {error.strerror}; name a place that can be written"
-            ) from None
-
-
-def _run(given: Mapping[str, Any]) -> tuple[Outcome, Report]:
+def _run(given: Mapping[str, Any]) -> Report:
     workload, apps = _inputs(given)
     cost = given["rescale_cost"]
     _check_sizes(given, workload)
@@ -180,8 +149,7 @@ def _run(given: Mapping[str, Any]) -> tuple[Outcome, Report]:
     )
     settings = PolicySettings(objective=Objective(given["objective"]), fairness=given["fairness"])
     cluster = FixedCluster(given["nodes"], given["slots"])
-    outcome = Simulation(workload, apps, cluster, policy, settings, options).run()
-    return outcome, summarize(outcome)
+    return summarize(Simulation(workload, apps, cluster, policy, settings, options).run())
 
 
 def _check_sizes(given: Mapping[str, Any], workload: tuple[Submission, ...]) -> None:
@@ -201,7 +169,7 @@ def _inputs(given: Mapping[str, Any]) -> tuple[tuple[Submission, ...], dict[str,
     if given["workload"] is not None:
         if given["generate"]:
             raise OptionError("give either --workload and --apps, or --generate")
-        refuse(("hours", "save"), "is for --generate")
+        refuse(("hours",), "is for --generate")
         workload = read_workload(given["workload"])
         names = sorted({job.application for job in workload})
         return workload, {name: read_application(given["apps"] / name) for name in names}
@@ -213,11 +181,6 @@ def _made_up(workload: tuple[Submission, ...], given: Mapping[str, Any]) -> dict
     import tempfile
 
     names = sorted({job.application for job in workload})
-    if given["save"]:
-        given["save"].mkdir(parents=True, exist_ok=True)
-        write_workload(given["save"] / "workload.csv", workload)
-        write_applications(given["save"] / "apps", given["nodes"], given["slots"])
-        return {name: read_application(given["save"] / "apps" / name) for name in names}
     with tempfile.TemporaryDirectory() as folder:
         write_applications(Path(folder), given["nodes"], given["slots"])
         return {name: read_application(Path(folder) / name) for name in names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,11 +79,3 @@ def _submission(path: Path, number: int, row: dict[str, str]) -> Submission:
 
     replicas, batch_size = whole("num_replicas", 1e6), whole("batch_size", 1e9)
     return Submission(row["name"], value("time", 0, _LATEST), row["application"], replicas, batch_size)
-
-
-def write_workload(path: Path, jobs: Sequence[Submission]) -> None:
-    """Write `jobs` to a CSV file for `read_workload`."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        writer.writerows((j.name, f"{j.time:g}", j.application, j.num_replicas, j.batch_size) for j in jobs)
