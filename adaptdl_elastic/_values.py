@@ -47,7 +47,8 @@ class Limits:
     """Hold the limits of the batch size that the script gave the training loader."""
 
     init: int
-    maximum: int | None  # None: the batch size does not change
+    # None: the batch size does not change
+    maximum: int | None
     bounds: tuple[int, int] | None
     accumulation: bool
 

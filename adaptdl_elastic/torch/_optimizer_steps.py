@@ -258,9 +258,12 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
     _hook: HookState
     _sampler: Sampler
     _state: ModelState
-    _save_prepared: bool  # in this generation, whose rank 0 saves
-    _user_no_sync: bool  # the script accumulates by hand
-    _synchronised: bool  # False during a forward pass whose gradients are not synchronised
+    # in this generation, whose rank 0 saves
+    _save_prepared: bool
+    # the script accumulates by hand
+    _user_no_sync: bool
+    # False during a forward pass whose gradients are not synchronised
+    _synchronised: bool
 
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
         """Write gradient statistics, gain, progress and learning-rate factors to TensorBoard.
@@ -322,7 +325,8 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             return False
         self._hook.clock.stepping()
         loader = session.loader
-        if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
+        # the model is in eval(), e.g. to freeze BatchNorm
+        if loader is not None and not loader.training:
             loader.train()
         self._sampler.collect()
         self._sampler.before_step()

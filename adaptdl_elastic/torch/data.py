@@ -394,7 +394,8 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return None
             if over or window is None:
                 return over
-        helper.leave_out_rest((begun // size + 1) * size)  # there was no window left from the start
+        # there was no window left from the start
+        helper.leave_out_rest((begun // size + 1) * size)
         return None
 
     def _seed_workers(self) -> None:

@@ -85,8 +85,10 @@ class AdaptiveFSDP(StepsModel):
         self._groups = [*fully_shard.groups(model)]
         self._device = next(model.parameters()).device
         self._window = ShardedWindow(self._optimized)
-        self._passed = False  # there was a backward pass since the last `step` or `zero_grad`
-        self._stepped = False  # there was a step since the last `zero_grad` of the optimizer
+        # there was a backward pass since the last `step` or `zero_grad`
+        self._passed = False
+        # there was a step since the last `zero_grad` of the optimizer
+        self._stepped = False
         self._sampler = ShardedNoise(self._session, self.gns, self._optimized)
         parts = {"lr_scheduler": lr_scheduler, "statistics": self.gns}
         self._state = ShardedModelState(

@@ -83,10 +83,12 @@ class AdaptiveDataParallel(OptimizerSteps):
         self._make(name, optimizer, lr_scheduler, mp_scaler, scaling_rule)
         self._window = Window(model.parameters())
         self._looked_for_scalers = False
-        self._task = -1  # autograd's id of the last backward pass
+        # autograd's id of the last backward pass
+        self._task = -1
         self._memory = MemoryGuard(self._session, model, _current_batch, self, optimizer)
         self._attach_hook()
-        self._state = self._saved_state()  # refuses a name in use, before anything is patched
+        # refuses a name in use, before anything is patched
+        self._state = self._saved_state()
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
         if mp_scaler is not None:
             grad_scaler.attach(mp_scaler, self, optimizer)
@@ -108,9 +110,12 @@ class AdaptiveDataParallel(OptimizerSteps):
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
         self._save_prepared = False
-        self._buffers_wait = False  # the broadcast of buffers was skipped in the current forward pass
-        self._buffers_are_shared = bool(self.broadcast_buffers)  # as DDP's constructor set it
-        optimizer = self.optimizer  # not self: DDP's reducer keeps the hook, and so would keep self, forever
+        # the broadcast of buffers was skipped in the current forward pass
+        self._buffers_wait = False
+        # as DDP's constructor set it
+        self._buffers_are_shared = bool(self.broadcast_buffers)
+        # not self: DDP's reducer keeps the hook, and so would keep self, forever
+        optimizer = self.optimizer
         norms = comm_hook.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
         self._hook = comm_hook.HookState(
             norms, self.process_group, self.process_group.size(), clock=registry().speed.clock
@@ -133,11 +138,13 @@ class AdaptiveDataParallel(OptimizerSteps):
         replicas, and no accumulation window may be open. Parameters are not broadcast.
         """
         absorbing = self._hook.absorb
-        hooks = [name for name in vars(torch.nn.Module()) if name.endswith("_hooks")]  # not DDP's own
+        # not DDP's own
+        hooks = [name for name in vars(torch.nn.Module()) if name.endswith("_hooks")]
         kept = {name: vars(self)[name] for name in [*hooks, "_user_no_sync"] if name in vars(self)}
         training = self.training
         super().__init__(self.module, **{**self._ddp_kwargs, "init_sync": False})
-        vars(self).update(kept)  # what the script has set, which the constructors have dropped
+        # what the script has set, which the constructors have dropped
+        vars(self).update(kept)
         self.training = training
         self._window.reset()
         self.irreparable = None
@@ -220,9 +227,11 @@ class AdaptiveDataParallel(OptimizerSteps):
         if self.training and self._hook.world_size > 1 and torch.is_grad_enabled():
             self._compare_inputs((inputs, kwargs))
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        if not self._synchronised:  # that was for DDP's forward pass; a script may read what it has set
+        # that was for DDP's forward pass; a script may read what it has set
+        if not self._synchronised:
             self._synchronised = True
-        if self._buffers_wait:  # the broadcast was skipped: let DDP do it in the next forward pass
+        # the broadcast was skipped: let DDP do it in the next forward pass
+        if self._buffers_wait:
             self._buffers_wait, self.require_forward_param_sync = False, True
         if not self._loss_is_known and self.training and torch.is_grad_enabled():
             self._examine_loss(output)
@@ -246,7 +255,8 @@ class AdaptiveDataParallel(OptimizerSteps):
 
     def _dry_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's output for a batch that does not count, without any communication."""
-        with torch.no_grad():  # in this mode DDP's _pre_forward only moves the inputs to the device
+        # in this mode DDP's _pre_forward only moves the inputs to the device
+        with torch.no_grad():
             inputs, kwargs = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if not self.static_graph:
             return self._memory.forward(self.module, inputs, kwargs)
@@ -271,7 +281,8 @@ class AdaptiveDataParallel(OptimizerSteps):
         self._hook.weight = batch.share * batch.weight
         self._hook.instead = None
         synchronised = not (batch.accumulating or self._user_no_sync)
-        if synchronised != self._synchronised:  # Module's __setattr__ is slow
+        # Module's __setattr__ is slow
+        if synchronised != self._synchronised:
             self._synchronised = synchronised
         split = self._sampler.begin(batch, synchronised)
         # The first pass of a static graph does its all-reduce in a callback of the outermost backward.
@@ -296,7 +307,8 @@ class AdaptiveDataParallel(OptimizerSteps):
                 self._hook.fail(error)
         if self._hook.lost is not None:
             self._hook.fail(self._hook.lost)
-        self._synchronised = False  # the gradients of this step will not be used
+        # the gradients of this step will not be used
+        self._synchronised = False
         return inputs, kwargs
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
@@ -313,7 +325,8 @@ class AdaptiveDataParallel(OptimizerSteps):
     def data_loop_begins(self) -> None:
         """Give every replica rank 0's buffers before a loop that is not known to train. A collective."""
         if self.broadcast_buffers and self._hook.world_size > 1:
-            self.sync_buffers(timedelta(minutes=30))  # torch's own time limit for collectives
+            # torch's own time limit for collectives
+            self.sync_buffers(timedelta(minutes=30))
 
     def __getstate__(self) -> Any:
         """Refuse to be copied or pickled: a copy would share the optimizer and the process group."""
@@ -359,7 +372,8 @@ class AdaptiveDataParallel(OptimizerSteps):
             split: Whether gradient noise is measured from parts of the batch (one replica, no accumulation).
             inputs: Positional and named arguments of the forward pass.
         """
-        if split or self._sampler.halves:  # one replica, no accumulation
+        # one replica, no accumulation
+        if split or self._sampler.halves:
             again = ForwardPass(self.module, inputs, batch.local, batch.dimension)
             so_far = again.gradients
             key = object()
@@ -369,7 +383,8 @@ class AdaptiveDataParallel(OptimizerSteps):
 
             def arrived(edges: list[Any], gradients: tuple[torch.Tensor | None, ...]) -> None:
                 if accumulates(self.module.parameters()):
-                    if so_far:  # a further backward pass through this output: DDP does not call its hook
+                    # a further backward pass through this output: DDP does not call its hook
+                    if so_far:
                         torch.autograd.Variable._execution_engine.queue_callback(whole)
                     so_far[:] = _added(so_far, gradients)
                     if split:

@@ -28,7 +28,8 @@ from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
 logger = logging.getLogger(__name__)
 
 _MANY_STEPS = (
-    20  # optimizer steps of a model in one batch of the outermost loop after which a warning is printed
+    # optimizer steps of a model in one batch of the outermost loop after which a warning is printed
+    20
 )
 
 Batches = Callable[[InnerLoop], Iterator[Any]]
@@ -63,7 +64,8 @@ def run_inner_loop(
             "a data loop over the loader with autoscale_batch_size inside another data loop: its steps are "
             "those of the job, so let its loop be the outer one; with zip() give it first"
         )
-    if session.dry:  # the body runs only so that its names exist
+    # the body runs only so that its names exist
+    if session.dry:
         helper.sync_local_bsz()
         start = _start(helper, parts)
         yield from (batch for batch, _, _ in islice(batches(InnerLoop(start, start)), 1))
@@ -78,7 +80,8 @@ def run_inner_loop(
         finally:
             inner.leave(helper.key, loop, exhausted)
             if not loop.open:
-                session.metrics.pause()  # the step's time includes this loop
+                # the step's time includes this loop
+                session.metrics.pause()
         again = loop.outdated
 
 
@@ -144,7 +147,8 @@ def _sizes(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> tuple[int, int 
         return batch, None
     divided = -(-given // (more + 1))
     if -(-given // divided) != more + 1:
-        divided = max(given // (more + 1), 1)  # rather too many batches, which do not end the outermost loop
+        # rather too many batches, which do not end the outermost loop
+        divided = max(given // (more + 1), 1)
     return batch, divided
 
 

@@ -164,11 +164,13 @@ class ShardedStream(IterableDataset[Item]):
         worker: Any = _utils.worker
         worker._worker_info = known = _WorkerOfPart(info, part)
         samples = self._whole(epoch)
-        first = next(samples, _END)  # a generator's body, which may call get_worker_info, runs from here on
+        # a generator's body, which may call get_worker_info, runs from here on
+        first = next(samples, _END)
         if first is _END:
             return
         if known.asked:
-            seed_all(derive_seed(seed, part))  # the workers read different samples: each may draw its own
+            # the workers read different samples: each may draw its own
+            seed_all(derive_seed(seed, part))
         every = chain([first], samples)
         yield from every if known.asked else islice(every, part, None, self.parts)
 

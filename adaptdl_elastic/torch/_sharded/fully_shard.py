@@ -125,7 +125,8 @@ def lay_out(handle: Parameter, info: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )
     blank._fsdp_orig_uid = handle._orig_param_uid  # type: ignore[attr-defined]
     handle._init_sharded_param(blank, device, None, info)
-    handle.sharded_param = old  # until `install`
+    # until `install`
+    handle.sharded_param = old
     padded = torch.zeros(handle.padded_sharded_param_size, dtype=part.dtype, device=device)
     return padded, padded.narrow(0, 0, handle.sharded_size[0])
 
@@ -216,7 +217,8 @@ def observe(
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
     class Observed(DefaultReduceScatter):
-        handles: list[Parameter]  # those with a gradient in the present call
+        # those with a gradient in the present call
+        handles: list[Parameter]
 
         def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             # torch allocates memory for the sum on a single replica too, where it does not call `__call__`.
@@ -239,7 +241,8 @@ def observe(
                 )
             work = super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
             if measuring:
-                if by_rows:  # nothing needs `input_tensor` any more
+                # nothing needs `input_tensor` any more
+                if by_rows:
                     observer.own(_rows(self.handles, sizes, _squares(input_tensor, output_tensor, group)))
                 passed = _rows(self.handles, sizes, output_tensor)
                 added = any(param.grad is not None for param, _ in passed)

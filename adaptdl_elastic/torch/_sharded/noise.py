@@ -82,9 +82,12 @@ class ShardedNoise:
         self._passes: list[_Pass] = []
         # norms of this replica's rows after all passes so far, by ids of the parameters of a group
         self._whole: dict[tuple[int, ...], torch.Tensor] = {}
-        self._forgotten = 0  # passes of this step that are not measured
-        self._doubtful = False  # a pass was measured in a way that cannot be used
-        self._several = False  # the single replica makes several passes for a step, which are not measured
+        # passes of this step that are not measured
+        self._forgotten = 0
+        # a pass was measured in a way that cannot be used
+        self._doubtful = False
+        # the single replica makes several passes for a step, which are not measured
+        self._several = False
         self._said = False
 
     @property
@@ -108,7 +111,8 @@ class ShardedNoise:
                 "there is one replica"
             )
         if self._replicas > 1 and batch.micro_batches > 1 and batch.parts != self._replicas:
-            batch = replace(batch, measurable=False)  # each pass would have its own parts
+            # each pass would have its own parts
+            batch = replace(batch, measurable=False)
         self._sampler.begin(batch, synchronised=True)
         if self._hook.recording is not None:
             self._passes.append(_Pass(self._hook.recording))
@@ -200,7 +204,8 @@ class ShardedNoise:
         if last:
             rows.append(torch.stack([*self._whole.values()]).sum(0))
         sums = torch.stack(rows)
-        if sums.is_cuda:  # made on this stream from memory of torch's stream for communication
+        # made on this stream from memory of torch's stream for communication
+        if sums.is_cuda:
             for row in (*one.recording.own, *one.passed, *self._whole.values()):
                 row.record_stream(torch.cuda.current_stream(row.device))
         add = partial(torch.distributed.all_reduce, sums, async_op=True)
@@ -216,7 +221,8 @@ class ShardedNoise:
         self._sampler.drop()
         recording = self._hook.recording
         self._begin_step()
-        if coming:  # a forward pass was made already, and its backward pass comes
+        # a forward pass was made already, and its backward pass comes
+        if coming:
             self._passes, self._hook.recording = coming, recording
 
     def _begin_step(self) -> None:

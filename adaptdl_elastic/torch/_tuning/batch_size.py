@@ -112,11 +112,16 @@ class Chooser:
     limits: Limits
     grads: GradParams
     times: Estimates
-    now: BatchSize  # in use; atomic_bsz 0: nothing yet
-    remaining: float  # seconds of work at the present goodput
-    reached: int = 0  # global batch size before a change of the number of replicas
-    sqr_error: float = 0.0  # standard error of |G|² in `grads`; inf: unknown
-    accumulation_ratio: float = 1.0  # time of a pass without synchronisation to that of one with it
+    # in use; atomic_bsz 0: nothing yet
+    now: BatchSize
+    # seconds of work at the present goodput
+    remaining: float
+    # global batch size before a change of the number of replicas
+    reached: int = 0
+    # standard error of |G|² in `grads`; inf: unknown
+    sqr_error: float = 0.0
+    # time of a pass without synchronisation to that of one with it
+    accumulation_ratio: float = 1.0
 
     def first(self) -> BatchSize | None:
         """Return the size to begin a generation with; None if it is fixed or nothing was measured.

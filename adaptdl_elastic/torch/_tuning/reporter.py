@@ -95,21 +95,27 @@ class Metrics:
         self._background = background
         self._interval = env.report_interval()
         self._node_type = HERE.node_type
-        self._times = StepTimes()  # on nodes of this type
+        # on nodes of this type
+        self._times = StepTimes()
         self._refutation = Refutation(self._times)
-        self._elsewhere: dict[str, OnType] = {}  # node type → measurements on it
+        # node type → measurements on it
+        self._elsewhere: dict[str, OnType] = {}
         self._grads: dict[str, tuple[float, float]] = {}
-        self._errors: dict[str, float] = {}  # standard errors of |G|²
-        self._estimators: dict[str, str] = {}  # how each model's statistics are measured
+        # standard errors of |G|²
+        self._errors: dict[str, float] = {}
+        # how each model's statistics are measured
+        self._estimators: dict[str, str] = {}
         self._gains: dict[str, tuple[float, float]] = {}
         self._wake = threading.Event()
         self._warnings = TrainingWarnings(self._session, changed=self._wake.set)
         # an attribute, because every training step calls it
         self.report_problem = self._warnings.report
         self._stragglers: tuple[Straggler, ...] = ()
-        self._node_times: dict[str, tuple[int, float, float]] = {}  # see `JobHints.node_times`
+        # see `JobHints.node_times`
+        self._node_times: dict[str, tuple[int, float, float]] = {}
         self._measured = BatchSize(0, 0)
-        self._reached = 0  # global batch size of the last step, also before a restart
+        # global batch size of the last step, also before a restart
+        self._reached = 0
         self._started = self._clock()
         self._network_changed = -math.inf
         self._max_profiled = 1
@@ -124,7 +130,8 @@ class Metrics:
         self._window_time, self._window_samples = 0.0, 0.0
         # results of the background thread
         self._estimates: Estimates = estimates(())
-        self._entries: tuple[ProfileEntry, ...] = ()  # to which `_perf_params` were fitted
+        # to which `_perf_params` were fitted
+        self._entries: tuple[ProfileEntry, ...] = ()
         self._perf_params: PerfParams | None = None
         self._suggestion: BatchSize | None = None
         self._thread: threading.Thread | None = None
@@ -159,7 +166,8 @@ class Metrics:
                 self._skip = WARMUP
                 self._recent.clear()
                 if key.nodes > 1 and now - self._network_changed < CHANGES:
-                    self._times.network_changed(now, (key.nodes, key.replicas))  # it may have changed again
+                    # it may have changed again
+                    self._times.network_changed(now, (key.nodes, key.replicas))
             self._where = key
         self._window_time += elapsed
         batch_size = self._batch_size()
@@ -172,7 +180,8 @@ class Metrics:
                 self._wake.set()
         if self._skip > 0:
             self._skip -= 1
-        else:  # on every replica, since any of them may become rank 0
+        else:
+            # on every replica, since any of them may become rank 0
             self._times.add(key, elapsed, now, accumulation_step)
             self._max_profiled = max(self._max_profiled, key.replicas)
         self._start()
@@ -255,7 +264,8 @@ class Metrics:
         if not values:
             return None
         sqr, var = sum(v[0] for v in values), sum(v[1] for v in values)
-        factor = MOST / max(sqr, var, MOST)  # limits values of diverging training; only their ratio matters
+        # limits values of diverging training; only their ratio matters
+        factor = MOST / max(sqr, var, MOST)
         return GradParams(sqr * factor, var * factor)
 
     def gain(self) -> tuple[float, float]:
@@ -270,7 +280,8 @@ class Metrics:
 
         For the start of a generation, when no batch size is in use yet: it takes milliseconds.
         """
-        if self._perf_params is None:  # after a restart; otherwise the background thread has done it
+        # after a restart; otherwise the background thread has done it
+        if self._perf_params is None:
             self._refit()
         chooser = self._chooser()
         return None if chooser is None else chooser.first()
@@ -285,7 +296,8 @@ class Metrics:
         # the steps of other replicas do not count
         if len(recent) <= ENOUGH or where is None or where[:2] != (session.nodes, session.replicas):
             return None
-        seconds = robust_mean(seconds for seconds, _ in recent[1:])  # the first may be a warm-up step
+        # the first may be a warm-up step
+        seconds = robust_mean(seconds for seconds, _ in recent[1:])
         return sum(n for _, n in recent[1:]) / (len(recent) - 1) / seconds if seconds > 0 else None
 
     def _chooser(self) -> Chooser | None:
@@ -348,7 +360,8 @@ class Metrics:
 
     def _grad_error(self, grads: GradParams) -> float:
         """Return the standard error of |G|² in the units of `grads`; inf: unknown."""
-        if self._grads.keys() != self._errors.keys():  # after a restart, which keeps no errors
+        # after a restart, which keeps no errors
+        if self._grads.keys() != self._errors.keys():
             return math.inf
         raw = sum(sqr for sqr, _ in list(self._grads.values()))
         return math.hypot(*list(self._errors.values())) * (grads.sqr / raw if raw else 1.0)
@@ -427,7 +440,8 @@ class Metrics:
             self._wake.clear()
             try:
                 self.refresh()
-            except Exception:  # an error is logged, and does not disturb the training loop
+            except Exception:
+                # an error is logged, and does not disturb the training loop
                 logger.exception("fitting the goodput model")
 
     def refresh(self) -> None:
@@ -511,11 +525,13 @@ class Metrics:
         self._grads = {key: (pair[0], pair[1]) for key, pair in saved["grads"].items()}
         self._gains = {key: (pair[0], pair[1]) for key, pair in saved["gains"].items()}
         self._reached = saved["batch_size"]
-        self._node_times = saved.get("node_times", {})  # an earlier version saved none
+        # an earlier version saved none
+        self._node_times = saved.get("node_times", {})
 
     def _restore_types(self, saved: dict[str, Any]) -> None:
         """Restore the step times of every type, those of the present type as this session's own."""
-        before = saved.get("node_type", "")  # a checkpoint of an earlier version names none
+        # a checkpoint of an earlier version names none
+        before = saved.get("node_type", "")
         types = {**saved.get("elsewhere", {}), before: saved}
         mine = types.pop(self._node_type, None)
         if mine is not None:
