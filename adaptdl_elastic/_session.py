@@ -29,6 +29,7 @@ from adaptdl_elastic._interfaces import (
     Capability,
     Closable,
     Consensus,
+    ElasticLoader,
     ElasticModel,
     Joining,
     LearntLimit,
@@ -41,6 +42,7 @@ from adaptdl_elastic._interfaces import (
     TorchGroup,
 )
 from adaptdl_elastic._past_results import Call, PastResults
+from adaptdl_elastic._values import ReportedPosition
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import Event, Hello, ReplicaMessage
@@ -133,6 +135,13 @@ class Session:
         self.lock = threading.RLock()
         # parts that other modules make at their first use
         self.position: StepCounter | None = None
+        # whose data loop is running
+        self.loader: ElasticLoader | None = None
+        # that models are trained with
+        self.training_loader: ElasticLoader | None = None
+        self.reported_position = ReportedPosition()
+        # whether the number of replicas can change without a restart, and if not, the reason
+        self.inplace = (False, "")
         # see `torch._data.registry`
         self.loaders: object = None
         # see `torch._tuning.memory_limit`
@@ -180,6 +189,11 @@ class Session:
         """Optimizer steps finished since the job began."""
         return 0 if self.position is None else self.position.step
 
+    @property
+    def progress(self) -> float:
+        """Training so far, in steps at the initial batch size: the largest progress of the models."""
+        return max([model.progress for model in self.models], default=0.0)
+
     def has(self, part: str) -> bool:
         """Return whether a part has been made."""
         return part in self.__dict__
@@ -216,7 +230,7 @@ class Session:
 
     def report_eligibility(self) -> None:
         """Report to the scheduler whether the number of replicas can currently change in place."""
-        self.metrics.set_inplace(*_installed().may_change(self))
+        self.inplace = _installed().may_change(self)
 
     @property
     def started(self) -> bool:

@@ -5,6 +5,7 @@
 | How does the command `adaptdl-run` start, and with which exit code does it end? | `cli` |
 | How do the command's options become an agent, its environment and its store? | `launch` |
 | Which options are there, and what does the user see? | `terminal` |
+| What does the agent write of itself and of its job into the store? | `own_records` |
 | What does the agent do about an event? (pure) | `core` |
 | How is that carried out: processes, channels, the event loop? | `runtime` |
 | How does the agent use the store, and start a coordinator? | `cluster` |

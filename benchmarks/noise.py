@@ -41,7 +41,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.comm_hook import Norms
 from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
@@ -335,13 +334,13 @@ class Alone:
     def step(self, parts: list[Tensors]) -> None:
         """Train with one batch."""
         loader = Loader(len(parts))
-        registry().current = loader  # type: ignore[assignment]
+        _session.current().loader = loader  # type: ignore[assignment]
         for loader.micro_batch, (x, y) in enumerate(parts):
             self.optimizer.zero_grad()
             loss = self.adp(x, y) if self.case.inside else self.task.loss(self.adp(x), y)
             loss.backward()
             self.optimizer.step()
-        registry().current = None
+        _session.current().loader = None
 
 
 class Together:

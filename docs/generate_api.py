@@ -42,7 +42,7 @@ INTERNAL = {
         "AdaptiveDataLoaderHelper": "window_samples local_samples gradient_weight adaptive "
         "training_loader_undecided settled resolve_batch_size train ended pause begin_window begin_batch "
         "end_batch epoch_done "
-        "may_accumulate sync_local_bsz replaces",
+        "limits sync_local_bsz replaces",
     },
     "torch.parallel": {
         "AdaptiveDataParallel": "reinit_process_group absorb_failures giving_up stuck failure clear_failure "

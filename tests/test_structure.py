@@ -61,6 +61,18 @@ def test_trees_together_have_no_cycle_beyond_those_within_a_tree() -> None:
         assert len({modules[name].tree for name in component}) == 1, component
 
 
+def test_each_module_stands_in_the_map_of_its_folder() -> None:
+    missing = []
+    for file in (file for tree in PRODUCT for file in (ROOT / tree).rglob("__init__.py")):
+        text = ast.get_docstring(ast.parse(file.read_text())) or ""
+        packages = [one.parent.name for one in file.parent.glob("*/__init__.py")]
+        names = [one.stem for one in file.parent.glob("*.py") if not one.stem.startswith("__")]
+        missing += [
+            f"{file.parent}/{name}" for name in (*names, *packages) if not re.search(rf"`{name}[`.]", text)
+        ]
+    assert missing == []
+
+
 def test_only_one_module_asks_for_what_the_oldest_torch_lacks() -> None:
     """A name that the oldest torch knows is added by tests/support/torch_names.py; others go elsewhere."""
     known = torch_names.RECORD.read_text(encoding="utf-8").split()

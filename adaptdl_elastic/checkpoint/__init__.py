@@ -268,7 +268,8 @@ def save_all_states(
             state.collect_for_save()
     if session.rank != 0 or manager.storage is None:
         return None
-    manager.open()  # carries the states of the old checkpoint over, even if nothing was loaded so far
+    # carries the states of the old checkpoint over, even if nothing was loaded so far
+    manager.open()
     if kind == "periodic" and background and manager.busy():
         logger.debug("periodic checkpoint left out: the one before is still being written")
         _report_overdue(session, manager, f"one is still being written to {manager.storage.path}")
@@ -285,7 +286,8 @@ def save_all_states(
     step, path = session.step if step is None else step, manager.storage.path
     try:
         writes = {name: (_writer(state), state.expires) for name, state in states.items()}
-    except Exception as error:  # an error of a state dict or of a user's `save` must not end the training
+    except Exception as error:
+        # an error of a state dict or of a user's `save` must not end the training
         message = f"cannot save a checkpoint to {path}: {storage.reason(error)}"
         finished(Saved("", path, kind, step, time.monotonic() - begun, error=message))
         if background:
@@ -310,7 +312,8 @@ def _report_overdue(session: Session, manager: CheckpointManager, problem: str |
     """Report a problem for which no checkpoint was saved for two intervals; None: one has been saved."""
     interval = env.checkpoint_interval()
     overdue = problem is None or 0 < 2 * interval < time.monotonic() - manager.saved_at
-    if overdue and session.started:  # else no loop of the library has begun, and there may be no reporter
+    # else no loop of the library has begun, and there may be no reporter
+    if overdue and session.started:
         line = f"no checkpoint was saved for longer than two intervals of {interval:g} s: {problem}"
         session.metrics.report_problem("checkpoints", problem and line)
 

@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 HISTORY = 256
 """Number of earlier ids in a manifest."""
 
-_LOOK_SECONDS = 0.05  # between two looks for a checkpoint that is being copied
+# between two looks for a checkpoint that is being copied
+_LOOK_SECONDS = 0.05
 
 Write = Callable[[ChecksumWriter], None]
 
@@ -74,8 +75,10 @@ class _Job:
     step: int
     generation: int
     replicas: int
-    writes: Mapping[str, tuple[Write, int | None]]  # state → (its writer, epoch after which it expires)
-    carried: Mapping[str, _Unclaimed]  # states that had not been loaded when the save was submitted
+    # state → (its writer, epoch after which it expires)
+    writes: Mapping[str, tuple[Write, int | None]]
+    # states that had not been loaded when the save was submitted
+    carried: Mapping[str, _Unclaimed]
     on_done: Callable[[Saved], None]
     begun: float
     done: threading.Event = field(default_factory=threading.Event)
@@ -119,7 +122,8 @@ class _Unclaimed:
         with self._counting:
             if self._holders == 1:
                 return self._file
-        copy = io.BytesIO()  # a save still reads the file
+        # a save still reads the file
+        copy = io.BytesIO()
         self.copy_to(copy)
         self.let_go()
         copy.seek(0)
@@ -157,21 +161,25 @@ class CheckpointManager:
         self._recorded = recorded or None
         self._job, self._keep, self._writes = job, keep, writes
         self._wait, self._clock = wait, clock
-        self._lock = threading.Lock()  # guards _unclaimed and _history
+        # guards _unclaimed and _history
+        self._lock = threading.Lock()
         self._opened = False
         self._manifest: Manifest | None = None
         self._unclaimed: dict[str, _Unclaimed] = {}
         self._memory: dict[str, Any] = {}
         self._history: tuple[str, ...] = ()
         self._damaged: set[str] = set()
-        self._number_at_start: int | None = None  # highest checkpoint number when this session began
+        # highest checkpoint number when this session began
+        self._number_at_start: int | None = None
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: list[_Job] = []
         self._thread: threading.Thread | None = None
         self._swept = False
         self._told = self._told_uncleaned = False
-        self.saved_at = clock()  # when the last checkpoint was saved, or this session began
-        self.ended = -1  # last epoch that has ended
+        # when the last checkpoint was saved, or this session began
+        self.saved_at = clock()
+        # last epoch that has ended
+        self.ended = -1
 
     # Loading
 
@@ -205,7 +213,8 @@ class CheckpointManager:
                 )
             return None
         candidates = self._candidates(self.storage, exactly)
-        if self._writes:  # report it now, not at the first save
+        # report it now, not at the first save
+        if self._writes:
             try:
                 self.storage.check_writable()
             except StorageError as error:
@@ -403,7 +412,8 @@ class CheckpointManager:
         replicas: int = 1,
     ) -> _Job:
         """Queue a save behind those that are being written; return at once."""
-        with self._lock:  # now, since the script may claim some of them before they are written
+        # now, since the script may claim some of them before they are written
+        with self._lock:
             self._drop_expired()
             carried = {name: u for name, u in self._unclaimed.items() if name not in writes}
             for unclaimed in carried.values():
@@ -439,7 +449,8 @@ class CheckpointManager:
             try:
                 job.result = self._write(job)
                 job.on_done(job.result)
-            except Exception:  # the thread survives errors of callbacks
+            except Exception:
+                # the thread survives errors of callbacks
                 logger.exception("after saving checkpoint (%s)", job.kind)
             finally:
                 for unclaimed in job.carried.values():
@@ -451,11 +462,13 @@ class CheckpointManager:
         path = self.storage.path
         try:
             manifest = self._write_to(self.storage, job)
-        except Exception as error:  # any error of a disk, a network or a serialiser
+        except Exception as error:
+            # any error of a disk, a network or a serialiser
             message = f"cannot save a checkpoint to {path}: {reason(root_cause(error))}"
             logger.debug("%s", message, exc_info=True)
             return Saved("", path, job.kind, job.step, self._clock() - job.begun, error=message)
-        self._clean(self._prune)  # too many old checkpoints do not make the new one invalid
+        # too many old checkpoints do not make the new one invalid
+        self._clean(self._prune)
         return Saved(manifest.id, path, job.kind, job.step, self._clock() - job.begun, manifest.size)
 
     def _write_to(self, storage: Storage, job: _Job) -> Manifest:
@@ -493,7 +506,8 @@ class CheckpointManager:
 
     def _check_generation(self, ids: list[str], generation: int) -> None:
         """Raise StorageError where a later generation has saved since this process began."""
-        if self._number_at_start is None:  # this replica joined running ones, and has loaded no checkpoint
+        # this replica joined running ones, and has loaded no checkpoint
+        if self._number_at_start is None:
             self._number_at_start = _highest(ids)
         for checkpoint_id in ids:
             later = generation_number(checkpoint_id) > generation
@@ -513,7 +527,8 @@ class CheckpointManager:
         for name, unclaimed in job.carried.items():
             with writing.state(name, unclaimed.expires) as file:
                 unclaimed.copy_to(file)
-            if writing.entries[name].crc32 != unclaimed.crc32:  # never give damaged data new checksums
+            # never give damaged data new checksums
+            if writing.entries[name].crc32 != unclaimed.crc32:
                 del writing.entries[name]
                 with self._lock:
                     if self._unclaimed.get(name) is unclaimed:

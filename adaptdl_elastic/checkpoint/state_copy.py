@@ -211,7 +211,8 @@ def copy_to_host(value: Any, where: str, buffers: HostBuffers | None = None) -> 
     with torch.no_grad():
         result = copy(value, where)
     if any(original.is_cuda for original, _ in done.values()):
-        torch.cuda.synchronize()  # the copies to pinned memory were only queued
+        # the copies to pinned memory were only queued
+        torch.cuda.synchronize()
     return result
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from functools import partial
 
 from adaptdl_elastic import _session
-from adaptdl_elastic._interfaces import Command
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic._values import Command
 from adaptdl_elastic.torch._elastic import eligibility
 from adaptdl_elastic.torch._elastic.recovery import Recovery
 from adaptdl_elastic.torch._elastic.rescale import Rescaler
@@ -29,7 +28,7 @@ def _consensus(session: Session) -> BoundaryConsensus:
 def _lower_limit(session: Session, command: Command) -> None:
     """Take over a limit of the memory that a replica has found. On all replicas at the same boundary."""
     if memory_limit(session).lower(command["largest"], command["why"]):
-        loader = registry().training
+        loader = session.training_loader
         if loader is not None:
             loader.fit_memory()
 

@@ -7,52 +7,76 @@ of a GradScaler.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
 from adaptdl_elastic.checkpoint.state_copy import copies_beside
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient import grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window
 from adaptdl_elastic.torch._gradient.comm_hook import HookState
 from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._gradient.measurement import Sampler
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
-from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
+from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._gradient.out_of_memory import guards, settle
-from adaptdl_elastic.torch._gradient.units import change_units
+from adaptdl_elastic.torch._model_arguments import OWNER
+from adaptdl_elastic.torch._runtime.position import script_position
+from adaptdl_elastic.torch._sharded.noise import ShardedNoise
 from adaptdl_elastic.torch._sharded.window import ShardedWindow
-from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
+from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
 
 logger = logging.getLogger(__name__)
 
 
 class StepsModel(torch.nn.Module):
-    """Define what models of every kind tell of their optimizer, its steps and its gradient statistics."""
+    """Keep the optimizer of a model of every kind, its steps, its window and its gradient statistics."""
 
-    name: str
-    scaling_rule: ScalingRuleBase
-    gns: GradientNoiseScale
-    irreparable: str | None  # why a failed step cannot be undone
-    optimizer: torch.optim.Optimizer
-    lr_scheduler: Any  # scheduler given to the constructor, or None
-    mp_scaler: Any = None  # GradScaler given to the constructor, or None
-    _batch: Batch
-    _batch_sizes: BatchSizes
+    module: torch.nn.Module
+    training: bool
+    _kind: str
+    """Name of the public class, for messages."""
+    _sampler: Sampler | ShardedNoise
+    _state: checkpoint.State
     _window: Window | ShardedWindow
 
-    @property
-    def attempted_steps(self) -> int:
-        """Steps that were taken, or skipped because gradients were not finite."""
-        return self.gns.steps + self.gns.skipped
+    def _make(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any,
+        mp_scaler: Any,
+        scaling_rule: ScalingRuleBase | None,
+    ) -> None:
+        """Set the attributes of all models. `super().__init__` of the constructor comes before."""
+        self._session = current_session()
+        self.name = name
+        self.optimizer, self.lr_scheduler, self.mp_scaler = optimizer, lr_scheduler, mp_scaler
+        # why a failed step cannot be undone
+        self.irreparable: str | None = None
+        self._trained = frozenset(id(one) for one in self._parameters_now() if one.requires_grad)
+        self.scaling_rule = default_rule(optimizer) if scaling_rule is None else scaling_rule
+        kind = AdamGradientNoiseScale if self.scaling_rule.preconditioned else GradientNoiseScale
+        self.gns: GradientNoiseScale = kind(self, optimizer, mp_scaler)
+        self._batch = Batch()
+        self._batch_sizes = BatchSizes()
+        self._comparison = registry().comparison
 
-    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
-        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
-        return ModelCopies(self, last)
+    def _restore(self) -> None:
+        """Mark the optimizer as one that is in use, and load the checkpoint."""
+        setattr(self.optimizer, OWNER, self.name)
+        checkpoint.load_state(self._state)
+        self._comparison.restored(self.name, self.optimizer)
+
+    def _parameters_now(self) -> Iterable[torch.Tensor]:
+        """Return the model's parameters, whether they are gathered at present or not."""
+        return self.module.parameters()
 
     @property
     def progress(self) -> float:
@@ -95,11 +119,86 @@ class StepsModel(torch.nn.Module):
     @property
     def stepping(self) -> bool:
         """Whether `optimizer.step()` steps now: not in the middle of a window or in a dry batch."""
-        session = current_session()
+        session = self._session
         if session.dry:
             return False
-        loader = registry(session).current
+        loader = session.loader
         return loader is None or not loader.training or bool(loader.is_optim_step())
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the gradients of the current step could not be synchronised; None if they could."""
+        return None
+
+    @property
+    def accumulates_by_hand(self) -> bool:
+        """Whether the script adds up gradients of several windows, and has not stepped yet."""
+        raise NotImplementedError
+
+    @property
+    def attempted_steps(self) -> int:
+        """Steps that were taken, or skipped because gradients were not finite."""
+        return self.gns.steps + self.gns.skipped
+
+    @property
+    def thawed(self) -> bool:
+        """Whether a parameter requires gradients only since after construction; torch does not know it."""
+        return any(one.requires_grad and id(one) not in self._trained for one in self._parameters_now())
+
+    def refuse_thawed(self, why: str) -> None:
+        """Raise RuntimeError, with the reason `why`, if the model is `thawed`."""
+        if self.thawed:
+            raise RuntimeError(
+                f"parameters require gradients that did not when {self._kind} was made: {why}. Let "
+                f"them require gradients from the start, in a parameter group whose learning rate is 0 until "
+                f"they are to train"
+            )
+
+    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
+        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
+        return ModelCopies(self, last)
+
+    # Batches and their window.
+
+    def _begin_batch(self, replicas: int, by_hand: bool = False) -> Batch:
+        """Prepare for the gradients of the data loader's current batch.
+
+        Args:
+            replicas: Number of replicas that share the batch.
+            by_hand: Whether the script itself accumulates several windows, without synchronisation.
+        """
+        loader = self._session.loader
+        if loader is not None and self.training:
+            loader.train()
+        if loader is None or not (loader.training or loader.training_loader_undecided):
+            # a validation loop in which gradients are not turned off
+            scale = self.gns.accum_scale
+            self._batch = Batch(replicas=replicas, parts=replicas, size=scale, scale=scale)
+        else:
+            self._check_loader(loader)
+            saved = self._batch_sizes.use(loader.key, loader.batch_size)
+            if saved is not None:
+                self._change_units(saved, loader.batch_size)
+            self._batch = Batch.of(loader, replicas, by_hand)
+            self.gns.set_accum_scale(self._batch.size / self._batch.micro_batches)
+        return self._batch
+
+    def _check_loader(self, loader: ElasticLoader) -> None:
+        """Raise RuntimeError if the model cannot be trained with `loader`."""
+
+    def _change_units(self, saved: int, initial: int) -> None:
+        """Convert the statistics of a checkpoint from initial batch size `saved` to `initial`."""
+        logger.warning(
+            "the checkpoint is of batch_size=%d, and it is %d now: gradient statistics begin anew, and "
+            "progress is counted in steps of the new size",
+            saved,
+            initial,
+        )
+        progress = self.progress
+        self.gns.change_units(initial / saved)
+        first: object = self._session.models[0]
+        if progress and first is self:
+            script_position().start_progress *= self.progress / progress
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; do nothing in the middle of an accumulation window."""
@@ -107,51 +206,49 @@ class StepsModel(torch.nn.Module):
             super().zero_grad(set_to_none=set_to_none)
 
     def begin_zero_grad(self) -> bool:
-        """Return whether `zero_grad` is to drop all gradients now. Called by scaling rules."""
+        """Return whether `zero_grad` is to drop all gradients now: not in the middle of a window."""
         raise NotImplementedError
 
-    def _next_batch(self, replicas: int, by_hand: bool = False) -> tuple[Batch, ElasticLoader | None]:
-        """Return the current batch, and the data loader that trains with it; None if no loader does.
+    def drop_window(self) -> None:
+        """Drop the gradients of an accumulation window that will not be stepped."""
+        if self._window.under_way:
+            self._drop_gradients()
 
-        The statistics are in units of this batch from now on.
+    def _drop_gradients(self) -> None:
+        self._sampler.drop()
+        self._window.reset()
+        self.gns.reset_accumulation()
+        super().zero_grad(set_to_none=True)
 
-        Args:
-            replicas: Number of replicas that the batch is divided among.
-            by_hand: Whether the script accumulates gradients by hand.
-        """
-        loader = current_dataloader()
-        if loader is not None and self.training:
-            loader.train()
-        if loader is None or not (loader.training or loader.training_loader_undecided):
-            # a validation loop in which gradients are not turned off
-            scale = self.gns.accum_scale
-            return Batch(replicas=replicas, parts=replicas, size=scale, scale=scale), None
-        saved = self._batch_sizes.use(loader.key, loader.batch_size)
-        if saved is not None:
-            change_units(self, saved, loader.batch_size)
-        batch = Batch.of(loader, replicas, by_hand)
-        self.gns.set_accum_scale(batch.size / batch.micro_batches)
-        return batch, loader
+    # Steps.
 
-    def _steps_now(self, kind: str, closure: bool) -> bool:
-        """Return `stepping` at a call of `optimizer.step`, which has a closure or not.
+    def _may_step(self, closure: bool) -> bool:
+        """Return whether the optimizer is to step now, as far as all models need it.
 
         Raises:
-            RuntimeError: parameter groups were added since this model, of class `kind`, was made, or a
-                closure is used with gradient accumulation.
+            RuntimeError: parameter groups were added, or a closure is used with gradient accumulation.
         """
         if len(self.optimizer.param_groups) != self.gns.groups:
             raise RuntimeError(
                 f"the optimizer has {len(self.optimizer.param_groups)} parameter groups now, and had "
-                f"{self.gns.groups} when {kind} was made: add all groups before, with requires_grad or a "
-                f"learning rate of 0 for those that are to train later"
+                f"{self.gns.groups} when {self._kind} was made: add all groups before, with requires_grad or "
+                f"a learning rate of 0 for those that are to train later"
             )
-        if closure and not (self.stepping or current_session().dry):
+        if closure and not (self.stepping or self._session.dry):
             raise RuntimeError(
                 "optimizer.step(closure) cannot be combined with gradient accumulation: call "
                 "autoscale_batch_size(..., gradient_accumulation=False)"
             )
         return self.stepping
+
+    def end_step(self, factor: float | Array) -> None:
+        """Record that the optimizer has stepped at learning rates times `factor`. Called by scaling rules."""
+        self._sampler.close(self._batch.size)
+        self._window.reset()
+        self.gns.advance(self.scale, self._batch.size)
+        metrics = self._session.metrics
+        self._sampler.report(metrics, self.name)
+        metrics.update_gain(self.name, self.gain, mean(factor))
 
 
 class OptimizerSteps(StepsModel, DistributedDataParallel):
@@ -161,9 +258,12 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
     _hook: HookState
     _sampler: Sampler
     _state: ModelState
-    _save_prepared: bool  # in this generation, whose rank 0 saves
-    _user_no_sync: bool  # the script accumulates by hand
-    _synchronised: bool  # False during a forward pass whose gradients are not synchronised
+    # in this generation, whose rank 0 saves
+    _save_prepared: bool
+    # the script accumulates by hand
+    _user_no_sync: bool
+    # False during a forward pass whose gradients are not synchronised
+    _synchronised: bool
 
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
         """Write gradient statistics, gain, progress and learning-rate factors to TensorBoard.
@@ -176,7 +276,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             global_step: Step under which the values are written.
             tag_prefix: Prefix of the tags; a `/` is appended if it lacks one.
         """
-        if current_session().rank != 0:
+        if self._session.rank != 0:
             return
         prefix = tag_prefix if not tag_prefix or tag_prefix.endswith("/") else tag_prefix + "/"
         scalars = {
@@ -208,7 +308,8 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             RuntimeError: parameter groups were added, a closure is used with gradient accumulation, or
                 `zero_grad` was called in some batches of the window only.
         """
-        if not self._steps_now("AdaptiveDataParallel", closure):
+        session = self._session
+        if not self._may_step(closure):
             self.step_left_out()
             return False
         if self._hook.suspect:
@@ -220,17 +321,16 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
             )
         if self._hook.failure is not None:
             self.irreparable = grad_scaler.why_irreparable(self.mp_scaler)
-            current_session().recovery.before_step(left_out=True)
+            session.recovery.before_step(left_out=True)
             return False
         self._hook.clock.stepping()
-        session = current_session()
-        loaders = registry(session)
-        loader = loaders.current
-        if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
+        loader = session.loader
+        # the model is in eval(), e.g. to freeze BatchNorm
+        if loader is not None and not loader.training:
             loader.train()
         self._sampler.collect()
         self._sampler.before_step()
-        loaders.comparison.options(self.name, self.optimizer)
+        self._comparison.options(self.name, self.optimizer)
         session.recovery.before_step(left_out=False)
         return True
 
@@ -239,16 +339,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
         if grad_scaler.skipped(self.optimizer):
             self.skipped_step()
             return
-        self._sampler.close(self._batch.size)
-        self._window.reset()
-        self.gns.advance(self.scale, self._batch.size)
-        progress, session = self.gns.get_progress(), current_session()
-        metrics, models = session.metrics, session.models
-        if len(models) > 1:  # models may step at different rates, as in a GAN: take the largest progress
-            progress = max(model.progress for model in models)
-        metrics.update_progress(progress)
-        self._sampler.report(metrics, self.name)
-        metrics.update_gain(self.name, self.gain, mean(factor))
+        super().end_step(factor)
         if not self._save_prepared:
             self._save_prepared = True
             self._state.prepare_save()
@@ -256,27 +347,19 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
     def skipped_step(self) -> None:
         """Record that the optimizer did not step as gradients were inf or nan. Called by GradScaler hooks."""
         if self.failure is not None:
-            current_session().recovery.before_step(left_out=True)
+            self._session.recovery.before_step(left_out=True)
             return
         self._sampler.drop()
         self._window.reset()
         self.gns.reset_accumulation()
         self.gns.skipped += 1
         self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self.mp_scaler)))
-        current_session().metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
+        self._session.metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 
     def step_left_out(self) -> None:
         """Record a call of `optimizer.step()` in the middle of a window, which does not step."""
         self._window.step_left_out()
-
-    def drop_window(self) -> None:
-        """Drop the gradients of an accumulation window that will not be stepped."""
-        if self._window.under_way:
-            self._sampler.drop()
-            self._window.reset()
-            self.gns.reset_accumulation()
-            super().zero_grad(set_to_none=True)
 
     def begin_zero_grad(self) -> bool:
         """Return whether `zero_grad` is to drop all gradients now. Called by scaling rules.

@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from adaptdl_elastic._checks import flag
-from adaptdl_elastic._interfaces import RetryDataLoop
+from adaptdl_elastic._values import RetryDataLoop
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.batch_comparison import digest
 from adaptdl_elastic.torch._data.inner_loop import map_batches, run_inner_loop, stream_batches
@@ -352,7 +352,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         local, settled = helper.resolve_batch_size(), helper.settled
         begun = helper.current_index
         self._settle()
-        batches.accumulation = helper.accumulation if helper.training else 0
+        batches.accumulation = helper.size.accumulation_steps if helper.training else 0
         full = helper.current_batch_size
         # A batch that has grown beyond the data set takes all of it, instead of leaving all of it out.
         grown = helper.adaptive and helper.batch_size <= size < full and begun % size == 0
@@ -394,7 +394,8 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return None
             if over or window is None:
                 return over
-        helper.leave_out_rest((begun // size + 1) * size)  # there was no window left from the start
+        # there was no window left from the start
+        helper.leave_out_rest((begun // size + 1) * size)
         return None
 
     def _seed_workers(self) -> None:

@@ -31,7 +31,7 @@ from contextlib import closing
 
 from adaptdl_elastic import _frames, checkpoint, env
 from adaptdl_elastic._checks import integer, whole
-from adaptdl_elastic._interfaces import RetryDataLoop
+from adaptdl_elastic._values import RetryDataLoop
 from adaptdl_elastic.protocol.messages import EpochsFinished
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from adaptdl_elastic import checkpoint
-from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import current_dataloader, registry
-from adaptdl_elastic.torch._gradient.accumulation import Batch
+from adaptdl_elastic._interfaces import ElasticLoader
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.estimator import Array
-from adaptdl_elastic.torch._gradient.model_state import BatchSizes
-from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
-from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
-from adaptdl_elastic.torch._optimizer_steps import StepsModel, mean
+from adaptdl_elastic.torch._model_arguments import check_arguments
+from adaptdl_elastic.torch._optimizer_steps import StepsModel
 from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
 from adaptdl_elastic.torch._sharded import fully_shard, reshard
 from adaptdl_elastic.torch._sharded.model_state import ShardedModelState
 from adaptdl_elastic.torch._sharded.noise import ShardedNoise
 from adaptdl_elastic.torch._sharded.window import ShardedWindow
-from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
+from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
 
 __all__ = ["AdaptiveFSDP"]
 
@@ -63,10 +59,12 @@ class AdaptiveFSDP(StepsModel):
         CheckpointError: the saved state does not fit.
     """
 
+    _kind = "AdaptiveFSDP"
     own_random_streams: bool = True
     """Whether each replica draws its own random numbers in data loops (dropout, noise)."""
 
     _window: ShardedWindow
+    _sampler: ShardedNoise
 
     def __init__(
         self,
@@ -83,49 +81,47 @@ class AdaptiveFSDP(StepsModel):
             raise ValueError(f"this model cannot be an AdaptiveFSDP: {why}")
         super().__init__()
         self.module = model
-        self.name = name
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self._trained = frozenset(id(one) for one in fully_shard.parameters(model) if one.requires_grad)
+        self._make(name, optimizer, lr_scheduler, None, scaling_rule)
         self._groups = [*fully_shard.groups(model)]
         self._device = next(model.parameters()).device
-        self._batch = Batch()
         self._window = ShardedWindow(self._optimized)
-        self._passed = False  # there was a backward pass since the last `step` or `zero_grad`
-        self._stepped = False  # there was a step since the last `zero_grad` of the optimizer
-        self.irreparable: str | None = None
-        self.scaling_rule = scaling_rule if scaling_rule is not None else default_rule(optimizer)
-        kind = AdamGradientNoiseScale if self.scaling_rule.preconditioned else GradientNoiseScale
-        self.gns: GradientNoiseScale = kind(self, optimizer)
-        self._noise = self._new_noise()
-        sizes = self._batch_sizes = BatchSizes()
+        # there was a backward pass since the last `step` or `zero_grad`
+        self._passed = False
+        # there was a step since the last `zero_grad` of the optimizer
+        self._stepped = False
+        self._sampler = ShardedNoise(self._session, self.gns, self._optimized)
         parts = {"lr_scheduler": lr_scheduler, "statistics": self.gns}
-        self._state = ShardedModelState(name, model, optimizer, parts, sizes, lambda: self._noise.collect())
-        fully_shard.observe(model, _Observer(self))
+        self._state = ShardedModelState(
+            name, model, optimizer, parts, self._batch_sizes, self._sampler.collect
+        )
+        fully_shard.observe(model, self._sampler, self._reducing, self._weigh)
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
-        setattr(optimizer, OWNER, name)
-        checkpoint.load_state(self._state)
-        registry().comparison.restored(name, optimizer)
-        current_session().models.append(self)
+        self._restore()
+        self._session.models.append(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output."""
-        if torch.is_grad_enabled() and not current_session().dry:
-            self._begin_batch()
+        if torch.is_grad_enabled() and not self._session.dry:
+            self._sampler.begin(self._begin_batch(self._session.replicas))
         return self.module(*inputs, **kwargs)
 
-    def _begin_batch(self) -> None:
-        """Prepare for the gradients of the data loader's current batch."""
-        self._batch, loader = self._next_batch(current_session().replicas)
-        if loader is not None and not fully_shard.synchronises(self._groups):
+    def _check_loader(self, loader: ElasticLoader) -> None:
+        """Raise RuntimeError if the script has turned off the synchronisation of gradients."""
+        if not fully_shard.synchronises(self._groups):
             raise RuntimeError(
                 "AdaptiveFSDP weighs the gradients of each batch as they are synchronised: leave out "
                 "set_requires_gradient_sync(False). Gradients of several batches may be added up "
                 "without it"
             )
-        self._noise.begin(self._batch)
 
-    def _new_noise(self) -> ShardedNoise:
-        return ShardedNoise(current_session(), self.gns, self._optimized)
+    def _parameters_now(self) -> Iterable[torch.Tensor]:
+        return fully_shard.parameters(self.module)
+
+    def _weigh(self, gradients: torch.Tensor) -> None:
+        """Multiply this replica's gradients by its share of the samples of the step."""
+        weight = self._batch.share * self._batch.weight
+        if weight != 1.0:
+            gradients.mul_(weight)
 
     def _reducing(self) -> None:
         """Record that a backward pass adds to the gradients.
@@ -133,10 +129,10 @@ class AdaptiveFSDP(StepsModel):
         Raises:
             RuntimeError: it would add to gradients that the optimizer has used, which a change drops.
         """
-        if current_session().dry:
+        if self._session.dry:
             return
         self._window.reducing(self._batch, self._ended)
-        if self._stepped and not self._passed and current_dataloader() is not None:
+        if self._stepped and not self._passed and self._session.loader is not None:
             parts = (fully_shard.local(one.grad) for one in self._optimized() if one.grad is not None)
             if any(part.any() for part in parts):
                 raise RuntimeError(
@@ -144,12 +140,12 @@ class AdaptiveFSDP(StepsModel):
                     "would lose if replicas come or go: call optimizer.zero_grad() after each step"
                 )
         self._passed = True
-        self._noise.reducing()
+        self._sampler.reducing()
 
     def _ended(self) -> None:
         """Finish a backward pass. Called when its gradients are complete."""
         batch = self._batch
-        self._noise.ended(batch)
+        self._sampler.ended(batch)
         if batch.accumulating:
             self.gns.count_micro_batch()
 
@@ -164,7 +160,7 @@ class AdaptiveFSDP(StepsModel):
         Args:
             order: Old ranks of the replicas that stay, in the order of their new ranks.
         """
-        session = current_session()
+        session = self._session
         group = present(session) or Group("")
 
         def transfer() -> None:
@@ -175,7 +171,7 @@ class AdaptiveFSDP(StepsModel):
 
     def reinit_process_group(self) -> None:
         """Divide the model among the replicas of torch's current default process group. A collective."""
-        session = current_session()
+        session = self._session
         assert session.reducer is not None
         group = present(session) or Group("")
         own = [session.rank] if session.newcomer is None else []
@@ -186,7 +182,7 @@ class AdaptiveFSDP(StepsModel):
                 reshard.spread(self.module, self.optimizer, group, session.rank, holders, self._device)
 
         patiently(session, group, transfer)
-        self._noise = self._new_noise()
+        self._sampler.renew()
         self._window.reset()
         self.gns.reset_accumulation()
 
@@ -194,18 +190,6 @@ class AdaptiveFSDP(StepsModel):
     def has_own_process_group(self) -> bool:
         """False: the model is sharded over torch's default process group."""
         return False
-
-    @property
-    def thawed(self) -> bool:
-        """Whether a parameter requires gradients only since after construction."""
-        return any(
-            one.requires_grad and id(one) not in self._trained for one in fully_shard.parameters(self.module)
-        )
-
-    def refuse_thawed(self, why: str) -> None:
-        """Raise RuntimeError, with the reason `why`, if the model is `thawed`."""
-        if self.thawed:
-            raise RuntimeError(f"parameters require gradients that did not when AdaptiveFSDP was made: {why}")
 
     def why_not_resilient(self) -> str | None:
         """Return why the death of a replica cannot be survived: its part of the model is lost."""
@@ -215,10 +199,6 @@ class AdaptiveFSDP(StepsModel):
 
     def absorb_failures(self) -> None:
         """Do nothing: `why_not_resilient` says so."""
-
-    @property
-    def failure(self) -> None:
-        """None: a failure raises."""
 
     def clear_failure(self) -> None:
         """Do nothing: a failure raises."""
@@ -243,14 +223,9 @@ class AdaptiveFSDP(StepsModel):
         """Whether there are gradients that the optimizer has not used yet, so that no change may come now."""
         return self._passed and any(one.grad is not None for one in fully_shard.parameters(self.module))
 
-    def drop_window(self) -> None:
-        """Drop the gradients of an accumulation window that will not be stepped."""
-        if self._window.under_way:
-            self._window.reset()
-            self._noise.drop()
-            self.gns.reset_accumulation()
-            self._passed = False
-            super().zero_grad(set_to_none=True)
+    def _drop_gradients(self) -> None:
+        self._passed = False
+        super()._drop_gradients()
 
     def begin_step(self, closure: bool = False) -> bool:
         """Return whether the optimizer is to step now. Called by the scaling rule.
@@ -258,24 +233,18 @@ class AdaptiveFSDP(StepsModel):
         Raises:
             RuntimeError: parameter groups were added, or a closure is used with gradient accumulation.
         """
-        if not self._steps_now("AdaptiveFSDP", closure):
+        if not self._may_step(closure):
             return False
         registry().speed.clock.stepping()
-        self._noise.collect()
-        registry().comparison.options(self.name, self.optimizer)
-        current_session().recovery.before_step(left_out=False)
+        self._sampler.collect()
+        self._comparison.options(self.name, self.optimizer)
+        self._session.recovery.before_step(left_out=False)
         return True
 
     def end_step(self, factor: float | Array) -> None:
         """Record that the optimizer has stepped at learning rates times `factor`. Called by scaling rules."""
         self._passed, self._stepped = False, True
-        self._window.reset()
-        self._noise.close(self._batch)
-        self.gns.advance(self.scale, self._batch.size)
-        session = current_session()
-        session.metrics.update_progress(max(model.progress for model in session.models))
-        self._noise.report(self.name)
-        session.metrics.update_gain(self.name, self.gain, mean(factor))
+        super().end_step(factor)
 
     def skipped_step(self) -> None:
         """Do nothing: a GradScaler is not supported."""
@@ -287,47 +256,7 @@ class AdaptiveFSDP(StepsModel):
         """Return whether `zero_grad` is to drop all gradients now: not in the middle of a window."""
         if self._window.under_way:
             return False
-        if not current_session().dry:
+        if not self._session.dry:
             self._passed = self._stepped = False
-            self._noise.drop()
+            self._sampler.drop()
         return True
-
-
-class _Observer:
-    """Weigh and measure gradients for a model, whose measurements begin again with each generation."""
-
-    def __init__(self, model: AdaptiveFSDP) -> None:
-        self._model = model
-
-    @property
-    def measuring(self) -> bool:
-        """Whether the present backward pass is measured."""
-        return not current_session().dry and self._model._noise.measuring
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether squares of gradients are divided by rows."""
-        return self._model._noise.by_rows
-
-    def reducing(self) -> None:
-        """Record that a backward pass adds to the gradients."""
-        self._model._reducing()
-
-    def weigh(self, gradients: torch.Tensor) -> None:
-        """Multiply this replica's gradients by its share of the samples of the step."""
-        batch = self._model._batch
-        weight = batch.share * batch.weight
-        if weight != 1.0:
-            gradients.mul_(weight)
-
-    def own(self, gradients: fully_shard.Gradients) -> None:
-        """Measure gradients before they are added up."""
-        self._model._noise.own(gradients)
-
-    def summed(self, passed: fully_shard.Gradients, whole: fully_shard.Gradients) -> None:
-        """Measure the sums."""
-        self._model._noise.summed(passed, whole)
-
-    def unknown(self) -> None:
-        """Record that the gradients cannot be told apart."""
-        self._model._noise.unknown()

@@ -13,22 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler, loss_reduction
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.measurement import Sampler
-from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
-from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch._gradient.model_state import ModelState
 from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples
-from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
+from adaptdl_elastic.torch._model_arguments import check_arguments
 from adaptdl_elastic.torch._optimizer_steps import OptimizerSteps
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._runtime.position import script_position
-from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase, default_rule
+from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
 
 __all__ = ["AdaptiveDataParallel"]
 
@@ -64,6 +62,7 @@ class AdaptiveDataParallel(OptimizerSteps):
         CheckpointError: the saved state does not fit.
     """
 
+    _kind = "AdaptiveDataParallel"
     own_random_streams: bool = True
     """Whether each replica draws its own random numbers in data loops (dropout, noise). If False, all
     replicas draw the same numbers from the script's seed."""
@@ -81,31 +80,20 @@ class AdaptiveDataParallel(OptimizerSteps):
         check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, ddp_kwargs)
         super().__init__(model, **ddp_kwargs)
         self._ddp_kwargs = ddp_kwargs
-        self._trained = frozenset(id(param) for param in model.parameters() if param.requires_grad)
-        self.irreparable: str | None = None  # why a failed step cannot be undone
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.mp_scaler = mp_scaler
-        self.name = name
-        self.scaling_rule = scaling_rule if scaling_rule is not None else default_rule(optimizer)
-        kind = AdamGradientNoiseScale if self.scaling_rule.preconditioned else GradientNoiseScale
-        self.gns: GradientNoiseScale = kind(self, optimizer, mp_scaler)
+        self._make(name, optimizer, lr_scheduler, mp_scaler, scaling_rule)
         self._window = Window(model.parameters())
         self._looked_for_scalers = False
-        self._task = -1  # autograd's id of the last backward pass
-        self._batch = Batch()
-        self._batch_sizes = BatchSizes()
-        self._memory = MemoryGuard(current_session(), model, _current_batch, self, optimizer)
+        # autograd's id of the last backward pass
+        self._task = -1
+        self._memory = MemoryGuard(self._session, model, _current_batch, self, optimizer)
         self._attach_hook()
-        self._state = self._saved_state()  # refuses a name in use, before anything is patched
+        # refuses a name in use, before anything is patched
+        self._state = self._saved_state()
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
-        setattr(optimizer, OWNER, name)
         if mp_scaler is not None:
             grad_scaler.attach(mp_scaler, self, optimizer)
-        checkpoint.load_state(self._state)
-        registry().comparison.restored(name, optimizer)
-        current_session().models.append(self)
-        self._comparison = registry().comparison
+        self._restore()
+        self._session.models.append(self)
         self._loss_is_known = False
 
     def _saved_state(self) -> ModelState:
@@ -122,16 +110,19 @@ class AdaptiveDataParallel(OptimizerSteps):
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
         self._save_prepared = False
-        self._buffers_wait = False  # the broadcast of buffers was skipped in the current forward pass
-        self._buffers_are_shared = bool(self.broadcast_buffers)  # as DDP's constructor set it
-        optimizer = self.optimizer  # not self: DDP's reducer keeps the hook, and so would keep self, forever
+        # the broadcast of buffers was skipped in the current forward pass
+        self._buffers_wait = False
+        # as DDP's constructor set it
+        self._buffers_are_shared = bool(self.broadcast_buffers)
+        # not self: DDP's reducer keeps the hook, and so would keep self, forever
+        optimizer = self.optimizer
         norms = comm_hook.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
         self._hook = comm_hook.HookState(
             norms, self.process_group, self.process_group.size(), clock=registry().speed.clock
         )
-        self._hook.synchronises = current_session().consensus.drift.synchronises
+        self._hook.synchronises = self._session.consensus.drift.synchronises
         if self.process_group is dist.group.WORLD:
-            self._hook.link = backends.present(current_session())
+            self._hook.link = backends.present(self._session)
         self._memory.hook = self._hook
         self._memory.reset()
         self._sampler = Sampler(self.gns, self._hook, self.mp_scaler)
@@ -147,11 +138,13 @@ class AdaptiveDataParallel(OptimizerSteps):
         replicas, and no accumulation window may be open. Parameters are not broadcast.
         """
         absorbing = self._hook.absorb
-        hooks = [name for name in vars(torch.nn.Module()) if name.endswith("_hooks")]  # not DDP's own
+        # not DDP's own
+        hooks = [name for name in vars(torch.nn.Module()) if name.endswith("_hooks")]
         kept = {name: vars(self)[name] for name in [*hooks, "_user_no_sync"] if name in vars(self)}
         training = self.training
         super().__init__(self.module, **{**self._ddp_kwargs, "init_sync": False})
-        vars(self).update(kept)  # what the script has set, which the constructors have dropped
+        # what the script has set, which the constructors have dropped
+        vars(self).update(kept)
         self.training = training
         self._window.reset()
         self.irreparable = None
@@ -206,10 +199,7 @@ class AdaptiveDataParallel(OptimizerSteps):
         self._hook.failure = self.irreparable = None
         self._hook.recording = None
         self._memory.reset()
-        self._sampler.drop()
-        self._window.reset()
-        self.gns.reset_accumulation()
-        super().zero_grad(set_to_none=True)
+        self._drop_gradients()
 
     def sync_buffers(self, limit: timedelta = timedelta(seconds=60)) -> None:
         """Give every replica rank 0's buffers (e.g. running means). A collective: call it on all replicas.
@@ -231,15 +221,17 @@ class AdaptiveDataParallel(OptimizerSteps):
         """Return the module's output. Gradients are synchronised only on the last batch of a window."""
         if torch.compiler.is_compiling():
             return _compiled_forward(self, inputs, kwargs)
-        if current_session().dry:
+        if self._session.dry:
             return self._dry_forward(inputs, kwargs)
         begun = self._forward_begins()
         if self.training and self._hook.world_size > 1 and torch.is_grad_enabled():
             self._compare_inputs((inputs, kwargs))
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        if not self._synchronised:  # that was for DDP's forward pass; a script may read what it has set
+        # that was for DDP's forward pass; a script may read what it has set
+        if not self._synchronised:
             self._synchronised = True
-        if self._buffers_wait:  # the broadcast was skipped: let DDP do it in the next forward pass
+        # the broadcast was skipped: let DDP do it in the next forward pass
+        if self._buffers_wait:
             self._buffers_wait, self.require_forward_param_sync = False, True
         if not self._loss_is_known and self.training and torch.is_grad_enabled():
             self._examine_loss(output)
@@ -247,7 +239,7 @@ class AdaptiveDataParallel(OptimizerSteps):
 
     def _examine_loss(self, output: Any) -> None:
         """Let the first backward pass of training report a problem if the loss is a sum over samples."""
-        loader, metrics = current_dataloader(), current_session().metrics
+        loader, metrics = self._session.loader, self._session.metrics
         if loader is not None and loader.training and loader.local_samples > 1:
             report = partial(metrics.report_problem, f"the loss of {self.name}")
             self._memory.examine = loss_reduction.examine(output, loader.local_samples, report)
@@ -263,7 +255,8 @@ class AdaptiveDataParallel(OptimizerSteps):
 
     def _dry_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's output for a batch that does not count, without any communication."""
-        with torch.no_grad():  # in this mode DDP's _pre_forward only moves the inputs to the device
+        # in this mode DDP's _pre_forward only moves the inputs to the device
+        with torch.no_grad():
             inputs, kwargs = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if not self.static_graph:
             return self._memory.forward(self.module, inputs, kwargs)
@@ -275,7 +268,7 @@ class AdaptiveDataParallel(OptimizerSteps):
     def _compare_inputs(self, inputs: Any) -> None:
         """Send a digest of the inputs to rank 0, which reports a problem if all replicas have the same."""
         if self.process_group is dist.group.WORLD:
-            loader = current_dataloader()
+            loader = self._session.loader
             counts = loader is None or loader.local_samples > 0
             self._comparison.inputs(self.name, inputs, loader is not None, counts)
 
@@ -283,9 +276,13 @@ class AdaptiveDataParallel(OptimizerSteps):
         """Return the arguments that `_watch` needs for this pass; None if it need not be watched."""
         if not torch.is_grad_enabled():
             return None
-        batch = self._begin_batch()
+        batch = self._begin_batch(self._hook.world_size, self._user_no_sync)
+        self._window.by_hand |= batch.by_hand
+        self._hook.weight = batch.share * batch.weight
+        self._hook.instead = None
         synchronised = not (batch.accumulating or self._user_no_sync)
-        if synchronised != self._synchronised:  # Module's __setattr__ is slow
+        # Module's __setattr__ is slow
+        if synchronised != self._synchronised:
             self._synchronised = synchronised
         split = self._sampler.begin(batch, synchronised)
         # The first pass of a static graph does its all-reduce in a callback of the outermost backward.
@@ -310,7 +307,8 @@ class AdaptiveDataParallel(OptimizerSteps):
                 self._hook.fail(error)
         if self._hook.lost is not None:
             self._hook.fail(self._hook.lost)
-        self._synchronised = False  # the gradients of this step will not be used
+        # the gradients of this step will not be used
+        self._synchronised = False
         return inputs, kwargs
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
@@ -318,7 +316,7 @@ class AdaptiveDataParallel(OptimizerSteps):
 
         Buffers are not broadcast in evaluation, in which a replica may have no batch.
         """
-        if current_session().dry:
+        if self._session.dry:
             return False
         broadcast = bool(super()._check_sync_bufs_pre_fwd())  # type: ignore[no-untyped-call]
         self._buffers_wait = broadcast and _evaluating()
@@ -327,7 +325,8 @@ class AdaptiveDataParallel(OptimizerSteps):
     def data_loop_begins(self) -> None:
         """Give every replica rank 0's buffers before a loop that is not known to train. A collective."""
         if self.broadcast_buffers and self._hook.world_size > 1:
-            self.sync_buffers(timedelta(minutes=30))  # torch's own time limit for collectives
+            # torch's own time limit for collectives
+            self.sync_buffers(timedelta(minutes=30))
 
     def __getstate__(self) -> Any:
         """Refuse to be copied or pickled: a copy would share the optimizer and the process group."""
@@ -354,18 +353,13 @@ class AdaptiveDataParallel(OptimizerSteps):
         finally:
             self._user_no_sync = before
 
-    def _begin_batch(self) -> Batch:
-        batch, loader = self._next_batch(self._hook.world_size, self._user_no_sync)
-        if self.static_graph and loader is not None and (loader.accumulation_steps or loader.may_accumulate):
+    def _check_loader(self, loader: ElasticLoader) -> None:
+        """Raise RuntimeError if a static graph would have to accumulate."""
+        if self.static_graph and (loader.accumulation_steps or loader.limits.accumulation):
             raise RuntimeError(
                 "static_graph=True cannot be combined with gradient accumulation, in which not every "
                 "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
             )
-        self._batch = batch
-        self._window.by_hand |= batch.by_hand
-        self._hook.weight = batch.share * batch.weight
-        self._hook.instead = None
-        return batch
 
     def _watch(
         self, output: Any, batch: Batch, split: bool, inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -378,7 +372,8 @@ class AdaptiveDataParallel(OptimizerSteps):
             split: Whether gradient noise is measured from parts of the batch (one replica, no accumulation).
             inputs: Positional and named arguments of the forward pass.
         """
-        if split or self._sampler.halves:  # one replica, no accumulation
+        # one replica, no accumulation
+        if split or self._sampler.halves:
             again = ForwardPass(self.module, inputs, batch.local, batch.dimension)
             so_far = again.gradients
             key = object()
@@ -388,7 +383,8 @@ class AdaptiveDataParallel(OptimizerSteps):
 
             def arrived(edges: list[Any], gradients: tuple[torch.Tensor | None, ...]) -> None:
                 if accumulates(self.module.parameters()):
-                    if so_far:  # a further backward pass through this output: DDP does not call its hook
+                    # a further backward pass through this output: DDP does not call its hook
+                    if so_far:
                         torch.autograd.Variable._execution_engine.queue_callback(whole)
                     so_far[:] = _added(so_far, gradients)
                     if split:
@@ -434,20 +430,6 @@ class AdaptiveDataParallel(OptimizerSteps):
                 self._sampler.whole(self._window.gradients())
 
         torch.autograd.Variable._execution_engine.queue_callback(ended)
-
-    @property
-    def thawed(self) -> bool:
-        """Whether a parameter requires gradients only since after construction; DDP does not know it."""
-        return any(param.requires_grad and id(param) not in self._trained for param in self.parameters())
-
-    def refuse_thawed(self, why: str) -> None:
-        """Raise RuntimeError, with the reason `why`, if the model is `thawed`."""
-        if self.thawed:
-            raise RuntimeError(
-                f"parameters require gradients that did not when AdaptiveDataParallel was made: {why}. Let "
-                f"them require gradients from the start, in a parameter group whose learning rate is 0 until "
-                f"they are to train"
-            )
 
 
 # For torch.compile(model): the code that runs before and after the module is not compiled. Otherwise torch
@@ -513,7 +495,7 @@ def _compiled_forward(adp: AdaptiveDataParallel, inputs: tuple[Any, ...], kwargs
 
 
 def _current_batch() -> Samples:
-    loader = current_dataloader()
+    loader = current_session().loader
     if loader is None:
         return Samples()
     inner = script_position().inner.innermost()
@@ -535,7 +517,7 @@ def _unbounded(loader: ElasticLoader) -> int | None:
 
 def _evaluating() -> bool:
     """Return whether a data loop is running in which no model is trained."""
-    loader = current_dataloader()
+    loader = current_session().loader
     if loader is None or loader.training:
         return False
     return not (loader.training_loader_undecided and torch.is_grad_enabled())

@@ -33,9 +33,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from adaptdl_elastic import _session
 from adaptdl_elastic._interfaces import ScaledModel
 from adaptdl_elastic._torch_versions import muon
-from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.estimator import Array
 
 __all__ = [
@@ -125,7 +125,7 @@ class ScalingRuleBase:
             return None
         scale = adp.scale
         assert self._optimizer is not None
-        if self.doubt and (trainer := registry().training) is not None and trainer.adaptive:
+        if self.doubt and (trainer := _session.current().training_loader) is not None and trainer.adaptive:
             logger.warning("%s", self.doubt)
             self.doubt = ""
         factor = self.scale_lr(scale)

@@ -5,7 +5,11 @@
 | How is it started, kept and stopped? | `lifecycle`, `__main__` |
 | What does it do all the time? | `supervisor` |
 | Which agents does it start and stop? | `decisions` (pure) |
-| How does an agent get its files, and outlive the service? | `agents`, `blobs`, `kept_process` |
+| How does an agent get its files, and outlive the service? | `agents`, `blobs`, `archives`, `kept_process` |
+| How is an agent forked from a process that has imported torch? | `agent_forker` |
+| Who registers the node for a job that has no agent here? | `stand_in` |
+| How does it follow all jobs of the store? | `job_records` |
+| How does the job of an EC2 stack run? | `stack_job` |
 | How does a node get the checkpoints of another one? | `checkpoint_copies` |
 | What does it remember of jobs, whatever the store says later? | `known_jobs` |
 | Who may ask it for what? | `http_server`, `access`, `connections` |

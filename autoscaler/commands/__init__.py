@@ -5,6 +5,7 @@
 | `ls`, `queue`, `history` | `job_lists` |
 | `status`, `scale`, `checkpoint`, `stop` | `jobs` |
 | `submit`, `cancel`, `resume` | `submit` |
+| `submit --array` | `job_array` (pure) |
 | `logs` | `logs` |
 | `explain` | `explain` |
 | `report` | `report` |

@@ -3,5 +3,6 @@
 | question | module |
 |---|---|
 | Which records are there, and which values are valid? | `records` |
+| What do node services and submitted jobs write? | `submissions` |
 | Under which key is a record kept? | `keys` |
 """

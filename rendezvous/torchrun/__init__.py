@@ -5,6 +5,13 @@
 torch's own agent runs any script, and nodes may join and leave while it runs. There is no coordinator, no
 goodput model, no warm start and no change in place: use `adaptdl-run` for those (docs/bare-metal.md). torch
 loads this module while it imports its own rendezvous package, so this module imports nothing of torch.
+
+| question | module |
+|---|---|
+| Which agents are in a round? (pure) | `membership` |
+| How does this node follow and write the store? | `roster` |
+| How does torch's agent use it? | `handler`, `handler_options` |
+| Where do the members of a round meet? | `gathering` |
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_what_plainly_means_true_or_false_is_taken(given: Any) -> None:
     meant = bool(given)
     loader = LOADER(DATA, 4, given, drop_last=given)
     loader.autoscale_batch_size(8, (1, 4), given)
-    held = (loader.sampler.shuffle, loader.drop_last, insides.helper(loader).may_accumulate)  # type: ignore[attr-defined]
+    held = (loader.sampler.shuffle, loader.drop_last, insides.helper(loader).limits.accumulation)  # type: ignore[attr-defined]
     assert all(value is meant for value in held), held
     assert adl.ElasticSampler(DATA, given).shuffle is meant
     assert len(loader) == (2 if meant else 3)

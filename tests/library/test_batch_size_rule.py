@@ -14,13 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_loader import limit, use
 from fresh import Script
 
 from adaptdl_elastic import _session
+from adaptdl_elastic._values import BatchSize, Limits, ReportedPosition
 from adaptdl_elastic.goodput import GradParams
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._tuning import batch_size, reporter, step_times
-from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits
+from adaptdl_elastic.torch._tuning.batch_size import Chooser
 from adaptdl_elastic.torch._tuning.reporter import Metrics
 from adaptdl_elastic.torch._tuning.step_curve import predict
 from adaptdl_elastic.torch._tuning.step_times import Estimates, Key
@@ -59,11 +61,11 @@ class Run:
         while len(speeds) < 8 * SECONDS:
             speeds.append(0.9 * speeds[-1] + wander.gauss(0, 0.05))
         metrics = Metrics(clock=lambda: self.now, background=False)
-        metrics.set_batch_size(INIT, SIZES[-1], (8, SIZES[-1]))
+        limit(INIT, SIZES[-1], (8, SIZES[-1]))
         size, refresh, cold = fixed or INIT, 0.3, 0
         while self.now < SECONDS:
             ratio = noise(self.now / SECONDS)
-            metrics.set_current_batch_size(size, 0)
+            use(metrics, size)
             metrics.profile_step_start(size)
             slow = math.exp(speeds[int(2 * self.now)] + chance.gauss(0, 0.1)) * slowed(self.now)
             self.now += step(size) * slow * (1.5 if cold > 0 else 1.0)
@@ -72,9 +74,8 @@ class Run:
             scale = size / INIT
             self.worth += size * (ratio + 1) / (ratio / scale + 1) / scale
             metrics.update_grad_params("model", 1.0, ratio * math.exp(chance.gauss(0, 0.1)), 0.1)
-            metrics.update_position(
-                step=1, samples_done=self.worth, samples_total=self.worth / self.now * SECONDS
-            )
+            total = self.worth / self.now * SECONDS
+            _session.current().reported_position = ReportedPosition(1, 0, None, self.worth, total)
             if self.now > refresh and not fixed:
                 refresh = self.now + 1.0
                 metrics.refresh()

@@ -17,8 +17,9 @@ from torch.utils.data import TensorDataset
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Identity
+from adaptdl_elastic._values import Limits
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
-from adaptdl_elastic.torch._tuning.batch_size import Limits, initial, local_batch, misfit
+from adaptdl_elastic.torch._tuning.batch_size import initial, local_batch, misfit
 
 SIZES = st.integers(1, 300)
 

@@ -13,7 +13,7 @@ from fresh import Script
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic._interfaces import StepOutOfMemory
+from adaptdl_elastic._values import StepOutOfMemory
 from adaptdl_elastic.torch._gradient.out_of_memory import find_culprits
 from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
 

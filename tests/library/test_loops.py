@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch._tuning.batch_size import BatchSize
+from adaptdl_elastic._values import BatchSize
 from adaptdl_elastic.torch.data import AdaptiveDataLoader, AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin
 
 
@@ -311,7 +311,7 @@ def test_bounds_below_the_batch_are_fine_with_accumulation() -> None:
     loader.autoscale_batch_size(64, (1, 3), gradient_accumulation=True)
     for _ in adl.remaining_epochs_until(1):
         next(iter(loader))
-        assert (loader.current_local_bsz, insides.helper(loader).accumulation) == (3, 2)
+        assert (loader.current_local_bsz, insides.helper(loader).size.accumulation_steps) == (3, 2)
 
 
 def test_only_one_loader_trains() -> None:
@@ -344,7 +344,7 @@ def test_a_data_set_smaller_than_a_dropped_window_of_several_batches() -> None:
     assert len(loader) == 0
 
 
-def test_a_batch_that_has_grown_beyond_the_data_set_is_not_dropped() -> None:
+def test_a_batch_that_has_grown_beyond_the_data_set_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else epochs would go by without a step, unless the batch size was such from the start."""
     loader = adl.AdaptiveDataLoader(numbers(10), batch_size=4, drop_last=True)
     loader.autoscale_batch_size(64)
@@ -352,7 +352,7 @@ def test_a_batch_that_has_grown_beyond_the_data_set_is_not_dropped() -> None:
         iterator = iter(loader)
         assert [len(next(iterator)[0]) for _ in range(2)] == [4, 4]
         insides.change_batch_size(loader, 16)
-        _session.current().metrics.update_progress(1.0)
+        monkeypatch.setattr(_session.Session, "progress", 1.0)
         assert len(next(iterator)[0]) == 10
 
 
@@ -742,35 +742,39 @@ def test_no_batch_size_is_suggested_before_the_training_loop_is_entered(
         assert suggested() == []
 
 
-def test_with_autoscaling_no_sample_comes_twice_within_one_pass(script: Script) -> None:
+def test_with_autoscaling_no_sample_comes_twice_within_one_pass(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An epoch is over when the progress of one pass is made; a further pass has another order."""
     script.restart(ADAPTDL_CHECKPOINT_PATH="")
     loader = adl.AdaptiveDataLoader(numbers(40), batch_size=4, shuffle=True)
     loader.autoscale_batch_size(8)
-    metrics = _session.current().metrics
-    metrics.update_progress(0.0)
+    session = _session.current()
     seen: list[int] = []
     for _ in adl.remaining_epochs_until(1):
         for (batch,) in loader:
             seen += batch.tolist()
-            metrics.update_progress(metrics.get_progress() + 0.5)  # each step is worth half a small one
+            # each step is worth half a small one
+            monkeypatch.setattr(_session.Session, "progress", session.progress + 0.5)
     assert len(seen) == 80 - 4  # 10 steps' progress, the last one rounded
     assert sorted(seen[:40]) == list(range(40))
     assert len(set(seen[40:])) == len(seen[40:])
     assert seen[:36] != seen[40:]
 
 
-def test_what_is_left_is_counted_in_progress_where_batches_are_worth_less(script: Script) -> None:
+def test_what_is_left_is_counted_in_progress_where_batches_are_worth_less(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After one pass over the data, worth half a pass at the initial size, half of the job is left."""
     script.restart(ADAPTDL_CHECKPOINT_PATH="")
     loader = adl.AdaptiveDataLoader(numbers(40), batch_size=4)
     loader.autoscale_batch_size(8)
-    metrics = _session.current().metrics
+    session = _session.current()
     left: list[float | None] = []
     for _ in adl.remaining_epochs_until(2):
         for _ in loader:
-            left.append(metrics.hints().remaining_samples)
-            metrics.update_progress(metrics.get_progress() + 0.5)
+            left.append(session.metrics.hints().remaining_samples)
+            monkeypatch.setattr(_session.Session, "progress", session.progress + 0.5)
     # one report a step, of the step before; an epoch is 19 steps, the last half step is rounded
     assert left[1:20] == [78.0 - 2.0 * step for step in range(18)] + [42.0]
     assert left[20:] == [38.0 - 2.0 * step for step in range(18)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from adaptdl_elastic._values import BatchSize, Limits
 from adaptdl_elastic.torch._data.partition import chunks, count_step_chunks, plan_window, steps
-from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial
+from adaptdl_elastic.torch._tuning.batch_size import initial
 from adaptdl_elastic.torch._tuning.memory_limit import limited, split
 
 

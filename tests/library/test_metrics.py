@@ -14,18 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_loader import limit, use
 from fresh import Script
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
+import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint, sched_hints
+from adaptdl_elastic._values import BatchSize, ReportedPosition
 from adaptdl_elastic.autoscaler.coordinator.node_types import on_types
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.hints import TIMES_KEPT
 from adaptdl_elastic.protocol.messages import Event, Hints
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._tuning import reporter
-from adaptdl_elastic.torch._tuning.batch_size import BatchSize
 from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
 from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
 from adaptdl_elastic.torch._tuning.reporter import WARMUP, WINDOW, Metrics
@@ -52,7 +55,9 @@ class Machine:
         self.metrics = Metrics(clock=lambda: self.now, background=False)
 
     def train(self, steps: int, atomic: int, accum: int = 0, sync: float = 0.0) -> None:
-        self.metrics.set_current_batch_size(atomic, accum)
+        if current_session().training_loader is None:
+            limit(32, 4096, (8, 1024))
+        use(self.metrics, atomic, accum)
         for _ in range(steps):
             for number in range(accum + 1):
                 self.now += self.load
@@ -148,7 +153,7 @@ def noisy_gradients(metrics: Metrics, ratio: float = 1000.0) -> None:
 
 
 def limits(machine: Machine, **kwargs: Any) -> None:
-    machine.metrics.set_batch_size(32, 4096, (8, 1024), **kwargs)
+    limit(32, 4096, (8, 1024), **kwargs)
 
 
 def adapt(machine: Machine, decisions: int = 12) -> BatchSize:
@@ -306,7 +311,7 @@ def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Scrip
     script.restart()
     again = Metrics(background=False)
     again.restore(saved)
-    again.set_batch_size(32, 4096, (8, 1024))
+    limit(32, 4096, (8, 1024))
     best = again.best_batch_size()
     assert best is not None
     assert best.atomic_bsz > 900
@@ -331,8 +336,8 @@ def test_limits_that_are_announced_before_the_first_step_forget_no_batch_size(sc
     script.restart()
     again = Metrics(background=False)
     again.restore(json.loads(json.dumps(machine.metrics.dump())))
-    again.set_batch_size(32, 4096, (8, 1024))
-    again.set_current_batch_size(32, 0)
+    limit(32, 4096, (8, 1024))
+    use(again, 32, 0)
     assert again.dump()["batch_size"] == 256
 
 
@@ -343,7 +348,7 @@ def test_step_times_are_kept_by_the_type_of_node(script: Script, monkeypatch: py
         machine = Machine(lambda atomic: seconds)
         if saved is not None:
             machine.metrics.restore(saved)
-        machine.metrics.set_batch_size(32, 4096, (8, 1024))
+        limit(32, 4096, (8, 1024))
         noisy_gradients(machine.metrics)
         machine.train(2 * WINDOW, 32)
         machine.metrics.refresh()
@@ -391,7 +396,7 @@ def test_a_memory_limit_is_kept_by_the_type_of_node_that_it_was_learnt_on(
 
 def test_without_autoscaling_nothing_is_suggested(script: Script) -> None:
     machine = Machine(lambda atomic: 0.01)
-    machine.metrics.set_batch_size(32)
+    limit(32)
     noisy_gradients(machine.metrics)
     assert adapt(machine) == BatchSize(32, 0)
     assert machine.metrics.best_batch_size() is None
@@ -405,7 +410,7 @@ def test_a_suggestion_for_another_batch_size_than_the_present_is_dropped(script:
     machine.train(20, 32)
     machine.metrics.refresh()
     assert machine.metrics.suggestion() is not None
-    machine.metrics.set_current_batch_size(48, 0)
+    use(machine.metrics, 48, 0)
     assert machine.metrics.suggestion() is None
 
 
@@ -417,14 +422,12 @@ def test_what_was_learnt_survives_a_restart(script: Script) -> None:
     metrics._clock, metrics._background = lambda: machine.now, False
     limits(machine)
     noisy_gradients(metrics)
-    metrics.update_progress(12.5)
     machine.train(20, 32)
     before = metrics.hints()
     checkpoint.save_all_states()
     script.restart()
     again = current_session().metrics
-    again.set_batch_size(32, 4096, (8, 1024))
-    assert again.get_progress() == 12.5
+    limit(32, 4096, (8, 1024))
     assert again.hints().profile == before.profile
     assert again.hints().grad_params == (1.0, 1000.0)
     assert again.hints().grad_error is None, "errors are not kept"
@@ -456,11 +459,15 @@ def test_statistics_of_training_that_diverges_are_reported(script: Script) -> No
 
 
 def test_an_end_that_is_never_reached_is_reported_as_none(script: Script) -> None:
-    metrics = Metrics(background=False)
+    loader = adl.AdaptiveDataLoader(TensorDataset(torch.zeros(8)), batch_size=4)
+    loader.autoscale_batch_size(8)
     # the epochs of a Trainer that counts steps
-    metrics.update_position(step=20, epochs=sys.maxsize, samples_done=80, samples_total=1e20)
-    hints = metrics.hints()
-    assert (hints.epochs, hints.remaining_samples, hints.samples_done) == (None, None, 80)
+    for _ in adl.remaining_epochs_until(sys.maxsize):
+        for _ in loader:
+            pass
+        break
+    hints = current_session().metrics.hints()
+    assert (hints.epochs, hints.remaining_samples, hints.samples_done) == (None, None, 0.0)
 
 
 def test_the_report_and_the_event_say_all_that_is_documented(
@@ -473,7 +480,7 @@ def test_the_report_and_the_event_say_all_that_is_documented(
     limits(machine)
     noisy_gradients(machine.metrics)
     machine.metrics.update_gain("model", 1.5, 1.25)
-    machine.metrics.update_position(step=20, epoch=1, epochs=4, samples_done=100, samples_total=400)
+    current_session().reported_position = ReportedPosition(20, 1, 4, 100, 400)
     machine.train(20, 64)
     machine.metrics.refresh()
     machine.metrics.refresh()
@@ -513,14 +520,13 @@ def test_the_training_loop_never_waits_for_a_fit(script: Script, monkeypatch: py
     monkeypatch.setattr(reporter, "fit_perf_params", endless)
     script.set(ADAPTDL_REPORT_INTERVAL="0.01")
     metrics = Metrics()
-    metrics.set_batch_size(32, 1024)
+    limit(32, 1024)
     noisy_gradients(metrics)
-    metrics.set_current_batch_size(32, 0)
+    use(metrics, 32, 0)
 
     def step() -> None:
         metrics.profile_step_start(32)
         metrics.profile_step_commit()
-        metrics.update_progress(1.0)
         noisy_gradients(metrics)
         assert metrics.suggestion() is None
         metrics.hints()
@@ -577,7 +583,7 @@ def test_hints_of_ones_own(script: Script) -> None:
     ours, theirs = Channel.pair()
     session = current_session()
     session.channel = Channel(theirs)
-    session.metrics.set_batch_size(32)
+    limit(32)
     assert sched_hints.post_sched_hints(
         {
             "initBatchSize": np.int64(64),

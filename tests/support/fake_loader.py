@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic._values import BatchSize, Limits
+from adaptdl_elastic.torch._tuning.reporter import Metrics
 
 
 @dataclass
@@ -22,7 +23,7 @@ class FakeLoader:
     training_loader_undecided: bool = False
     sample_dimension: int | None = None
     key: str = "0"
-    may_accumulate: bool = False
+    limits: Limits = field(default_factory=lambda: Limits(1, None, None, False))
     max_batch_size: int | None = None
     local_bsz_bounds: tuple[int, int] | None = None
 
@@ -67,9 +68,43 @@ class FakeLoader:
         return not self.is_accum_step()
 
     def __enter__(self) -> FakeLoader:
-        known: Any = registry()
-        known.current = self
+        session: Any = _session.current()
+        session.loader = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        registry().current = None
+        _session.current().loader = None
+
+
+@dataclass
+class FakeTrainingLoader:
+    """The training loader as `Metrics` reads it."""
+
+    limits: Limits
+    size: BatchSize
+
+    @property
+    def current_batch_size(self) -> int:
+        exact = self.limits.init if self.size.atomic_bsz else 0
+        total = _session.current().replicas * self.size.atomic_bsz * (self.size.accumulation_steps + 1)
+        return exact if self.limits.exact else total
+
+
+def limit(
+    init: int,
+    maximum: int | None = None,
+    bounds: tuple[int, int] | None = None,
+    gradient_accumulation: bool = False,
+) -> None:
+    """Train with a loader of these limits."""
+    session: Any = _session.current()
+    known = session.training_loader
+    size = BatchSize(0, 0) if known is None else known.size
+    session.training_loader = FakeTrainingLoader(Limits(init, maximum, bounds, gradient_accumulation), size)
+
+
+def use(metrics: Metrics, atomic: int, accumulation: int = 0) -> None:
+    """Train with this batch size."""
+    session: Any = _session.current()
+    session.training_loader.size = BatchSize(atomic, accumulation)
+    metrics.batch_size_changed()

@@ -24,7 +24,7 @@ def change_batch_size(loader: Any, local: int) -> None:
 def start_at_initial_batch_size(loader: Any) -> None:
     """Choose the batch size that a generation begins with."""
     made = helper(loader)
-    made._atomic, made.accumulation = made._initial()
+    made.size = made._initial()
 
 
 def keep_batch_size(loader: Any) -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from fake_loader import FakeLoader
 
+from adaptdl_elastic import _session
 from adaptdl_elastic._torch_versions import muon
 from adaptdl_elastic.torch import scaling_rules
-from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
@@ -275,7 +275,7 @@ def test_the_choice_for_an_optimizer_that_none_is_derived_for_is_named_where_a_l
     assert type(adp.scaling_rule) is AdaScale
     monkeypatch.setattr(adp, "begin_step", lambda closure: True)
     for adaptive in (False, True):
-        monkeypatch.setattr(registry(), "training", SimpleNamespace(adaptive=adaptive))
+        monkeypatch.setattr(_session.current(), "training_loader", SimpleNamespace(adaptive=adaptive))
         adp.scaling_rule.step()
         assert ("AdaScale, derived for SGD, is chosen" in caplog.text) is adaptive
     assert "Adagrad" in caplog.text

@@ -24,13 +24,15 @@ Sums = dict[str, tuple[dict[Any, Any], dict[Any, Any], int]]
 OwnSums = dict[str, dict[Any, Any]]
 """Accumulator's name → sums since the last sync, of one replica or merged from several replicas."""
 
-_NDARRAY = "__ndarray__"  # dict key that marks a numpy array stored as a tensor: files hold tensors only
+# dict key that marks a numpy array stored as a tensor: files hold tensors only
+_NDARRAY = "__ndarray__"
 
 
 class AccumulatorState(checkpoint.TensorState):
     """Hold the sums of one accumulator in checkpoints until its epoch ends."""
 
-    required = False  # a checkpoint lacks accumulators that the script had not created before it was saved
+    # a checkpoint lacks accumulators that the script had not created before it was saved
+    required = False
 
     def __init__(self, initial: Totals) -> None:
         session = _session.current()
@@ -38,19 +40,30 @@ class AccumulatorState(checkpoint.TensorState):
         counts = session.accumulators
         super().__init__(f"adaptdl-accumulator-epoch{epoch}-{counts[epoch]}")
         counts[epoch] += 1
-        self.results: Totals = initial  # sums over all replicas, up to the last sync
-        self.summed: Totals = {}  # result of the last sync, without later changes by a synchronized() block
-        self.updates: Totals = {}  # this replica's sums since the last sync
-        self.history: dict[int | None, list[Totals]] = {}  # by epoch: the sums shown by each synchronized()
-        self.syncs = 0  # number of syncs so far
-        self.additions: Additions = Counter()  # additions made outside of data loops
-        self._loaded: Additions = Counter()  # `additions` of the run that is being continued, as loaded
+        # sums over all replicas, up to the last sync
+        self.results: Totals = initial
+        # result of the last sync, without later changes by a synchronized() block
+        self.summed: Totals = {}
+        # this replica's sums since the last sync
+        self.updates: Totals = {}
+        # by epoch: the sums shown by each synchronized()
+        self.history: dict[int | None, list[Totals]] = {}
+        # number of syncs so far
+        self.syncs = 0
+        # additions made outside of data loops
+        self.additions: Additions = Counter()
+        # `additions` of the run that is being continued, as loaded
+        self._loaded: Additions = Counter()
         # how far that run had come: loops begun outside of epochs, epoch, data loops begun in that epoch
         self._reached: tuple[int, int | None, int] = (0, None, 0)
-        self._made: Counter[tuple[int | None, str]] = Counter()  # additions that this process has come to
-        self._loops = 0  # number of the last finished data loop outside of epochs that added here
-        self._loop = 0  # number of the running one, if it has added here; else 0
-        self._in_loop: Totals = {}  # sums of the running loop; not saved, because the loop runs again
+        # additions that this process has come to
+        self._made: Counter[tuple[int | None, str]] = Counter()
+        # number of the last finished data loop outside of epochs that added here
+        self._loops = 0
+        # number of the running one, if it has added here; else 0
+        self._loop = 0
+        # sums of the running loop; not saved, because the loop runs again
+        self._in_loop: Totals = {}
 
     def add_in_loop(self, key: Any, change: Any) -> None:
         """Add `change` in a data loop, unless the continued run has finished this loop outside of epochs."""
@@ -222,5 +235,6 @@ def add_sums(session: Session, sums: OwnSums) -> None:
     """Add `sums`, merged from all replicas, to the accumulators, which are then synchronised."""
     for name, total in sums.items():
         state: Any = session.states.get(name)
-        if state is not None:  # a script may create an accumulator on some replicas only, and never read it
+        # a script may create an accumulator on some replicas only, and never read it
+        if state is not None:
             state.add_total(total)

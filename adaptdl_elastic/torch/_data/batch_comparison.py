@@ -35,8 +35,10 @@ COMPARED_STEPS = 3
 """Optimizer steps at the beginning of a generation whose options are compared; then every 100th is."""
 
 _STEPS_APART = 100
-_NUMBERS = 4096  # most numbers of each tensor that enter its digest, spread over the tensor
-_PENDING = 64  # most comparisons that may wait for further digests; the oldest is dropped
+# most numbers of each tensor that enter its digest, spread over the tensor
+_NUMBERS = 4096
+# most comparisons that may wait for further digests; the oldest is dropped
+_PENDING = 64
 
 Key = tuple[int, str, str]
 """Key of a comparison: the generation, the subject (e.g. a model's inputs), and the place or pass."""
@@ -71,7 +73,8 @@ def _spread(numbers: Any) -> Any:
     if not numbers.ndim:
         return numbers.reshape(1)
     size = math.prod(numbers.shape)
-    step = -(-size // _NUMBERS) | 1  # odd, so that it does not meet one column of an image only
+    # odd, so that it does not meet one column of an image only
+    step = -(-size // _NUMBERS) | 1
     places = np.unravel_index(np.arange(0, size, step), numbers.shape) if size else None
     if places is None:
         return numbers.reshape(-1)
@@ -88,11 +91,16 @@ class BatchComparison:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._passes: dict[str, tuple[int, int]] = {}  # model → (generation, passes compared in it)
-        self._steps: dict[str, tuple[int, int]] = {}  # model → (generation, steps in it)
-        self._waiting: dict[Key, dict[int, str]] = {}  # on rank 0: digests received so far, by rank
-        self._equal: dict[tuple[int, str], int] = {}  # on rank 0: number of passes with equal inputs
-        self._restored: dict[str, str] = {}  # model → options that its optimizer has got from a checkpoint
+        # model → (generation, passes compared in it)
+        self._passes: dict[str, tuple[int, int]] = {}
+        # model → (generation, steps in it)
+        self._steps: dict[str, tuple[int, int]] = {}
+        # on rank 0: digests received so far, by rank
+        self._waiting: dict[Key, dict[int, str]] = {}
+        # on rank 0: number of passes with equal inputs
+        self._equal: dict[tuple[int, str], int] = {}
+        # model → options that its optimizer has got from a checkpoint
+        self._restored: dict[str, str] = {}
         session.consensus.listen(KIND, self._take)
 
     def inputs(self, model: str, inputs: Any, shared: bool, counts: bool) -> None:

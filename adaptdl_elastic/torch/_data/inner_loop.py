@@ -19,7 +19,6 @@ from adaptdl_elastic import _session
 from adaptdl_elastic.torch._data.iterable import Settings, ShardedStream
 from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
 from adaptdl_elastic.torch._data.partition import derive_seed
-from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler
 from adaptdl_elastic.torch._runtime.inner_loops import InnerLoop, InnerPosition
 from adaptdl_elastic.torch._runtime.position import script_position
@@ -29,7 +28,8 @@ from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
 logger = logging.getLogger(__name__)
 
 _MANY_STEPS = (
-    20  # optimizer steps of a model in one batch of the outermost loop after which a warning is printed
+    # optimizer steps of a model in one batch of the outermost loop after which a warning is printed
+    20
 )
 
 Batches = Callable[[InnerLoop], Iterator[Any]]
@@ -54,7 +54,7 @@ def run_inner_loop(
         RuntimeError: the loader adapts its batch size, or its loop is running already.
     """
     session = _session.current()
-    if registry().current is helper:
+    if session.loader is helper:
         raise RuntimeError(
             "two data loops over one loader at the same time: make a second AdaptiveDataLoader of its "
             "data set"
@@ -64,7 +64,8 @@ def run_inner_loop(
             "a data loop over the loader with autoscale_batch_size inside another data loop: its steps are "
             "those of the job, so let its loop be the outer one; with zip() give it first"
         )
-    if session.dry:  # the body runs only so that its names exist
+    # the body runs only so that its names exist
+    if session.dry:
         helper.sync_local_bsz()
         start = _start(helper, parts)
         yield from (batch for batch, _, _ in islice(batches(InnerLoop(start, start)), 1))
@@ -79,13 +80,14 @@ def run_inner_loop(
         finally:
             inner.leave(helper.key, loop, exhausted)
             if not loop.open:
-                session.metrics.pause()  # the step's time includes this loop
+                # the step's time includes this loop
+                session.metrics.pause()
         again = loop.outdated
 
 
 def _start(helper: AdaptiveDataLoaderHelper, parts: int) -> InnerPosition:
     """Return the position of a loop that begins here. Each inner loop gets an order of its own."""
-    outer, state = registry().current, script_position()
+    outer, state = helper.session.loader, script_position()
     seed = 0 if outer is None else state.seeds.get(outer.key, 0)
     where = state.finished, state.entered, max(state.inner.window, 0), state.inner.begun
     return 0, derive_seed(seed, zlib.crc32(helper.key.encode()), *where), 0, *[0] * parts
@@ -134,18 +136,19 @@ def _sizes(helper: AdaptiveDataLoaderHelper, loop: InnerLoop) -> tuple[int, int 
     A loop beside the outermost one has as many batches in a window as the outermost loop, so that neither
     ends before the other.
     """
-    outer, batch = registry().current, helper.batch_size
+    outer, batch = helper.session.loader, helper.batch_size
     if not loop.beside:
         limit = memory_limit().inner.get(helper.key)
         return (batch if limit is None else min(batch, helper.session.replicas * limit)), limit
     if not isinstance(outer, AdaptiveDataLoaderHelper) or outer.adaptive or not outer.training:
         return batch, None
-    more, given = outer.accumulation, local_batch(batch, helper.session.replicas)
+    more, given = outer.size.accumulation_steps, local_batch(batch, helper.session.replicas)
     if not more:
         return batch, None
     divided = -(-given // (more + 1))
     if -(-given // divided) != more + 1:
-        divided = max(given // (more + 1), 1)  # rather too many batches, which do not end the outermost loop
+        # rather too many batches, which do not end the outermost loop
+        divided = max(given // (more + 1), 1)
     return batch, divided
 
 

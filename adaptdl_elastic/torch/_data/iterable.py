@@ -164,11 +164,13 @@ class ShardedStream(IterableDataset[Item]):
         worker: Any = _utils.worker
         worker._worker_info = known = _WorkerOfPart(info, part)
         samples = self._whole(epoch)
-        first = next(samples, _END)  # a generator's body, which may call get_worker_info, runs from here on
+        # a generator's body, which may call get_worker_info, runs from here on
+        first = next(samples, _END)
         if first is _END:
             return
         if known.asked:
-            seed_all(derive_seed(seed, part))  # the workers read different samples: each may draw its own
+            # the workers read different samples: each may draw its own
+            seed_all(derive_seed(seed, part))
         every = chain([first], samples)
         yield from every if known.asked else islice(every, part, None, self.parts)
 
@@ -290,7 +292,7 @@ def iterate_stream(
 
 def _next_window(items: Iterator[Item], helper: AdaptiveDataLoaderHelper, drop_last: bool) -> list[Item]:
     """Return the chunks of the next optimizer step; an empty list at the end."""
-    full = 1 + (helper.accumulation if helper.training else 0)
+    full = 1 + (helper.size.accumulation_steps if helper.training else 0)
     window = list(islice(items, full))
     return [] if drop_last and len(window) < full else window
 

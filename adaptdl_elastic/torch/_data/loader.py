@@ -31,6 +31,8 @@ import torch
 from adaptdl_elastic import collective
 from adaptdl_elastic._checks import whole
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import ReportedPosition
+from adaptdl_elastic.protocol.hints import MANY
 from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._data.loop_progress import LoopProgress, part_done, windows_needed
 from adaptdl_elastic.torch._data.partition import Window, shares, taken
@@ -38,6 +40,7 @@ from adaptdl_elastic.torch._data.registry import LoaderBatchSize
 from adaptdl_elastic.torch._data.window_items import WindowItems
 from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
 from adaptdl_elastic.torch._runtime.step_clock import Stage
+from adaptdl_elastic.torch._tuning.training_warnings import data_problem
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +131,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """Batches without an optimizer step in the current window; an epoch's last window may have fewer."""
         if self._window is not None or not self.training:
             return len(self._window or (0,)) - 1
-        return self.accumulation if self._left is None else min(self.accumulation, self._left - 1)
+        full = self.size.accumulation_steps
+        return full if self._left is None else min(full, self._left - 1)
 
     def is_accum_step(self) -> bool:
         """Return whether more batches follow the current one before the optimizer steps."""
@@ -194,7 +198,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         If this value changes, the replicas' shares or the position have changed, and the iterator must be
         made again.
         """
-        return self.session.generation, self._atomic, self.accumulation, self._repeats
+        return self.session.generation, *self.size, self._repeats
 
     def resolve_batch_size(self) -> int:
         """Call `sync_local_bsz`, and recover if a peer dies meanwhile.
@@ -228,10 +232,9 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         session = self.session
         session.start()
         state, streams = script_position(), self.registry.streams
-        if self.registry.current is not None and state.looping:
-            # raises
+        if self.session.loader is not None and state.looping:
             state.enter(self.key)
-        self.registry.current = self
+        self.session.loader = self
         ended, left, drawing = False, None, False
         try:
             if self.session.replicas > 1:
@@ -243,7 +246,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 state.looping = self._skipped = True
             else:
                 self._skipped = not state.enter(self.key)
-            known = self.registry.training
+            known = self.session.training_loader
             if state.trainer == self.key and (known is None or self.replaces(known)):
                 # known from the epoch before, or to a newcomer from the other replicas
                 self.train()
@@ -255,7 +258,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 for model in session.models:
                     model.data_loop_begins()
             if state.index == 0 and not self._skipped:
-                state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
+                state.start_progress = session.progress if self.adaptive else 0.0
             self._progress = LoopProgress(self, state)
             self._speed.clock.restart()
             self._speed.clock.enter(Stage.DATA)
@@ -287,7 +290,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
                 streams.leave_loop()
             if state.looping:
                 state.leave(ended and not self._skipped, left, self.drives)
-            self.registry.current = None
+            self.session.loader = None
             self._loops = self._window = self._progress = None
             self.pause()
 
@@ -351,7 +354,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             return more + left
         gain = max((model.gain for model in self.session.models), default=1.0)
         progress = self._measured().statistical()
-        needed = windows_needed(progress, gain, self._stepped()) * (self.accumulation + 1)
+        needed = windows_needed(progress, gain, self._stepped()) * (self.size.accumulation_steps + 1)
         return more + (max(left, needed) if index < self.end_index else needed)
 
     def ended(self) -> bool:
@@ -427,7 +430,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """Prepare to hand out a batch."""
         self._handed_out += 1
         self._speed.clock.enter(Stage.BODY)
-        session, training = self.session, self.registry.training is self
+        session, training = self.session, self.session.training_loader is self
         if self.micro_batch == 0:
             state = self._running()
             index = state.index
@@ -440,7 +443,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             if not self.registry.unrepeatable and (training or self._may_train()):
                 session.recovery.begin_window(index)
         if training:
-            session.metrics.profile_step_start(self._atomic)
+            session.metrics.profile_step_start(self.size.atomic_bsz)
 
     def _may_train(self) -> bool:
         """Return whether an optimizer step may follow in this loop.
@@ -472,7 +475,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             even: Whether all replicas had a full batch; the time is recorded only if so.
             boundary: Whether to call `pass_boundary` at the end of a window; if False, the caller calls it.
         """
-        session, state, training = self.session, self._running(), self.registry.training is self
+        session, state, training = self.session, self._running(), self.session.training_loader is self
         accumulating, safe, drift = self.is_accum_step(), session.recovery, session.consensus.drift
         drift.check()
         failed, broken = safe.trouble()
@@ -484,7 +487,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             else:
                 session.metrics.pause()
             if not accumulating:
-                self._speed.step_ended(counts, (self._atomic, self.accumulation))
+                self._speed.step_ended(counts, self.size)
         if accumulating:
             self.micro_batch += 1
             return
@@ -521,22 +524,19 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         self._speed.clock.enter(Stage.DATA)
 
     def _report_position(self, session: Session, state: ScriptPosition) -> None:
-        now = (session.generation, state.finished)
-        if self._reported_for != now:
-            self._reported_for = now
+        if self._reported_for != (session.generation, state.finished):
+            self._reported_for = session.generation, state.finished
             session.report_eligibility()
+        # a Trainer that counts steps declares sys.maxsize epochs
+        epochs = None if state.until is None or state.until > MANY else state.until
         done, total, size = None, None, self.end_index
         if size:
             done = state.finished * size + self._measured().samples_of_pass()
-            total = None if state.until is None else float(state.until * size)
-        session.metrics.update_position(
-            step=state.step,
-            epoch=state.finished,
-            epochs=state.until,
-            samples_done=done,
-            samples_total=total,
-            data_size=size,
-        )
+            total = None if epochs is None else float(epochs * size)
+        session.reported_position = ReportedPosition(state.step, state.finished, epochs, done, total)
+        batch, parts = self.current_batch_size, session.replicas * (self.size.accumulation_steps + 1)
+        problem = data_problem(size, batch, self.batch_size, parts)
+        session.metrics.report_problem("the batch size", problem)
 
     def epoch_done(self) -> bool:
         """Return whether this loop has made the progress of one pass at the initial batch size.

@@ -153,7 +153,8 @@ def loader_arguments(loader: Any, batch_size: int | None) -> dict[str, Any]:
     batches: Any = loader.batch_sampler
     drop_last, sampler = loader.drop_last, loader.sampler
     if batch_size is not None and loader.batch_size is None and type(batches) is BatchSampler:
-        drop_last, sampler = batches.drop_last, batches.sampler  # as in the loaders that Accelerate makes
+        # as in the loaders that Accelerate makes
+        drop_last, sampler = batches.drop_last, batches.sampler
     elif not isinstance(batches, BatchSampler) or loader.batch_size is None:
         if batch_size is not None and batches is not None:
             raise ValueError(

@@ -135,7 +135,7 @@ class LoopProgress:
 
     def _made(self) -> float:
         """Return the progress of the models, in steps; 0 without autoscaling."""
-        return self._session.metrics.get_progress() if self._loader.adaptive else 0.0
+        return self._session.progress if self._loader.adaptive else 0.0
 
     def _attempts(self) -> list[int]:
         """Return how many optimizer steps each model has attempted."""

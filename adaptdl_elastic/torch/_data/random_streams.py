@@ -34,7 +34,8 @@ from adaptdl_elastic.torch._data.partition import derive_seed
 
 T = TypeVar("T")
 
-_np: Any = np.random  # typed as Any: NumPy's stubs lack get_bit_generator and set_bit_generator
+# typed as Any: NumPy's stubs lack get_bit_generator and set_bit_generator
+_np: Any = np.random
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, 2**64
 
 
@@ -116,12 +117,18 @@ class RandomStreams(checkpoint.State):
     def __init__(self, session: Session) -> None:
         super().__init__("adaptdl-random-streams")
         self._session = session
-        self._own = np.random.MT19937(0)  # this replica's NumPy stream
-        self._scripts: Streams | None = None  # the script's streams while this replica draws from its own
-        self._restored: Streams | None = None  # script's streams of a checkpoint, for the next data loop
-        self._loops = 0  # nesting depth of data loops
-        self._place: tuple[int, ...] = ()  # (epoch, data loop, rank) to which `_base` belongs
-        self._base = 0  # seed from which the seeds of the windows of `_place` are derived
+        # this replica's NumPy stream
+        self._own = np.random.MT19937(0)
+        # the script's streams while this replica draws from its own
+        self._scripts: Streams | None = None
+        # script's streams of a checkpoint, for the next data loop
+        self._restored: Streams | None = None
+        # nesting depth of data loops
+        self._loops = 0
+        # (epoch, data loop, rank) to which `_base` belongs
+        self._place: tuple[int, ...] = ()
+        # seed from which the seeds of the windows of `_place` are derived
+        self._base = 0
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write the states of the script's streams."""
@@ -165,7 +172,8 @@ class RandomStreams(checkpoint.State):
         if session.replicas == 1 or not all(model.own_random_streams for model in session.models):
             self._return_to_scripts()
             return
-        if not session.models:  # without a model nothing is trained, and no separate streams are needed
+        # without a model nothing is trained, and no separate streams are needed
+        if not session.models:
             return
         if self._scripts is None:
             self._scripts, self._place = Streams.taken(self._own), ()

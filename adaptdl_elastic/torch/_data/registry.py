@@ -17,15 +17,16 @@ import torch
 
 from adaptdl_elastic import _frames, _session, checkpoint, collective, env
 from adaptdl_elastic._checks import flag, integer
-from adaptdl_elastic._interfaces import Command, ElasticLoader
+from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import BatchSize, Command, Limits
 from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.torch._data.batch_comparison import BatchComparison
 from adaptdl_elastic.torch._data.partition import chunks, fill, taken
 from adaptdl_elastic.torch._data.random_streams import RandomStreams
 from adaptdl_elastic.torch._runtime.hang_watch import HangWatch
 from adaptdl_elastic.torch._runtime.position import OUTSIDE, script_position
-from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial, local_batch, misfit
+from adaptdl_elastic.torch._tuning.batch_size import initial, local_batch, misfit
 from adaptdl_elastic.torch._tuning.memory_limit import limited, memory_limit, split
 from adaptdl_elastic.torch._tuning.replica_speed import ReplicaSpeed
 
@@ -41,10 +42,6 @@ class LoaderRegistry:
         self._outside = 0
         # (epoch, loaders by script line)
         self._inside: tuple[int | None, Counter[str]] = (None, Counter())
-        # loader whose data loop is running
-        self.current: ElasticLoader | None = None
-        # loader that models are trained with
-        self.training: ElasticLoader | None = None
         # number of loaders that cannot hand out the samples of a step again
         self.unrepeatable = 0
 
@@ -99,7 +96,7 @@ def registry(session: Session | None = None) -> LoaderRegistry:
 
 def current_dataloader() -> ElasticLoader | None:
     """Return the helper of the loader whose loop runs in this process; None outside data loops."""
-    return registry().current
+    return _session.current().loader
 
 
 class LoaderBatchSize(ElasticLoader):
@@ -126,8 +123,7 @@ class LoaderBatchSize(ElasticLoader):
         self._allowed = False
         # step when the batch size was set last, that size, the largest that has worked
         self._sizes = 0, 0, 0
-        # samples of one replica in a full batch; batches without an optimizer step in a full window
-        self._atomic, self.accumulation = self._initial()
+        self.size = self._initial()
         # generation whose batch size has been settled
         self._generation: int | None = None
         # how often the batches have become smaller, or have been repeated, in this process
@@ -159,46 +155,45 @@ class LoaderBatchSize(ElasticLoader):
         up to two samples of another replica, which do not count. Where memory divides the batch of a step, it
         is the most that a replica has in a pass.
         """
-        if self.equal_shares or self.accumulation:
-            return self._atomic
+        if self.equal_shares or self.size.accumulation_steps:
+            return self.size.atomic_bsz
         mine = taken(self.batch_size, self.session.replicas, self.session.rank, self.largest_pass)
         return len(mine) or min(fill(self.largest_pass), self.batch_size)
 
     @property
     def equal_shares(self) -> bool:
         """Whether all replicas have equal local batches: where autoscaling chooses the batch size."""
-        return self._max_batch_size is not None and not self._limits.exact
+        return self._max_batch_size is not None and not self.limits.exact
 
     @property
     def full_chunk(self) -> int:
         """Samples of a full batch over all replicas, of a loader whose windows are not planned."""
-        equal = self.equal_shares or self.accumulation
-        return self.session.replicas * self._atomic if equal else self.batch_size
+        equal = self.equal_shares or self.size.accumulation_steps
+        return self.session.replicas * self.size.atomic_bsz if equal else self.batch_size
 
     @property
     def current_batch_size(self) -> int:
         """Samples of a full optimizer step, over all replicas."""
         if not self.equal_shares:
             return self.batch_size
-        return self.session.replicas * self._atomic * (self.accumulation + 1 if self.training else 1)
+        return (
+            self.session.replicas
+            * self.size.atomic_bsz
+            * (self.size.accumulation_steps + 1 if self.training else 1)
+        )
 
     @property
     def largest_pass(self) -> int | None:
         """Most samples of one replica in a batch, by the bounds, the memory or equal shares of one sample."""
-        if self.equal_shares and self._atomic == 1:
+        if self.equal_shares and self.size.atomic_bsz == 1:
             return 1
-        bounds = self._limits.bounds
+        bounds = self.limits.bounds
         return None if bounds is None else bounds[1]
 
     @property
     def step_samples(self) -> int | None:
         """Samples of a step without autoscaling, on any number of replicas; None with autoscaling."""
         return None if self.equal_shares else self.batch_size
-
-    @property
-    def may_accumulate(self) -> bool:
-        """Whether the gradients of several batches may be accumulated before a step."""
-        return self._limits.accumulation
 
     @property
     def adaptive(self) -> bool:
@@ -208,12 +203,12 @@ class LoaderBatchSize(ElasticLoader):
     @property
     def training(self) -> bool:
         """Whether models are trained with this loader."""
-        return self.registry.training is self
+        return self.session.training_loader is self
 
     @property
     def training_loader_undecided(self) -> bool:
         """Whether no loader has been used for training yet."""
-        return self.registry.training is None and script_position().trainer is None
+        return self.session.training_loader is None and script_position().trainer is None
 
     def train(self) -> None:
         """Make this the loader that models are trained with.
@@ -225,7 +220,7 @@ class LoaderBatchSize(ElasticLoader):
         """
         if self.session.epoch is None:
             self._train_outside()
-        known = self.registry.training
+        known = self.session.training_loader
         if known is self:
             return
         if known is not None and known.adaptive and not self.replaces(known):
@@ -234,11 +229,11 @@ class LoaderBatchSize(ElasticLoader):
             )
         if known is None:
             self._tell_batch_size()
-        self.registry.training = self
+        self.session.training_loader = self
         # if several loaders train in turn, this one will train again
         self.trained = True
         script_position().trainer = self.key
-        self._announce()
+        self.session.metrics.batch_size_changed()
 
     def _tell_batch_size(self) -> None:
         """Print the batch size with which this process begins to train."""
@@ -270,23 +265,14 @@ class LoaderBatchSize(ElasticLoader):
         session.metrics.report_problem(OUTSIDE, line)
         session.report_eligibility()
 
-    def _announce_limits(self) -> None:
-        limits = self._limits
-        self.session.metrics.set_batch_size(limits.init, limits.maximum, limits.bounds, limits.accumulation)
-
-    def _announce(self) -> None:
-        self._announce_limits()
-        self.session.metrics.set_current_batch_size(self._atomic, self.accumulation)
-
     def fit_memory(self) -> None:
         """Choose batches that fit into the new, smaller memory limit. On all replicas at one boundary."""
         if self.equal_shares:
-            fitting = split(BatchSize(self._atomic, self.accumulation), memory_limit(self.session).largest)
-            self._atomic, self.accumulation = fitting.atomic_bsz, fitting.accumulation_steps
+            self.size = split(self.size, memory_limit(self.session).largest)
         else:
-            self._atomic, self.accumulation = self._initial()
+            self.size = self._initial()
         self._repeats += 1
-        self._announce()
+        self.session.metrics.batch_size_changed()
 
     def autoscale_batch_size(
         self,
@@ -322,7 +308,7 @@ class LoaderBatchSize(ElasticLoader):
         )
         if problem is not None and _begins():
             raise ValueError(problem)
-        known = self.registry.training
+        known = self.session.training_loader
         self._generation = None
         if known is not None and known is not self and known.adaptive:
             if not self.replaces(known):
@@ -331,45 +317,38 @@ class LoaderBatchSize(ElasticLoader):
                 )
             assert isinstance(known, LoaderBatchSize)
             if known.batch_size == self.batch_size:
-                self._atomic, self.accumulation, self._generation = (
-                    known._atomic,
-                    known.accumulation,
-                    known._generation,
-                )
+                self.size, self._generation = known.size, known._generation
             agreed = self.session.consensus
             agreed.polls[:] = [self._poll if poll == known._poll else poll for poll in agreed.polls]
             agreed.handlers["batch_size"] = self._change
         begins, self._max_batch_size, self._local_bounds = not self.adaptive, largest, bounds
         self._allowed = gradient_accumulation
         if begins and self._generation is None:
-            self._atomic, self.accumulation = self._initial()
-        self.registry.training = self
-        self._announce()
+            self.size = self._initial()
+        self.session.training_loader = self
+        self.session.metrics.batch_size_changed()
 
     def replaces(self, known: ElasticLoader) -> bool:
         """Return whether the script has made this loader to replace `known`, e.g. one loader per epoch."""
-        return known.key == self.key and self.registry.current is not known
+        return known.key == self.key and self.session.loader is not known
 
     def sync_local_bsz(self) -> int:
         """Settle the batch size of this generation on all replicas, and return `current_local_bsz`."""
         session = self.session
         if self._generation != session.generation:
             self._generation = session.generation
-            self._atomic, self.accumulation = self._initial()
-            if self.training:
-                self._announce_limits()
+            self.size = self._initial()
             if self.adaptive:
-                problem = misfit(self._limits, self.session.replicas)
+                problem = misfit(self.limits, self.session.replicas)
                 if problem is not None and session.rank == 0:
                     logger.warning(
                         "%s; until there are others, a batch is %d", problem, self.current_batch_size
                     )
                 leads = session.rank == 0 and self.equal_shares
                 best = session.metrics.best_batch_size() if leads else None
-                chosen = None if best is None else (best.atomic_bsz, best.accumulation_steps)
-                chosen = collective.share(chosen, "batch size")
+                chosen = collective.share(None if best is None else tuple(best), "batch size")
                 if chosen is not None:
-                    self._atomic, self.accumulation = chosen
+                    self.size = BatchSize(*chosen)
                 session.consensus.handlers["batch_size"] = self._change
                 if self._poll not in session.consensus.polls:
                     session.consensus.polls.append(self._poll)
@@ -377,20 +356,20 @@ class LoaderBatchSize(ElasticLoader):
             if self.training:
                 if self.adaptive:
                     self._remember_size()
-                session.metrics.set_current_batch_size(self._atomic, self.accumulation)
+                session.metrics.batch_size_changed()
         return self.current_local_bsz
 
-    def _initial(self) -> tuple[int, int]:
+    def _initial(self) -> BatchSize:
         """Return the largest batch of a replica and the accumulation steps of the initial batch size."""
         if not self.equal_shares:
             largest = self.largest_pass
             window = chunks(self.batch_size, self.session.replicas, largest)
-            return len(taken(window[0], self.session.replicas, 0, largest)), len(window) - 1
-        given = initial(self._limits, self.session.replicas)
-        return given.atomic_bsz, given.accumulation_steps
+            return BatchSize(len(taken(window[0], self.session.replicas, 0, largest)), len(window) - 1)
+        return initial(self.limits, self.session.replicas)
 
     @property
-    def _limits(self) -> Limits:
+    def limits(self) -> Limits:
+        """Limits of the batch size, with that of the memory if this loader trains."""
         most = self._max_batch_size
         if most is not None and (told := env.batch_size_limit()) is not None:
             most = max(self.batch_size, min(most, told))
@@ -408,16 +387,10 @@ class LoaderBatchSize(ElasticLoader):
         if self._generation != session.generation or not self.equal_shares:
             return None
         better = session.metrics.suggestion()
-        if better is None or (better.atomic_bsz, better.accumulation_steps) == (
-            self._atomic,
-            self.accumulation,
-        ):
+        if better is None or better == self.size:
             return None
-        return {
-            "kind": "batch_size",
-            "atomic": better.atomic_bsz,
-            "accumulation": better.accumulation_steps,
-        }
+        atomic, accumulation = better
+        return {"kind": "batch_size", "atomic": atomic, "accumulation": accumulation}
 
     def _change(self, command: Command) -> None:
         """Change the batch size, as `command` says. Runs on every replica at the same boundary."""
@@ -425,9 +398,9 @@ class LoaderBatchSize(ElasticLoader):
         if largest is not None and command["atomic"] > largest:
             # it was chosen before the limit was known
             return
-        self._atomic, self.accumulation = command["atomic"], command["accumulation"]
+        self.size = BatchSize(command["atomic"], command["accumulation"])
         self._remember_size()
-        self.session.metrics.set_current_batch_size(self._atomic, self.accumulation)
+        self.session.metrics.batch_size_changed()
 
     def _remember_size(self) -> None:
         """Remember the new batch size and the largest that has worked, for the record of an error."""
@@ -456,7 +429,7 @@ class LoaderBatchSize(ElasticLoader):
         values = {
             "Total_Batch_Size": self.current_batch_size,
             "Local_Batch_Size": self.current_local_bsz,
-            "Accumulation_Steps": self.accumulation,
+            "Accumulation_Steps": self.size.accumulation_steps,
         }
         for name, value in values.items():
             writer.add_scalar(tag_prefix + name, value, global_step)

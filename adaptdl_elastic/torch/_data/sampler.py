@@ -45,7 +45,8 @@ class ElasticSampler(Sampler[int]):
         self.seed = given
         self.epoch = 0
         self.index = 0
-        self._num_replicas: int | None = None  # set by the script; None: the job's. The same for _rank.
+        # set by the script; None: the job's. The same for _rank.
+        self._num_replicas: int | None = None
         self._rank: int | None = None
 
     @property
@@ -117,7 +118,8 @@ class GivenSampler(ElasticSampler):
     def __init__(self, dataset: Sized, sampler: Iterable[Any], batches: bool) -> None:
         super().__init__(dataset, shuffle=False)
         self.sampler, self.batches = sampler, batches
-        self._size: int | None = None  # samples of a pass, the same for every pass
+        # samples of a pass, the same for every pass
+        self._size: int | None = None
         # the last drawn pass: ((seed, epoch, number of the pass), indices, sizes of the batches)
         self._drawn: tuple[tuple[int, int, int], torch.Tensor, list[int]] | None = None
 
@@ -190,15 +192,22 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.sampler = sampler
         self._share = 1, 0
         self.drop_last = drop_last
-        self.local = 1  # samples of one replica in a full batch
-        self.accumulation = 0  # batches without an optimizer step in a full window
+        # samples of one replica in a full batch
+        self.local = 1
+        # batches without an optimizer step in a full window
+        self.accumulation = 0
         # samples of a step, on any number of replicas; None: those of equal local batches
         self.step: int | None = None
-        self.largest: int | None = None  # most samples of one replica in a batch; None: any number
-        self.read_by_loader = False  # True while the AdaptiveDataLoader that owns this makes an iterator
-        self.first_only = False  # yield only the first batch of the pass, with at least one sample
-        self.fill = False  # give a replica without samples of a chunk samples that do not count
-        self.in_turn = False  # no replica needs a batch: chunks too small for all go to them in turn
+        # most samples of one replica in a batch; None: any number
+        self.largest: int | None = None
+        # True while the AdaptiveDataLoader that owns this makes an iterator
+        self.read_by_loader = False
+        # yield only the first batch of the pass, with at least one sample
+        self.first_only = False
+        # give a replica without samples of a chunk samples that do not count
+        self.fill = False
+        # no replica needs a batch: chunks too small for all go to them in turn
+        self.in_turn = False
 
     @property
     def given(self) -> bool:
@@ -234,7 +243,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         size, replicas, rank, index = sampler.size, sampler.num_replicas, sampler.rank, sampler.index
         if not size:
             return
-        order, position = sampler.order().numpy(), index % size  # NumPy slices faster than torch
+        # NumPy slices faster than torch
+        order, position = sampler.order().numpy(), index % size
         if self.first_only:
             given = sampler.batch_sizes()
             first = order[: given[0] if given else replicas * self.local]

@@ -45,8 +45,9 @@ from typing import Any, TypeVar
 import torch
 
 from adaptdl_elastic import env
-from adaptdl_elastic._interfaces import ElasticLoader, Place, RetryDataLoop, StepOutOfMemory
+from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import Place, RetryDataLoop, StepOutOfMemory
 from adaptdl_elastic.protocol.messages import PeerLost, RecoveryPlan, Resilient
 from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
 from adaptdl_elastic.torch._data.accumulator_state import (
@@ -471,7 +472,6 @@ class Recovery:
                 model.statistics() if session.rank == 0 else None, tag="statistics"
             )
             model.load_statistics(statistics)
-            session.metrics.update_progress(model.progress)
         for one in everybody:
             # Loaders that a script makes in every epoch are others in another epoch.
             if one.position[0] == mine.position[0]:

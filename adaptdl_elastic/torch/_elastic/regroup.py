@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 from adaptdl_elastic import _codec, _wire, env
-from adaptdl_elastic._interfaces import Position
 from adaptdl_elastic._session import Identity, Session
+from adaptdl_elastic._values import Position
 from adaptdl_elastic.collective import reducer_of
 from adaptdl_elastic.protocol.messages import Plan, Switched
 from adaptdl_elastic.torch._process_group.setup import (

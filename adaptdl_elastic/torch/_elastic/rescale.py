@@ -51,8 +51,8 @@ from datetime import timedelta
 from typing import Any
 
 from adaptdl_elastic import _codec, checkpoint
-from adaptdl_elastic._interfaces import Command
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import Command
 from adaptdl_elastic.protocol.messages import ChangePlan
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
@@ -280,7 +280,7 @@ class Rescaler:
         """
         plan.called_off = True
         log.warning("generation %d can not begin in place: %s", plan.generation, why)
-        self._session.metrics.set_inplace(False, why)
+        self._session.inplace = (False, why)
         with contextlib.suppress(RuntimeError):  # the store is gone: no newcomer waits
             store = plan.meeting()
             for attempt in (plan.attempt, plan.attempt + 1):  # the newcomers wait for one of these two

@@ -35,8 +35,10 @@ from adaptdl_elastic.torch._runtime.position import script_position
 NAME = "adaptdl-script-objects"
 
 _LIBRARIES = ("adaptdl_elastic.", "accelerate.")
-_DEPTH, _MOST = 6, 10_000  # search inside an object: levels, and objects per level
-_LONGEST = 100  # length of the longest list of the script that is searched
+# search inside an object: levels, and objects per level
+_DEPTH, _MOST = 6, 10_000
+# length of the longest list of the script that is searched
+_LONGEST = 100
 
 _LINE = "%s (%s) changes in training and is in no checkpoint: %s; keep it in a checkpoint.TensorState"
 
@@ -71,7 +73,8 @@ class _Object:
             copy_to_host(fill(plain, iter([torch.empty(0)] * len(tensors))), "its state")
             sharded = any(type(tensor.detach()) is not torch.Tensor for tensor in tensors)
             self.why = "its tensors are sharded" if sharded else None
-        except Exception as error:  # from the script's `state_dict`, too
+        except Exception as error:
+            # from the script's `state_dict`, too
             self.why = str(error) if mark else f"its state_dict() fails ({error!r})"
         return mark
 
@@ -87,8 +90,10 @@ class ScriptObjects(checkpoint.TensorState):
         super().__init__(NAME)
         self._session = session
         self._found: dict[str, _Object] = {}
-        self._kept: set[str] = set()  # names of the objects that are saved
-        self._early: dict[str, Any] = {}  # saved states of objects that the script has not reached yet
+        # names of the objects that are saved
+        self._kept: set[str] = set()
+        # saved states of objects that the script has not reached yet
+        self._early: dict[str, Any] = {}
 
     def look(self) -> None:
         """Search the variables of the script that calls the library."""
@@ -117,7 +122,8 @@ class ScriptObjects(checkpoint.TensorState):
         values = {("a State", name, mark) for name, mark in marks_of_script(self._session).items()}
         try:
             agreed = collective.combine(changed | values, operator.and_, NAME)
-        except PeerLostError:  # the next boundary notices it; behind the last one nothing has to
+        except PeerLostError:
+            # the next boundary notices it; behind the last one nothing has to
             return
         self._kept |= {name for name, _ in changed & agreed}
         self.part_of_step = bool(self._kept)

@@ -118,7 +118,8 @@ def marks_of_script(session: Session) -> dict[str, int]:
         collects = type(state).collect_for_save is not checkpoint.State.collect_for_save
         if not state.part_of_step or synchronised(state) or collects:
             continue
-        with contextlib.suppress(Exception):  # from the script's `save` or `state_dict`
+        # from the script's `save` or `state_dict`
+        with contextlib.suppress(Exception):
             if isinstance(state, checkpoint.TensorState):
                 plain = fill(strip(state.state_dict(), []), itertools.repeat(None))
                 # numbers of numpy become Python's, as they have become in a newcomer

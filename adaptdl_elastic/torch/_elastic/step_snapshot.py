@@ -161,7 +161,8 @@ class UserStates:
                 continue
             try:
                 self._note(name, state, COPY_SHARE * window_time)
-            except Exception as error:  # from the script's `save` or `state_dict`
+            except Exception as error:
+                # from the script's `save` or `state_dict`
                 self._large.pop(name, None)
                 self._digests[name] = f"cannot be copied: {error!r}"
         self._windows += 1

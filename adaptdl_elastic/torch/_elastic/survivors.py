@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from adaptdl_elastic._interfaces import Place
+from adaptdl_elastic._values import Place
 
 Where = tuple[int, int, bool]
 """(epoch, data loop, whether that loop is over). Orders replicas by how far they are in the script."""

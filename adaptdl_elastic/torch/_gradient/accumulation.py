@@ -73,7 +73,8 @@ class Batch:
         """
         initial, window = loader.batch_size, loader.window_samples
         micro_batches, parts = loader.accumulation_steps + 1, loader.parts
-        accumulating = loader.is_accum_step()
+        # as `is_accum_step`
+        accumulating = loader.micro_batch < micro_batches - 1
         return cls(
             replicas=replicas,
             micro_batches=micro_batches,

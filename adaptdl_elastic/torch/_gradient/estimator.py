@@ -57,18 +57,26 @@ Array = NDArray[np.float64]
 SMOOTHING = 0.999
 """The longest window is 1/(1 − SMOOTHING) steps of the initial batch size, as in AdaptDL."""
 
-_LEAST = 8  # fewest measurements before and after a border at which a change is searched
-_ENOUGH = 64  # measurements that are kept for any batch size
-_FEWEST = 4  # fewest cells whose spread gives a standard error
-_LARGEST_GROUP = 8  # measurements that are summed up before they enter the window, at most
+# fewest measurements before and after a border at which a change is searched
+_LEAST = 8
+# measurements that are kept for any batch size
+_ENOUGH = 64
+# fewest cells whose spread gives a standard error
+_FEWEST = 4
+# measurements that are summed up before they enter the window, at most
+_LARGEST_GROUP = 8
 # most cells of a size before two become one of twice the size; borders are 1/12 of the window apart
 _CELLS = 6
 # standard errors; seldom exceeded by chance, with ~30 borders and spreads of 8 measurements
 _SIGNIFICANT = 5.0
-_DOUBT = 0.5  # with it, a trend of one standard error counts for two thirds
-_KNOWN, _VARIANCE = 0, 1  # indices in `_Cell.seen`
-_NOTHING = 1e-150  # a smaller squared norm counts as none: its logarithm would hide every later change
-_RELEVANT = 0.25  # least change that counts, of a logarithm or relative to |G|²
+# with it, a trend of one standard error counts for two thirds
+_DOUBT = 0.5
+# indices in `_Cell.seen`
+_KNOWN, _VARIANCE = 0, 1
+# a smaller squared norm counts as none: its logarithm would hide every later change
+_NOTHING = 1e-150
+# least change that counts, of a logarithm or relative to |G|²
+_RELEVANT = 0.25
 
 
 def balanced_signs(count: int, generator: torch.Generator) -> torch.Tensor:
@@ -104,9 +112,12 @@ def lr_gain(sqr: Array, var: Array, scale: float) -> Array:
 class Measurement:
     """Hold the measurement of one step. Arrays have shape [groups]."""
 
-    mean_sqr: Array  # |ḡ|²
-    variance: Array  # V, the variance of the mean
-    scale: float  # S
+    # |ḡ|²
+    mean_sqr: Array
+    # V, the variance of the mean
+    variance: Array
+    # S
+    scale: float
 
     @property
     def sqr(self) -> Array:
@@ -131,12 +142,18 @@ class Measurement:
 class _Cell:
     """Hold the sums of successive measurements."""
 
-    count: int  # number of measurements
-    weight: float  # Σ S: a step at scale S is S times as precise as one at the initial batch size
-    sqr: Array  # Σ S·|G|², shape [groups]
-    var: Array  # Σ S·tr Σ/m₀, shape [groups]
-    seen: Array  # Σ x of the three quantities in which changes are searched, shape [3]
-    seen_sqr: Array  # Σ x²
+    # number of measurements
+    count: int
+    # Σ S: a step at scale S is S times as precise as one at the initial batch size
+    weight: float
+    # Σ S·|G|², shape [groups]
+    sqr: Array
+    # Σ S·tr Σ/m₀, shape [groups]
+    var: Array
+    # Σ x of the three quantities in which changes are searched, shape [3]
+    seen: Array
+    # Σ x²
+    seen_sqr: Array
 
     @property
     def holds_nothing(self) -> bool:
@@ -242,15 +259,19 @@ class Moments:
 
     groups: int
     smoothing: float = SMOOTHING
-    cells: list[_Cell] = field(default_factory=list, init=False)  # oldest first
-    _group: _Cell | None = field(default=None, init=False)  # measurements that are not in the window yet
-    _averages: _Averages | None = field(default=None, init=False)  # of the window
+    # oldest first
+    cells: list[_Cell] = field(default_factory=list, init=False)
+    # measurements that are not in the window yet
+    _group: _Cell | None = field(default=None, init=False)
+    # of the window
+    _averages: _Averages | None = field(default=None, init=False)
 
     def add(self, measurement: Measurement) -> bool:
         """Add a measurement; return whether the means have changed. One with a zero gradient is left out."""
         scale, sqr, var = measurement.scale, measurement.sqr, measurement.var
         total, variance = float(measurement.mean_sqr.sum()), float(measurement.variance.sum())
-        least = 1e-3 * abs(total)  # estimates of positive quantities may be negative, and have no logarithm
+        # estimates of positive quantities may be negative, and have no logarithm
+        least = 1e-3 * abs(total)
         # in units of the initial batch size, since a larger batch does not change the gradient's noise
         known = max(float(sqr.sum()) + scale * variance, least)
         floor = max(scale * variance, scale * least)
@@ -316,7 +337,8 @@ class Moments:
         run = 0
         while index > 0:
             run = run + 1 if self.cells[index - 1].count == self.cells[index].count else 0
-            if run >= _CELLS:  # the two oldest of a size become one of the next size
+            # the two oldest of a size become one of the next size
+            if run >= _CELLS:
                 self.cells[index - 1].add(self.cells.pop(index))
                 run = 0
             index -= 1
@@ -380,7 +402,8 @@ class Moments:
             )
         cells = [_Cell.of_list(values) for values in state["cells"]]
         self.cells = [cell for cell in cells if not cell.holds_nothing]
-        group = [_Cell.of_list(values) for values in state.get("group", [])]  # older checkpoints have none
+        # older checkpoints have none
+        group = [_Cell.of_list(values) for values in state.get("group", [])]
         self._group, self._averages = group[0] if group else None, None
 
 

@@ -89,25 +89,38 @@ class Sampler:
     ) -> None:
         self._gns, self._hook, self._scaler = gns, hook, scaler
         self._pace = Pace(_COSTS, now)
-        self._agreed: float | None = None  # cost of measuring that the replicas have agreed on
+        # cost of measuring that the replicas have agreed on
+        self._agreed: float | None = None
         self._batch = Batch()
         self._sampled = False
         self._recordings: list[Recording] = []
-        self._variances: dict[object, torch.Tensor] = {}  # variances of signed gradients, by forward pass
-        self._first: torch.Tensor | None = None  # |g₁|² of the window's first micro-batch
-        self._mean: torch.Tensor | None = None  # |ḡ|², if the hook has not seen all of ḡ
+        # variances of signed gradients, by forward pass
+        self._variances: dict[object, torch.Tensor] = {}
+        # |g₁|² of the window's first micro-batch
+        self._first: torch.Tensor | None = None
+        # |ḡ|², if the hook has not seen all of ḡ
+        self._mean: torch.Tensor | None = None
         self._pending: _Pending | None = None
-        self._generator = torch.Generator()  # its own: measuring must not change the script's random numbers
+        # its own: measuring must not change the script's random numbers
+        self._generator = torch.Generator()
         self._split_works = self._half_works = again
         self._forms = KnownForms()
-        self._by_rows = False  # this step's gradients are taken from the rows of half of the samples
-        self._passes: dict[object, ForwardPass] = {}  # forward passes to run again on half of their samples
-        self._kept_step, self._kept_size = -1, 0.0  # the step whose gradient the hook has kept
-        self._singles = 0  # successive batches that seemed to have one sample
-        self._said = False  # a warning was given that the optimizer has no preconditioner
-        self._halves = False  # the forward passes of this step are to run again on half of their samples
-        self.news = False  # something was measured since this was last reset
-        self.estimator = ""  # name of the estimator of the last measurement
+        # this step's gradients are taken from the rows of half of the samples
+        self._by_rows = False
+        # forward passes to run again on half of their samples
+        self._passes: dict[object, ForwardPass] = {}
+        # the step whose gradient the hook has kept
+        self._kept_step, self._kept_size = -1, 0.0
+        # successive batches that seemed to have one sample
+        self._singles = 0
+        # a warning was given that the optimizer has no preconditioner
+        self._said = False
+        # the forward passes of this step are to run again on half of their samples
+        self._halves = False
+        # something was measured since this was last reset
+        self.news = False
+        # name of the estimator of the last measurement
+        self.estimator = ""
 
     def begin(self, batch: Batch, synchronised: bool) -> bool:
         """Begin a forward pass; return whether its gradient is to be split by signs."""
@@ -129,7 +142,8 @@ class Sampler:
         elif (
             self._hook.kept is None
             or self._kept_step + 1 != self._gns.steps
-            or self._kept_size != batch.size  # another batch size has another variance
+            # another batch size has another variance
+            or self._kept_size != batch.size
         ):
             self._hook.kept = {}
         return split
@@ -165,10 +179,12 @@ class Sampler:
             signed = _signed(gradients, dims, signs)
             grads = torch.autograd.grad(edges, params, signed, retain_graph=True, allow_unused=True)
         except _SingleSampleError:
-            self._sampled = False  # not measured: the next step is sampled instead
+            # not measured: the next step is sampled instead
+            self._sampled = False
             return
         except (RuntimeError, ValueError) as error:
-            if is_out_of_memory(error):  # the walk itself may fit; and smaller batches follow if it does not
+            # the walk itself may fit; and smaller batches follow if it does not
+            if is_out_of_memory(error):
                 self._sampled = False
                 return
             self.can_not_split(str(error).splitlines()[0])
@@ -178,7 +194,8 @@ class Sampler:
         if rows is not None:
             try:
                 walked = digests(pairs)
-            except Exception as error:  # a kind of gradient that was not foreseen
+            except Exception as error:
+                # a kind of gradient that was not foreseen
                 logger.info("the gradient of some samples is not compared: %s", error)
                 return
             self._listen(key, rows, walked)
@@ -195,7 +212,8 @@ class Sampler:
         try:
             signs = SomeSigns(count, self._generator)
             rows = RowGradients(edges, list(zip(gradients, dims, strict=True)), signs)
-        except Exception:  # a graph that was not foreseen
+        except Exception:
+            # a graph that was not foreseen
             return None
         return None if self._forms.refused(rows.key) else rows
 
@@ -208,7 +226,8 @@ class Sampler:
             try:
                 with self._hook.stopwatch.running(rows.device):
                     self._taken(key, rows, walked)
-            except Exception as error:  # the training pass has ended well
+            except Exception as error:
+                # the training pass has ended well
                 logger.info("the gradient of some samples is not measured: %s", error)
                 self._sampled = self._sampled and walked is not None
 
@@ -269,14 +288,17 @@ class Sampler:
         passes = list(self._passes.values())
         self._singles = self._singles + 1 if min(one.count for one in passes) == 1 else 0
         if 0 < self._singles < _SINGLES:
-            self._sampled = False  # not measured: the next step is sampled instead
+            # not measured: the next step is sampled instead
+            self._sampled = False
             return
         try:
             with self._hook.stopwatch.running(own[0].device):
                 found = half_pass.variance(passes, mean, sqr, self._hook.norms, self._generator)
-        except Exception as error:  # the script's own model runs, on a batch of another size
+        except Exception as error:
+            # the script's own model runs, on a batch of another size
             if is_out_of_memory(error):
-                self._sampled = False  # not measured: the next step is sampled instead
+                # not measured: the next step is sampled instead
+                self._sampled = False
                 return
             self.can_not_halve(str(error).partition("\n")[0] or type(error).__name__)
             return
@@ -331,7 +353,8 @@ class Sampler:
         if recordings and self._sampled and self._complete():
             found = self._moments(recordings)
             if found is None and self._hook.kept:
-                self._kept_step, self._kept_size = step, scale  # the next step's gradient is compared with it
+                # the next step's gradient is compared with it
+                self._kept_step, self._kept_size = step, scale
             else:
                 way = SUCCESSIVE if found is None else found[0]
                 steps = gap(self._cost(way), step, self._gns.settled)
@@ -360,7 +383,8 @@ class Sampler:
         if norms.divisible(norms.lacking):
             return False
         if norms.divisible(p for group in self._gns.optimizer.param_groups for p in group["params"]):
-            return True  # parameters without a divisor got no gradient
+            # parameters without a divisor got no gradient
+            return True
         if not self._said:
             self._said = True
             logger.warning(
@@ -379,7 +403,8 @@ class Sampler:
             return
         try:
             mean_sqr, variance, *costs = pending.finish().numpy().copy()
-        except RuntimeError as error:  # the small all-reduce lost a replica after the gradients' own
+        except RuntimeError as error:
+            # the small all-reduce lost a replica after the gradients' own
             if not self._hook.absorb:
                 raise
             logger.info("the statistics of step %d are lost with a replica: %s", pending.step, error)
@@ -427,7 +452,8 @@ class Sampler:
     ) -> Callable[[], torch.Tensor]:
         """Return `moments` without the present loss scale, on the host; on a GPU the copy starts now."""
         loss_scale = grad_scaler.loss_scale(self._scaler)
-        square = loss_scale * loss_scale  # a new tensor, because the scaler updates its own in place
+        # a new tensor, because the scaler updates its own in place
+        square = loss_scale * loss_scale
 
         def unscaled() -> torch.Tensor:
             result = moments()
@@ -482,7 +508,8 @@ def of_replicas(recordings: list[Recording], parts: float, link: Group | None = 
         else:
             recording.work.wait(_PATIENCE)
         mean = _total(recording.average)
-        assert recording.reduced is not None  # of buffers that were multiplied by p_r already
+        # of buffers that were multiplied by p_r already
+        assert recording.reduced is not None
         variance = variance + (parts * recording.reduced - mean) / (parts - 1)
         if recording.whole is not None:
             mean = recording.whole

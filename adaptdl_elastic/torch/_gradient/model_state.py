@@ -12,10 +12,14 @@ class BatchSizes:
     """Record the initial batch sizes of the loaders that a model was trained with, in all runs."""
 
     def __init__(self) -> None:
-        self.last: int | None = None  # of the last loader used; None before the first batch
-        self.current: dict[str, int] = {}  # loader's key → its initial batch size in this run
-        self.saved: dict[str, int] = {}  # the same in the run that wrote the checkpoint
-        self.saved_last: int | None = None  # of the last loader used in that run
+        # of the last loader used; None before the first batch
+        self.last: int | None = None
+        # loader's key → its initial batch size in this run
+        self.current: dict[str, int] = {}
+        # the same in the run that wrote the checkpoint
+        self.saved: dict[str, int] = {}
+        # of the last loader used in that run
+        self.saved_last: int | None = None
 
     def use(self, key: str, initial: int) -> int | None:
         """Record the initial batch size of a loader, and compare it with the one in the checkpoint.
@@ -41,7 +45,8 @@ class BatchSizes:
             if found == initial:
                 found = None
             if found is not None:
-                self.saved = {}  # the statistics will be converted: the saved sizes are no longer their units
+                # the statistics will be converted: the saved sizes are no longer their units
+                self.saved = {}
         self.last = self.current[key] = initial
         return found
 
@@ -81,7 +86,7 @@ class ModelState(checkpoint.TensorState):
         parts: dict[str, Any],
         sizes: BatchSizes,
         collect: Callable[[], None],
-        loaded: Callable[[], None],
+        loaded: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name)
         self._parts = {key: part for key, part in parts.items() if part is not None}

@@ -23,9 +23,12 @@ __all__ = ["AdamGradientNoiseScale", "GradientNoiseScale"]
 
 logger = logging.getLogger(__name__)
 
-_RARE = 1e-3  # 1 − β₂ of Adam, whose v̂ after a step is at least that part of the squared gradient
-_PRECISE = 0.12  # relative error of a gain
-_SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")  # Adam with amsgrad, Adam, RMSprop
+# 1 − β₂ of Adam, whose v̂ after a step is at least that part of the squared gradient
+_RARE = 1e-3
+# relative error of a gain
+_PRECISE = 0.12
+# Adam with amsgrad, Adam, RMSprop
+_SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
 
 
 class GradientNoiseScale:
@@ -75,9 +78,12 @@ class GradientNoiseScale:
         self._accum_scale = 1.0 if accum_scale is None else float(accum_scale)
         self._accum_count = 0
         self._progress = 0.0
-        self._samples = 0.0  # samples so far, in initial batch sizes
-        self._next = 0  # next step to be measured
-        self._factors: tuple[float, float, Array] | None = None  # (scale, gain, gain by group) at present
+        # samples so far, in initial batch sizes
+        self._samples = 0.0
+        # next step to be measured
+        self._next = 0
+        # (scale, gain, gain by group) at present
+        self._factors: tuple[float, float, Array] | None = None
         self.skipped = 0
         self.health = GradientHealth()
 
@@ -309,7 +315,8 @@ class AdamGradientNoiseScale(GradientNoiseScale):
         square = next((state[k] for k in _SECOND_MOMENTS if k in state), None)
         if square is None:
             return None
-        if hasattr(square, "to_local"):  # of a sharded parameter: its part on this replica
+        # of a sharded parameter: its part on this replica
+        if hasattr(square, "to_local"):
             square = square.to_local()
         correction: Any = 1.0
         # Package schedulefree counts the steps in `k` of the group, apex in `step` of the group. Without a

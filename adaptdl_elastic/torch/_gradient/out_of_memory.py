@@ -34,8 +34,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import _session
-from adaptdl_elastic._interfaces import StepOutOfMemory
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import StepOutOfMemory
 from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._gradient.chunked_forward import (
     NotChunkableError,

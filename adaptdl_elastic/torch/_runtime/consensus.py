@@ -55,8 +55,8 @@ from typing import Any
 import torch
 
 from adaptdl_elastic import checkpoint, env
-from adaptdl_elastic._interfaces import Command, Position
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import Command, Position
 from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.protocol.messages import (

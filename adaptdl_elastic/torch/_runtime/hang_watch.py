@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from adaptdl_elastic import _frames, env
-from adaptdl_elastic._interfaces import Command
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import Command
 from adaptdl_elastic.protocol.messages import Hanging
 from adaptdl_elastic.torch._runtime.position import script_position
 from adaptdl_elastic.torch._runtime.step_clock import DESCRIPTIONS, Stage, StepClock

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from adaptdl_elastic import env
-from adaptdl_elastic._interfaces import Command, Position
 from adaptdl_elastic._session import Session
+from adaptdl_elastic._values import Command, Position
 from adaptdl_elastic.reducer import PeerFinishedError
 
 KEPT = ("stop", "checkpoint")

@@ -7,7 +7,7 @@ and `torch.utils.swap_tensors` keeps the parameter object that the script and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -125,7 +125,8 @@ def lay_out(handle: Parameter, info: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )
     blank._fsdp_orig_uid = handle._orig_param_uid  # type: ignore[attr-defined]
     handle._init_sharded_param(blank, device, None, info)
-    handle.sharded_param = old  # until `install`
+    # until `install`
+    handle.sharded_param = old
     padded = torch.zeros(handle.padded_sharded_param_size, dtype=part.dtype, device=device)
     return padded, padded.narrow(0, 0, handle.sharded_size[0])
 
@@ -178,12 +179,6 @@ class GradientObserver(Protocol):
     def by_rows(self) -> bool:
         """Whether `own` is to be called with this replica's rows of all replicas' gradients."""
 
-    def reducing(self) -> None:
-        """Prepare for gradients to be added up. Called before they are, maybe several times."""
-
-    def weigh(self, gradients: torch.Tensor) -> None:
-        """Multiply this replica's gradients in place."""
-
     def own(self, gradients: Gradients) -> None:
         """Measure gradients before they are added up.
 
@@ -205,22 +200,35 @@ class GradientObserver(Protocol):
         """Record that it is not known which parameters the gradients belong to."""
 
 
-def observe(model: torch.nn.Module, observer: GradientObserver) -> None:
-    """Let gradients be sums over replicas, not means, and let `observer` weigh and measure them."""
+def observe(
+    model: torch.nn.Module,
+    observer: GradientObserver,
+    reducing: Callable[[], None],
+    weigh: Callable[[torch.Tensor], None],
+) -> None:
+    """Let gradients be sums over replicas, not means.
+
+    Args:
+        model: The model.
+        observer: Measures the gradients.
+        reducing: Is called before gradients are added up, maybe several times.
+        weigh: Multiplies this replica's gradients in place.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
     class Observed(DefaultReduceScatter):
-        handles: list[Parameter]  # those with a gradient in the present call
+        # those with a gradient in the present call
+        handles: list[Parameter]
 
         def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             # torch allocates memory for the sum on a single replica too, where it does not call `__call__`.
-            observer.reducing()
+            reducing()
             return super().allocate(*args, **kwargs)
 
         def __call__(
             self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            observer.weigh(input_tensor)
+            weigh(input_tensor)
             sizes = [handle.padded_sharded_param_size.numel() for handle in self.handles]
             measuring, by_rows = observer.measuring, observer.by_rows
             if measuring and sum(sizes) != output_tensor.numel():
@@ -233,7 +241,8 @@ def observe(model: torch.nn.Module, observer: GradientObserver) -> None:
                 )
             work = super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
             if measuring:
-                if by_rows:  # nothing needs `input_tensor` any more
+                # nothing needs `input_tensor` any more
+                if by_rows:
                     observer.own(_rows(self.handles, sizes, _squares(input_tensor, output_tensor, group)))
                 passed = _rows(self.handles, sizes, output_tensor)
                 added = any(param.grad is not None for param, _ in passed)
@@ -244,13 +253,13 @@ def observe(model: torch.nn.Module, observer: GradientObserver) -> None:
         if isinstance(module, FSDPModule):
             communication = Observed()
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                _note_gradients(group, communication, observer)
+                _note_gradients(group, communication, weigh)
             module.set_custom_reduce_scatter(communication)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _note_gradients(group: Any, communication: Any, observer: GradientObserver) -> None:
+def _note_gradients(group: Any, communication: Any, weigh: Callable[[torch.Tensor], None]) -> None:
     """Let `communication.handles` be the parameters whose gradients torch is about to add up.
 
     A single replica's gradients are weighed here, because torch does not call `communication` for them.
@@ -267,7 +276,7 @@ def _note_gradients(group: Any, communication: Any, observer: GradientObserver) 
         if group.reduce_grads and torch.distributed.get_world_size() == 1:
             for handle in communication.handles:
                 if handle.unsharded_param.grad is not None:
-                    observer.weigh(handle.unsharded_param.grad)
+                    weigh(handle.unsharded_param.grad)
         original(*unused)
 
     group.post_backward = post_backward

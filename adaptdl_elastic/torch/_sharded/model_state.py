@@ -43,7 +43,7 @@ class ShardedModelState(ModelState):
         sizes: BatchSizes,
         collect: Callable[[], None],
     ) -> None:
-        super().__init__(name, parts, sizes, collect, lambda: None)
+        super().__init__(name, parts, sizes, collect)
         self._module, self._optimizer = module, optimizer
         self._collected: dict[str, Any] | None = None
 
@@ -128,7 +128,6 @@ class ShardedModelState(ModelState):
 
         self._load_optimizer(state_dict["optimizer"], part)
         super().load_state_dict(state_dict)
-        self._sizes.of_checkpoint()
 
     def _optimizer_state(self, change: Callable[[Any], Any]) -> dict[str, Any]:
         """Return the optimizer's state dict, with `change` applied to the values by parameter."""

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from adaptdl_elastic._interfaces import Reporter
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._gradient.accumulation import Batch
 from adaptdl_elastic.torch._gradient.comm_hook import HookState, Norms, Recording
@@ -55,7 +56,7 @@ class _Pass:
 
 
 class ShardedNoise:
-    """Measure the gradients of one model in one generation.
+    """Measure the gradients of one model; a `fully_shard.GradientObserver`.
 
     Args:
         session: This process's session.
@@ -66,8 +67,13 @@ class ShardedNoise:
     def __init__(
         self, session: Session, gns: GradientNoiseScale, parameters: Callable[[], Iterable[torch.Tensor]]
     ) -> None:
+        self._session, self._gns, self._parameters = session, gns, parameters
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin to measure in a new generation."""
+        session, gns = self._session, self._gns
         optimizer = gns.optimizer
-        self._session, self._parameters = session, parameters
         self._group = present(session)
         self._replicas = torch.distributed.get_world_size()
         norms = Norms(lambda: optimizer.param_groups, gns.preconditioner)
@@ -76,9 +82,12 @@ class ShardedNoise:
         self._passes: list[_Pass] = []
         # norms of this replica's rows after all passes so far, by ids of the parameters of a group
         self._whole: dict[tuple[int, ...], torch.Tensor] = {}
-        self._forgotten = 0  # passes of this step that are not measured
-        self._doubtful = False  # a pass was measured in a way that cannot be used
-        self._several = False  # the single replica makes several passes for a step, which are not measured
+        # passes of this step that are not measured
+        self._forgotten = 0
+        # a pass was measured in a way that cannot be used
+        self._doubtful = False
+        # the single replica makes several passes for a step, which are not measured
+        self._several = False
         self._said = False
 
     @property
@@ -89,7 +98,7 @@ class ShardedNoise:
     @property
     def measuring(self) -> bool:
         """Whether the present backward pass is measured. The same on all replicas."""
-        return self._hook.recording is not None
+        return not self._session.dry and self._hook.recording is not None
 
     def begin(self, batch: Batch) -> None:
         """Begin a forward pass whose gradients are going to be used."""
@@ -102,7 +111,8 @@ class ShardedNoise:
                 "there is one replica"
             )
         if self._replicas > 1 and batch.micro_batches > 1 and batch.parts != self._replicas:
-            batch = replace(batch, measurable=False)  # each pass would have its own parts
+            # each pass would have its own parts
+            batch = replace(batch, measurable=False)
         self._sampler.begin(batch, synchronised=True)
         if self._hook.recording is not None:
             self._passes.append(_Pass(self._hook.recording))
@@ -175,7 +185,7 @@ class ShardedNoise:
         """Read the pending measurement, if there is one."""
         self._sampler.collect()
 
-    def close(self, batch: Batch) -> None:
+    def close(self, size: float) -> None:
         """Start to collect the measurements of a step that was taken. The same on all replicas."""
         passes = [one for one in self._passes if one.recording.own]
         if self._forgotten or self._doubtful:
@@ -184,7 +194,7 @@ class ShardedNoise:
         elif self._replicas > 1:
             for one in passes:
                 self._add_up(one, one is passes[-1])
-        self._sampler.close(batch.size)
+        self._sampler.close(size)
         self._begin_step()
 
     def _add_up(self, one: _Pass, last: bool) -> None:
@@ -194,7 +204,8 @@ class ShardedNoise:
         if last:
             rows.append(torch.stack([*self._whole.values()]).sum(0))
         sums = torch.stack(rows)
-        if sums.is_cuda:  # made on this stream from memory of torch's stream for communication
+        # made on this stream from memory of torch's stream for communication
+        if sums.is_cuda:
             for row in (*one.recording.own, *one.passed, *self._whole.values()):
                 row.record_stream(torch.cuda.current_stream(row.device))
         add = partial(torch.distributed.all_reduce, sums, async_op=True)
@@ -210,7 +221,8 @@ class ShardedNoise:
         self._sampler.drop()
         recording = self._hook.recording
         self._begin_step()
-        if coming:  # a forward pass was made already, and its backward pass comes
+        # a forward pass was made already, and its backward pass comes
+        if coming:
             self._passes, self._hook.recording = coming, recording
 
     def _begin_step(self) -> None:
@@ -218,9 +230,9 @@ class ShardedNoise:
         self._forgotten, self._doubtful = 0, False
         self._hook.recording = None
 
-    def report(self, name: str) -> None:
+    def report(self, reporter: Reporter, name: str) -> None:
         """Report what is known of the gradients of the model `name` after a step."""
-        self._sampler.report(self._session.metrics, name)
+        self._sampler.report(reporter, name)
 
 
 class _Work:

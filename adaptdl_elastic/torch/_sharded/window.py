@@ -27,7 +27,8 @@ class ShardedWindow:
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._parameters = parameters
         self._hidden: list[torch.Tensor | None] | None = None
-        self._queued = False  # the end of the present backward pass will be handled
+        # the end of the present backward pass will be handled
+        self._queued = False
 
     @property
     def under_way(self) -> bool:

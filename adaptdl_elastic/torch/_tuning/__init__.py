@@ -2,9 +2,8 @@
 
 | module | question that it answers |
 |---|---|
-| `step_times` | How are step times averaged? |
+| `step_times` | How are step times averaged, and do they refute a prediction? |
 | `step_curve` | How long would a step of another batch size take, and how certain is that? (pure) |
-| `refutation` | Was a change of replicas a mistake, as its first two steps show? |
 | `reporter` | What is measured and fitted, and what is reported to the agent? |
 | `other_types` | What was measured on types of nodes that the job has left? |
 | `batch_size` | Which batch size is best now? (pure) |

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from adaptdl_elastic._values import BatchSize, Limits
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, batch_candidates
 from adaptdl_elastic.protocol.hints import ProfileEntry
 from adaptdl_elastic.torch._tuning.step_curve import predict
@@ -35,29 +35,6 @@ CHANGE = 10.0
 def local_batch(batch_size: int, replicas: int) -> int:
     """Return the samples per replica of a global batch: equal on all replicas, rounded up."""
     return -(-batch_size // replicas)
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """Hold a batch size: samples per pass of one replica, and passes without a step before each step."""
-
-    atomic_bsz: int
-    accumulation_steps: int
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Hold the limits of the batch size that the script gave the training loader."""
-
-    init: int
-    maximum: int | None  # None: the batch size does not change
-    bounds: tuple[int, int] | None
-    accumulation: bool
-
-    @cached_property
-    def exact(self) -> bool:
-        """Whether a step has exactly `init` samples, as autoscaling has no other choice."""
-        return self.maximum is None or (self.maximum == self.init and self.accumulation)
 
 
 def initial(limits: Limits, replicas: int) -> BatchSize:
@@ -135,11 +112,16 @@ class Chooser:
     limits: Limits
     grads: GradParams
     times: Estimates
-    now: BatchSize  # in use; atomic_bsz 0: nothing yet
-    remaining: float  # seconds of work at the present goodput
-    reached: int = 0  # global batch size before a change of the number of replicas
-    sqr_error: float = 0.0  # standard error of |G|² in `grads`; inf: unknown
-    accumulation_ratio: float = 1.0  # time of a pass without synchronisation to that of one with it
+    # in use; atomic_bsz 0: nothing yet
+    now: BatchSize
+    # seconds of work at the present goodput
+    remaining: float
+    # global batch size before a change of the number of replicas
+    reached: int = 0
+    # standard error of |G|² in `grads`; inf: unknown
+    sqr_error: float = 0.0
+    # time of a pass without synchronisation to that of one with it
+    accumulation_ratio: float = 1.0
 
     def first(self) -> BatchSize | None:
         """Return the size to begin a generation with; None if it is fixed or nothing was measured.

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from adaptdl_elastic import _session, checkpoint, env
-from adaptdl_elastic._interfaces import StepOutOfMemory
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, local_batch
+from adaptdl_elastic._values import BatchSize, Limits, StepOutOfMemory
+from adaptdl_elastic.torch._tuning.batch_size import local_batch
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from adaptdl_elastic._interfaces.models import ElasticModel
+from adaptdl_elastic._interfaces import ElasticModel
 
 
 def exchanged_bytes(models: Sequence[ElasticModel]) -> tuple[float, float] | tuple[None, None]:

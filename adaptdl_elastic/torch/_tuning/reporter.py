@@ -16,22 +16,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from adaptdl_elastic import _session, checkpoint, env
+from adaptdl_elastic._values import BatchSize, Limits
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.protocol.environment import HERE
-from adaptdl_elastic.protocol.hints import MANY, MOST, TIMES_KEPT, JobHints, ProfileEntry, Straggler, encode
+from adaptdl_elastic.protocol.hints import MOST, TIMES_KEPT, JobHints, ProfileEntry, Straggler, encode
 from adaptdl_elastic.protocol.messages import Hints
-from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits, accumulation_ratio
+from adaptdl_elastic.torch._tuning.batch_size import Chooser, accumulation_ratio
 from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
 from adaptdl_elastic.torch._tuning.other_types import OnType, dumped, on_type
-from adaptdl_elastic.torch._tuning.refutation import Refutation
-from adaptdl_elastic.torch._tuning.step_times import ENOUGH, Estimates, Key, StepTimes, estimates, robust_mean
-from adaptdl_elastic.torch._tuning.training_warnings import TrainingWarnings, data_problem
+from adaptdl_elastic.torch._tuning.step_times import (
+    ENOUGH,
+    Estimates,
+    Key,
+    Refutation,
+    StepTimes,
+    estimates,
+    robust_mean,
+)
+from adaptdl_elastic.torch._tuning.training_warnings import TrainingWarnings
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +58,6 @@ CHANGES = 600.0
 """Seconds in which a network that has changed may change again."""
 
 FORMAT = 2
-
-
-@dataclass
-class _Position:
-    step: int = 0
-    epoch: int = 0
-    epochs: int | None = None
-    samples_done: float | None = None
-    samples_total: float | None = None
 
 
 class _State(checkpoint.State):
@@ -97,27 +95,29 @@ class Metrics:
         self._background = background
         self._interval = env.report_interval()
         self._node_type = HERE.node_type
-        self._times = StepTimes()  # on nodes of this type
+        # on nodes of this type
+        self._times = StepTimes()
         self._refutation = Refutation(self._times)
-        self._elsewhere: dict[str, OnType] = {}  # node type → measurements on it
+        # node type → measurements on it
+        self._elsewhere: dict[str, OnType] = {}
         self._grads: dict[str, tuple[float, float]] = {}
-        self._errors: dict[str, float] = {}  # standard errors of |G|²
-        self._estimators: dict[str, str] = {}  # how each model's statistics are measured
+        # standard errors of |G|²
+        self._errors: dict[str, float] = {}
+        # how each model's statistics are measured
+        self._estimators: dict[str, str] = {}
         self._gains: dict[str, tuple[float, float]] = {}
-        self._progress = 0.0
         self._wake = threading.Event()
         self._warnings = TrainingWarnings(self._session, changed=self._wake.set)
         # an attribute, because every training step calls it
         self.report_problem = self._warnings.report
         self._stragglers: tuple[Straggler, ...] = ()
-        self._node_times: dict[str, tuple[int, float, float]] = {}  # see `JobHints.node_times`
-        self._limits: Limits | None = None
-        self._current = BatchSize(0, 0)
-        self._reached = 0  # global batch size of the last step, also before a restart
-        self._position = _Position()
+        # see `JobHints.node_times`
+        self._node_times: dict[str, tuple[int, float, float]] = {}
+        self._measured = BatchSize(0, 0)
+        # global batch size of the last step, also before a restart
+        self._reached = 0
         self._started = self._clock()
         self._network_changed = -math.inf
-        self._inplace = (False, "")
         self._max_profiled = 1
         # the step that is being measured
         self._begun: float | None = None
@@ -130,7 +130,8 @@ class Metrics:
         self._window_time, self._window_samples = 0.0, 0.0
         # results of the background thread
         self._estimates: Estimates = estimates(())
-        self._entries: tuple[ProfileEntry, ...] = ()  # to which `_perf_params` were fitted
+        # to which `_perf_params` were fitted
+        self._entries: tuple[ProfileEntry, ...] = ()
         self._perf_params: PerfParams | None = None
         self._suggestion: BatchSize | None = None
         self._thread: threading.Thread | None = None
@@ -165,28 +166,30 @@ class Metrics:
                 self._skip = WARMUP
                 self._recent.clear()
                 if key.nodes > 1 and now - self._network_changed < CHANGES:
-                    self._times.network_changed(now, (key.nodes, key.replicas))  # it may have changed again
+                    # it may have changed again
+                    self._times.network_changed(now, (key.nodes, key.replicas))
             self._where = key
         self._window_time += elapsed
-        passes = self._current.accumulation_steps + 1
-        exact = self._limits is not None and self._limits.exact
-        self._window_samples += self._batch_size() / passes if exact else session.replicas * self._atomic
+        batch_size = self._batch_size()
+        self._window_samples += batch_size / (self._current.accumulation_steps + 1)
         if not accumulation_step:
             self._recent.append((self._window_time, self._window_samples))
             self._window_time, self._window_samples = 0.0, 0
-            self._reached = self._batch_size()
+            self._reached = batch_size
             if self._refutation.step_ended(key, elapsed, now, self._skip > 0):
                 self._wake.set()
         if self._skip > 0:
             self._skip -= 1
-        else:  # on every replica, since any of them may become rank 0
+        else:
+            # on every replica, since any of them may become rank 0
             self._times.add(key, elapsed, now, accumulation_step)
             self._max_profiled = max(self._max_profiled, key.replicas)
-        if session.rank == 0 and self._background and self._thread is None:
-            self._start()
+        self._start()
 
     def pause(self) -> None:
         """Do not count the time until the next pass: another loop, a checkpoint, a rescale."""
+        # no step is measured if all are shorter than the batch size
+        self._start()
         self._begun = self._ended = None
         self._window_time, self._window_samples = 0.0, 0
 
@@ -214,63 +217,12 @@ class Metrics:
         """Set AdaScale's gain of the model `key`, and the factor on its learning rate."""
         self._gains[key] = (float(gain), float(lr_factor))
 
-    def update_progress(self, progress: float) -> None:
-        """Set the progress so far, in steps at the initial batch size."""
-        self._progress = float(progress)
-
-    def get_progress(self) -> float:
-        """Return the progress so far, in steps at the initial batch size."""
-        return self._progress
-
-    def set_batch_size(
-        self,
-        init_batch_size: int,
-        max_batch_size: int | None = None,
-        local_bsz_bounds: tuple[int, int] | None = None,
-        gradient_accumulation: bool = False,
-    ) -> None:
-        """Set the training loader's limits. `max_batch_size` None: the batch size does not change."""
-        bounds = None if local_bsz_bounds is None else (int(local_bsz_bounds[0]), int(local_bsz_bounds[1]))
-        self._limits = Limits(init_batch_size, max_batch_size, bounds, bool(gradient_accumulation))
-
-    def set_current_batch_size(self, atomic_bsz: int, accumulation_steps: int) -> None:
-        """Set the batch size that is in use from now on."""
-        now = BatchSize(atomic_bsz, accumulation_steps)
-        if now != self._current:
-            self._current, self._suggestion = now, None
+    def batch_size_changed(self) -> None:
+        """Begin to measure the batch size of the training loader, if it is another one now."""
+        if self._measured != self._current:
+            self._measured, self._suggestion = self._current, None
             self._recent.clear()
             self._wake.set()
-
-    def update_position(
-        self,
-        *,
-        step: int,
-        epoch: int = 0,
-        epochs: int | None = None,
-        samples_done: float | None = None,
-        samples_total: float | None = None,
-        data_size: int = 0,
-    ) -> None:
-        """Set the position of the job.
-
-        Args:
-            step: number of steps.
-            epoch: present epoch.
-            epochs: declared number of epochs; one that is too large for a report is no end.
-            samples_done: samples so far, at the initial batch size.
-            samples_total: samples of the whole job, at the initial batch size.
-            data_size: samples of the data set; 0: unknown.
-        """
-        if epochs is not None and epochs > MANY:  # sys.maxsize, as of a Trainer that counts steps
-            epochs = samples_total = None
-        self._position = _Position(step, epoch, epochs, samples_done, samples_total)
-        now, limits, replicas = self._current, self._limits, self._session.replicas
-        if limits is not None:
-            parts = replicas * (now.accumulation_steps + 1)
-            problem = data_problem(data_size, self._batch_size(), limits.init, parts)
-            self.report_problem("the batch size", problem)
-        if self._session.rank == 0 and self._background and self._thread is None:
-            self._start()  # no step is measured if all are shorter than the batch size
 
     def set_stragglers(self, stragglers: tuple[Straggler, ...]) -> None:
         """Set the replicas that the others wait for."""
@@ -297,10 +249,6 @@ class Metrics:
             self._times.add(Key(1, 1, atomic_bsz), busy, now, accumulation=False)
         self._wake.set()
 
-    def set_inplace(self, possible: bool, reason: str = "") -> None:
-        """Set whether this script can change in place, and why not."""
-        self._inplace = (possible, reason)
-
     # Returning values
 
     def get_goodput_fn(self) -> GoodputFunction | None:
@@ -316,7 +264,8 @@ class Metrics:
         if not values:
             return None
         sqr, var = sum(v[0] for v in values), sum(v[1] for v in values)
-        factor = MOST / max(sqr, var, MOST)  # limits values of diverging training; only their ratio matters
+        # limits values of diverging training; only their ratio matters
+        factor = MOST / max(sqr, var, MOST)
         return GradParams(sqr * factor, var * factor)
 
     def gain(self) -> tuple[float, float]:
@@ -331,7 +280,8 @@ class Metrics:
 
         For the start of a generation, when no batch size is in use yet: it takes milliseconds.
         """
-        if self._perf_params is None:  # after a restart; otherwise the background thread has done it
+        # after a restart; otherwise the background thread has done it
+        if self._perf_params is None:
             self._refit()
         chooser = self._chooser()
         return None if chooser is None else chooser.first()
@@ -346,7 +296,8 @@ class Metrics:
         # the steps of other replicas do not count
         if len(recent) <= ENOUGH or where is None or where[:2] != (session.nodes, session.replicas):
             return None
-        seconds = robust_mean(seconds for seconds, _ in recent[1:])  # the first may be a warm-up step
+        # the first may be a warm-up step
+        seconds = robust_mean(seconds for seconds, _ in recent[1:])
         return sum(n for _, n in recent[1:]) / (len(recent) - 1) / seconds if seconds > 0 else None
 
     def _chooser(self) -> Chooser | None:
@@ -371,23 +322,36 @@ class Metrics:
 
     def _remaining(self) -> float:
         """Return the seconds of work that remain; as many as have passed where the script declares no end."""
-        done, total, rate = self._position.samples_done, self._position.samples_total, self._goodput()
+        position, rate = self._session.reported_position, self._goodput()
+        done, total = position.samples_done, position.samples_total
         if done is None or total is None or not rate:
             return max(self._clock() - self._started, UNKNOWN)
         return max(total - done, 0.0) / rate
 
     def _batch_size(self) -> int:
         """Return the global batch size in use; 0: none yet."""
-        if self._current.atomic_bsz and self._limits is not None and self._limits.exact:
-            return self._limits.init
-        return self._session.replicas * self._current.atomic_bsz * (self._current.accumulation_steps + 1)
+        loader = self._session.training_loader
+        return 0 if loader is None else loader.current_batch_size
+
+    @property
+    def _current(self) -> BatchSize:
+        """Batch size in use; (0, 0): none yet."""
+        loader = self._session.training_loader
+        return BatchSize(0, 0) if loader is None else loader.size
+
+    @property
+    def _limits(self) -> Limits | None:
+        """Limits of the batch size; None: no loader trains yet."""
+        loader = self._session.training_loader
+        return None if loader is None else loader.limits
 
     def _efficiency(self) -> float | None:
         """Return the statistical efficiency of the batch size in use; None if it is unknown."""
         grads, size = self.grad_params(), self._batch_size()
-        if self._limits is None or grads is None or not size:
+        limits = self._limits
+        if limits is None or grads is None or not size:
             return None
-        return float(GoodputFunction(None, grads, self._limits.init).efficiency(size))
+        return float(GoodputFunction(None, grads, limits.init).efficiency(size))
 
     def _goodput(self) -> float | None:
         """Return the measured goodput of the last steps; None if it is unknown."""
@@ -396,7 +360,8 @@ class Metrics:
 
     def _grad_error(self, grads: GradParams) -> float:
         """Return the standard error of |G|² in the units of `grads`; inf: unknown."""
-        if self._grads.keys() != self._errors.keys():  # after a restart, which keeps no errors
+        # after a restart, which keeps no errors
+        if self._grads.keys() != self._errors.keys():
             return math.inf
         raw = sum(sqr for sqr, _ in list(self._grads.values()))
         return math.hypot(*list(self._errors.values())) * (grads.sqr / raw if raw else 1.0)
@@ -407,7 +372,7 @@ class Metrics:
 
     def hints(self) -> JobHints:
         """Return the report of the job."""
-        session, limits, position = self._session, self._limits, self._position
+        session, limits, position = self._session, self._limits, self._session.reported_position
         now, grads, model = self._current, self.grad_params(), self.get_goodput_fn()
         batch_size, predicted, (gain, lr_factor) = self._batch_size(), None, self.gain()
         if model is not None and batch_size:
@@ -451,9 +416,9 @@ class Metrics:
             samples_done=done,
             remaining_samples=None if done is None or total is None else max(total - done, 0.0),
             step=position.step,
-            outside_epochs=self._session.trains_outside,
-            inplace=self._inplace[0],
-            inplace_reason=self._inplace[1],
+            outside_epochs=session.trains_outside,
+            inplace=session.inplace[0],
+            inplace_reason=session.inplace[1],
             warnings=self._warnings.messages,
             stragglers=self._stragglers,
             time=time.time(),
@@ -462,6 +427,8 @@ class Metrics:
     # In the background
 
     def _start(self) -> None:
+        if self._session.rank or not self._background or self._thread is not None:
+            return
         self._thread = threading.Thread(target=self._run, name="adaptdl-metrics", daemon=True)
         self._thread.start()
 
@@ -473,7 +440,8 @@ class Metrics:
             self._wake.clear()
             try:
                 self.refresh()
-            except Exception:  # an error is logged, and does not disturb the training loop
+            except Exception:
+                # an error is logged, and does not disturb the training loop
                 logger.exception("fitting the goodput model")
 
     def refresh(self) -> None:
@@ -534,7 +502,6 @@ class Metrics:
             "times": self._times.dump(),
             "grads": self._grads,
             "gains": self._gains,
-            "progress": self._progress,
             "max_profiled": self._max_profiled,
             "node_type": self._node_type,
             "theta": self._perf_params,
@@ -557,13 +524,14 @@ class Metrics:
         self._restore_types(saved)
         self._grads = {key: (pair[0], pair[1]) for key, pair in saved["grads"].items()}
         self._gains = {key: (pair[0], pair[1]) for key, pair in saved["gains"].items()}
-        self._progress = saved["progress"]
         self._reached = saved["batch_size"]
-        self._node_times = saved.get("node_times", {})  # an earlier version saved none
+        # an earlier version saved none
+        self._node_times = saved.get("node_times", {})
 
     def _restore_types(self, saved: dict[str, Any]) -> None:
         """Restore the step times of every type, those of the present type as this session's own."""
-        before = saved.get("node_type", "")  # a checkpoint of an earlier version names none
+        # a checkpoint of an earlier version names none
+        before = saved.get("node_type", "")
         types = {**saved.get("elsewhere", {}), before: saved}
         mine = types.pop(self._node_type, None)
         if mine is not None:

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
 from adaptdl_elastic.protocol.hints import ProfileEntry
 
 SPAN = 1.0
@@ -61,15 +62,28 @@ A process that shares its processor is stopped now and then, for the same share 
 steps out, which are rare among short steps and common among long ones, would favour small batches.
 """
 
-_LONGEST = 4096  # most measurements of a span
+# most measurements of a span
+_LONGEST = 4096
 JUMP = 5.0
 """Factor between the times of two stays at one configuration from which on the earlier stay is dropped."""
 
-MOST_SPANS = 96  # most spans that are kept: `levels` then takes a millisecond
+# most spans that are kept: `levels` then takes a millisecond
+MOST_SPANS = 96
 # noise of a span (logarithms); its correlation time (seconds); smallest noise
 _JITTER, _CORRELATED, _FLOOR = 0.08, 0.5, 0.02
-_DRIFT = 0.1  # standard deviation of g after a second
-_RESTART = 60.0  # seconds of drift that a restart, perhaps on another machine, counts for
+# standard deviation of g after a second
+_DRIFT = 0.1
+# seconds of drift that a restart, perhaps on another machine, counts for
+_RESTART = 60.0
+
+REFUTED = 5.0
+"""Factor by which a step exceeds a prediction that it refutes."""
+
+CHECK_INTERVAL = 0.5
+"""Seconds between two checks while the step after a slow one is under way."""
+
+SLOW_STEPS = 2.0
+"""Least seconds that two such steps take. Shorter steps are soon measured as usual."""
 
 
 class Key(NamedTuple):
@@ -104,7 +118,8 @@ class Mean(NamedTuple):
 
     level: float
     number: int
-    error: float  # of the logarithm
+    # of the logarithm
+    error: float
 
 
 NOTHING = Mean(0.0, 0, 0.0)
@@ -123,10 +138,13 @@ class Span(NamedTuple):
     """Successive measurements at one configuration."""
 
     key: Key
-    began: float  # seconds on a clock that continues across restarts
+    # seconds on a clock that continues across restarts
+    began: float
     ended: float
-    accum: Mean  # passes without synchronisation
-    optim: Mean  # passes with synchronisation and optimizer step
+    # passes without synchronisation
+    accum: Mean
+    # passes with synchronisation and optimizer step
+    optim: Mean
 
     def kinds(self) -> list[tuple[bool, Mean]]:
         """Return (without synchronisation?, mean) of the kinds of pass that were measured."""
@@ -167,7 +185,8 @@ class StepTimes:
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._open: _Open | None = None
-        self._offset = 0.0  # from this process's clock to that of the spans
+        # from this process's clock to that of the spans
+        self._offset = 0.0
 
     def add(self, key: Key, seconds: float, now: float, accumulation: bool) -> None:
         """Record a pass of `seconds` at `key` that has ended `now`."""
@@ -191,7 +210,8 @@ class StepTimes:
 
     def spans(self) -> list[Span]:
         """Return all spans in the order of time, including the one under way."""
-        with self._lock:  # only for the copy, since the training loop waits for this lock
+        # only for the copy, since the training loop waits for this lock
+        with self._lock:
             spans, open_ = self._spans, None if self._open is None else self._open.copy()
         if open_ is None or max(len(open_.accum), len(open_.optim)) < ENOUGH:
             return list(spans)
@@ -254,9 +274,12 @@ def thinned(spans: list[Span]) -> list[Span]:
 class Levels(NamedTuple):
     """The least-squares u, where g of the last span is 0: the logarithms of times as of now."""
 
-    of: tuple[tuple[Key, bool], ...]  # configuration, without synchronisation?; shape (n,)
-    u: NDArray[np.float64]  # shape (n,)
-    covariance: NDArray[np.float64]  # shape (n, n)
+    # configuration, without synchronisation?; shape (n,)
+    of: tuple[tuple[Key, bool], ...]
+    # shape (n,)
+    u: NDArray[np.float64]
+    # shape (n, n)
+    covariance: NDArray[np.float64]
 
 
 def _level(span: Span) -> float:
@@ -304,7 +327,8 @@ def levels(spans: Sequence[Span]) -> Levels:
             apart = (span.began + span.ended - spans[i - 1].began - spans[i - 1].ended) / 2
             stiffness = 1 / (_DRIFT**2 * max(apart, 0.05))
             normal[i - 1 : i + 1, i - 1 : i + 1] += stiffness * np.array([[1.0, -1.0], [-1.0, 1.0]])
-    keep = np.arange(size) != len(spans) - 1  # g of the last span is 0
+    # g of the last span is 0
+    keep = np.arange(size) != len(spans) - 1
     inverse = np.asarray(np.linalg.inv(normal[np.ix_(keep, keep)]), dtype=np.float64)
     first = len(spans) - 1
     return Levels(found, (inverse @ right[keep])[first:], inverse[first:, first:])
@@ -313,9 +337,12 @@ def levels(spans: Sequence[Span]) -> Levels:
 class Estimates(NamedTuple):
     """Times of passes with synchronisation, as of the end of the last span, and how uncertain they are."""
 
-    keys: tuple[Key, ...]  # shape (n,)
-    log_seconds: NDArray[np.float64]  # shape (n,)
-    covariance: NDArray[np.float64]  # of log_seconds, shape (n, n)
+    # shape (n,)
+    keys: tuple[Key, ...]
+    # shape (n,)
+    log_seconds: NDArray[np.float64]
+    # of log_seconds, shape (n, n)
+    covariance: NDArray[np.float64]
 
 
 def estimates(spans: Sequence[Span]) -> Estimates:
@@ -351,3 +378,50 @@ def entries(spans: Sequence[Span]) -> tuple[ProfileEntry, ...]:
             accum = times.get((key, True), optim if key.replicas == 1 else 0.0)
             found.append(ProfileEntry(*key, accum, optim, counts[key, True], counts[key, False]))
     return tuple(found)
+
+
+class Refutation:
+    """Notice within two steps that a change of replicas was a mistake.
+
+    The first steps after a change are not measured, because they allocate and compile. Where steps take
+    seconds, as over a slow link, it would take half a minute until the prediction for the new number of
+    replicas is replaced by measurements. So a slow step of the warm-up counts as measured once a later one is
+    slow, too. The later one may still be under way. The first step alone may be slow for another reason, such
+    as the compilation of the model.
+    """
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        # a slow step, its seconds, and when it ended
+        self._slow: tuple[Key, float, float] | None = None
+        # the model, and the configurations to which it was fitted
+        self.model: tuple[PerfParams | None, Sequence[ProfileEntry]] = None, ()
+
+    def step_ended(self, key: Key, seconds: float, now: float, warm_up: bool) -> bool:
+        """Take note of a step with synchronisation; return whether it may refute the prediction."""
+        slow = warm_up and self._exceeds(key, seconds)
+        self._slow = (key, seconds, now) if slow else None
+        return slow
+
+    @property
+    def interval(self) -> float:
+        """Seconds after which `check` is to be called again."""
+        return math.inf if self._slow is None else CHECK_INTERVAL
+
+    def check(self, begun: float | None, now: float) -> None:
+        """Record the slow step if the step that has `begun` is slow already. From any thread."""
+        slow = self._slow
+        if slow is None or begun is None or now - slow[2] + slow[1] < SLOW_STEPS:
+            return
+        if self._exceeds(slow[0], now - begun):
+            self._slow = None
+            for _ in range(ENOUGH):
+                self._times.add(*slow, accumulation=False)
+
+    def _exceeds(self, key: Key, seconds: float) -> bool:
+        """Return whether a step refutes the prediction for a number of replicas that was not measured yet."""
+        perf, known = self.model
+        if perf is None or any((entry.nodes, entry.replicas) == key[:2] for entry in known):
+            return False
+        rate = float(GoodputFunction(perf, GradParams(1.0, 1.0), 1).throughput(*key, 0))
+        return seconds * rate > REFUTED * key.replicas * key.atomic_bsz

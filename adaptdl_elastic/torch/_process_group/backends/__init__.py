@@ -12,8 +12,9 @@
 * *Free a group that is not intact.* gloo: never, if it has lost an operation, because its destructor would
   wait for that. NCCL: never, because its destructor waits for threads that check every failed operation.
 
-All other modules use a group as a `Group`, one per generation of a process. The statements about NCCL are
-from torch's source (ProcessGroupNCCL.cpp, 2.9 and later) and NCCL's documentation.
+`base` defines how a group is used, `gloo` and `nccl` implement it. All other modules use a group as a
+`Group`, one per generation of a process. The statements about NCCL are from torch's source
+(ProcessGroupNCCL.cpp, 2.9 and later) and NCCL's documentation.
 """
 
 from __future__ import annotations
