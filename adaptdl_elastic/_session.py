@@ -140,6 +140,8 @@ class Session:
         # that models are trained with
         self.training_loader: ElasticLoader | None = None
         self.reported_position = ReportedPosition()
+        # progress in the checkpoint, for data loops that begin before the script has made its models
+        self.saved_progress = 0.0
         # whether the number of replicas can change without a restart, and if not, the reason
         self.inplace = (False, "")
         # see `torch._data.registry`
@@ -192,7 +194,7 @@ class Session:
     @property
     def progress(self) -> float:
         """Training so far, in steps at the initial batch size: the largest progress of the models."""
-        return max([model.progress for model in self.models], default=0.0)
+        return max([model.progress for model in self.models], default=self.saved_progress)
 
     def has(self, part: str) -> bool:
         """Return whether a part has been made."""

@@ -373,7 +373,8 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             mine = tuple(map(len, batches.mine(window, helper.current_index)))
             helper.begin_window(window, mine)
             own = (next(iterator) if samples or batches.fill else None for samples in mine)
-            read = helper.items.counted(own, mine, helper) if helper.items.count else own
+            items = helper.items
+            read = items.counted(own, mine, helper) if items.count or items.shares else own
             for chunk, samples, batch in zip(window, mine, read, strict=True):
                 if samples or batches.fill:
                     helper.begin_batch()

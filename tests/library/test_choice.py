@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import _session, checkpoint, collective
 from adaptdl_elastic._session import Identity
 from adaptdl_elastic._values import Limits
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
@@ -132,3 +132,28 @@ def test_the_smallest_gives_way_to_the_maximum(script: Script) -> None:
     assert on(4, 32, 40, (16, 32)) == 32
     script.restart()
     assert on(4, 32, 64, (16, 32)) == 64
+
+
+def test_the_size_in_use_is_reported_until_another_is_agreed_on(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reporter's thread may read it while the replicas of a new generation agree."""
+    train, seen = loader(16, 64, (1, 64)), list[int]()
+    insides.change_batch_size(train, 32)
+
+    def share(chosen: object, tag: str = "") -> object:
+        if tag == "batch size":
+            seen.append(_session.current().metrics.hints().batch_size)  # type: ignore[attr-defined]
+            return (32, 0)
+        return chosen
+
+    monkeypatch.setattr(collective, "share", share)
+    _session.current().identity = Identity(rank=0, replicas=1, generation=1)
+    assert insides.helper(train).sync_local_bsz() == 32
+    assert seen == [32]
+
+
+def test_the_memory_limit_is_restored_where_training_begins(script: Script) -> None:
+    """Not in the reporter's thread, which would register a State while the loop reads them."""
+    insides.helper(adl.AdaptiveDataLoader(TensorDataset(torch.zeros(8)), batch_size=4)).train()
+    assert "adaptdl-memory" in _session.current().states

@@ -778,3 +778,13 @@ def test_what_is_left_is_counted_in_progress_where_batches_are_worth_less(
     # one report a step, of the step before; an epoch is 19 steps, the last half step is rounded
     assert left[1:20] == [78.0 - 2.0 * step for step in range(18)] + [42.0]
     assert left[20:] == [38.0 - 2.0 * step for step in range(18)]
+
+
+def test_batches_are_weighed_by_samples_again_when_items_are_no_longer_counted() -> None:
+    loader = AdaptiveDataLoader(numbers(6), batch_size=6)
+    loader.autoscale_batch_size(6, local_bsz_bounds=(1, 4), gradient_accumulation=True)
+    insides.helper(loader).train()
+    for epoch in adl.remaining_epochs_until(2):
+        loader.weigh_by((lambda batch: float(batch[0][0] == 0)) if epoch == 0 else None)  # type: ignore[arg-type]
+        weights = [insides.helper(loader).gradient_weight for _ in loader]
+        assert weights == ([2, 0] if epoch == 0 else [1, 1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,46 @@ def test_progress_is_the_same_after_a_restart_behind_the_training_loop(script: S
             break
         script.restart()
     assert not counts  # the second process had no batch of the training loop left
+
+
+def test_progress_goes_on_after_a_restart_where_a_loop_makes_its_model(script: Script) -> None:
+    seen = list[float]()
+
+    def run(stop: int) -> None:
+        adl.init_process_group("gloo")
+        loader, model = adl.AdaptiveDataLoader(torch.randn(32, 1), batch_size=4, shuffle=True), None
+        loader.autoscale_batch_size(4)
+        for epoch in adl.remaining_epochs_until(2):
+            if epoch == stop:
+                checkpoint.save_all_states()
+                return
+            for batch in loader:
+                if model is None:
+                    net = torch.nn.Linear(1, 1)
+                    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+                    model = adl.AdaptiveDataParallel(net, optimizer)
+                model(batch).mean().backward()
+                optimizer.step()
+                seen.append(adl.progress())
+
+    run(1)
+    torch.distributed.destroy_process_group()
+    script.restart()
+    run(2)
+    assert seen == pytest.approx([step / 16 for step in range(1, 17)])
+
+
+def test_a_step_without_a_loader_is_reported_as_one_sample_on_any_number_of_replicas() -> None:
+    model, optimizer, _ = training()
+    for _ in adl.steps(2):
+        model(torch.ones(1, 1)).mean().backward()
+        optimizer.step()
+        session = _session.current()
+        alone = session.identity
+        session.identity = replace(alone, replicas=4)
+        hints = session.metrics.hints()  # type: ignore[attr-defined]
+        session.identity = alone
+        assert (hints.init_batch_size, hints.batch_size) == (1, 1)
 
 
 @pytest.mark.parametrize("inside", [False, True])

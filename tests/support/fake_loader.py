@@ -84,10 +84,17 @@ class FakeTrainingLoader:
     size: BatchSize
 
     @property
+    def adaptive(self) -> bool:
+        return self.limits.maximum is not None
+
+    @property
+    def batch_size(self) -> int:
+        return self.limits.init if self.size.atomic_bsz else 0
+
+    @property
     def current_batch_size(self) -> int:
-        exact = self.limits.init if self.size.atomic_bsz else 0
         total = _session.current().replicas * self.size.atomic_bsz * (self.size.accumulation_steps + 1)
-        return exact if self.limits.exact else total
+        return self.batch_size if self.limits.exact else total
 
 
 def limit(

@@ -162,6 +162,16 @@ def test_marks_take_tensors_of_every_layout(shape: str) -> None:
     assert large.can_be_put_back()
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_a_large_quantised_state_is_read_whole_instead_of_by_elements() -> None:
+    kept = Kept("kept")
+    kept.tensor = torch.quantize_per_tensor(torch.ones(9000), 0.1, 0, torch.qint8)
+    states = step_snapshot.UserStates()
+    states.begin_window(_session.current())
+    assert states.why_irreparable(_session.current()) is None
+
+
 class Many(Kept):
     """Four large tensors that never change, and others."""
 

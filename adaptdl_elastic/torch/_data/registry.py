@@ -233,6 +233,8 @@ class LoaderBatchSize(ElasticLoader):
         # if several loaders train in turn, this one will train again
         self.trained = True
         script_position().trainer = self.key
+        # made here, not at its first use, which may be in the reporter's thread
+        memory_limit(self.session)
         self.session.metrics.batch_size_changed()
 
     def _tell_batch_size(self) -> None:
@@ -337,18 +339,21 @@ class LoaderBatchSize(ElasticLoader):
         session = self.session
         if self._generation != session.generation:
             self._generation = session.generation
-            self.size = self._initial()
+            size = self._initial()
+            if self.adaptive:
+                leads = session.rank == 0 and self.equal_shares
+                best = session.metrics.best_batch_size() if leads else None
+                chosen = collective.share(None if best is None else tuple(best), "batch size")
+                if chosen is not None:
+                    size = BatchSize(*chosen)
+            # only now, as the reporter's thread takes it for the size in use
+            self.size = size
             if self.adaptive:
                 problem = misfit(self.limits, self.session.replicas)
                 if problem is not None and session.rank == 0:
                     logger.warning(
                         "%s; until there are others, a batch is %d", problem, self.current_batch_size
                     )
-                leads = session.rank == 0 and self.equal_shares
-                best = session.metrics.best_batch_size() if leads else None
-                chosen = collective.share(None if best is None else tuple(best), "batch size")
-                if chosen is not None:
-                    self.size = BatchSize(*chosen)
                 session.consensus.handlers["batch_size"] = self._change
                 if self._poll not in session.consensus.polls:
                     session.consensus.polls.append(self._poll)

@@ -63,13 +63,17 @@ class StateMarks:
         state: The State; its `state_dict` must return the tensors themselves, not copies.
 
     Raises:
-        RuntimeError: a tensor has no version counter (inference mode) or no plain storage (sparse).
+        RuntimeError: a tensor has no version counter (inference mode) or no plain storage (sparse), or is
+            quantised.
     """
 
     def __init__(self, state: checkpoint.TensorState) -> None:
         # kept alive, so that no other tensor gets their addresses
         self.tensors: list[torch.Tensor] = []
         self.plain = strip(state.state_dict(), self.tensors)
+        # to compare their bytes would end the process
+        if any(tensor.is_quantized for tensor in self.tensors):
+            raise RuntimeError("a change of a quantised tensor is not recognised by its elements")
         self._versions = [tensor._version for tensor in self.tensors]
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
         self._elements = [elements.clone() for elements in self._sampled()]

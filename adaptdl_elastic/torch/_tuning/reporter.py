@@ -331,7 +331,10 @@ class Metrics:
     def _batch_size(self) -> int:
         """Return the global batch size in use; 0: none yet."""
         loader = self._session.training_loader
-        return 0 if loader is None else loader.current_batch_size
+        if loader is None:
+            return 0
+        # without autoscaling also the same on any number of replicas in `steps`, where each has its own batch
+        return loader.current_batch_size if loader.adaptive else loader.batch_size
 
     @property
     def _current(self) -> BatchSize:
@@ -502,6 +505,7 @@ class Metrics:
             "times": self._times.dump(),
             "grads": self._grads,
             "gains": self._gains,
+            "progress": self._session.progress,
             "max_profiled": self._max_profiled,
             "node_type": self._node_type,
             "theta": self._perf_params,
@@ -524,6 +528,7 @@ class Metrics:
         self._restore_types(saved)
         self._grads = {key: (pair[0], pair[1]) for key, pair in saved["grads"].items()}
         self._gains = {key: (pair[0], pair[1]) for key, pair in saved["gains"].items()}
+        self._session.saved_progress = saved["progress"]
         self._reached = saved["batch_size"]
         # an earlier version saved none
         self._node_times = saved.get("node_times", {})
