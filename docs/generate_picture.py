@@ -33,7 +33,7 @@ def box_of(tree: str, module: str) -> str:
 
 def is_package(tree: str, inside: list[str]) -> bool:
     """Return whether the module `inside` of `tree` is a folder."""
-    return (ROOT / tree).joinpath(*inside).is_dir()
+    return (ROOT / tree).joinpath(*inside, "__init__.py").is_file()
 
 
 def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:

@@ -94,10 +94,6 @@ class State:
     """Whether a step that did not commit undoes the state's changes. Always True for classes outside of this
     library. Adapters of frameworks, which are a part of this library, set it to True."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.part_of_step = cls.part_of_step or not cls.__module__.startswith("adaptdl_elastic.")
-
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"a state needs a name that is a non-empty string, got {name!r}")
@@ -107,6 +103,8 @@ class State:
                 f"there is already a state named {name!r}: give this one another name (models take `name=`)"
             )
         self.name = name
+        if not type(self).__module__.startswith("adaptdl_elastic."):
+            self.__dict__["part_of_step"] = True
         states[name] = self
 
     def save(self, fileobj: BinaryIO) -> None:
