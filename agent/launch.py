@@ -54,6 +54,7 @@ from adaptdl_elastic.rendezvous.store.store_options import (
     StoreOptionError,
     StoreOptions,
     parse_endpoints,
+    to_environ,
     variable,
 )
 from adaptdl_elastic.rendezvous.text import pluralize, printable
@@ -221,9 +222,9 @@ def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[s
         for name in (*given, "password", "password_file"):
             found.pop(variable(name), None)
     else:
-        found |= {variable(name): value for name, value in given.items() if value is not None}
+        found |= to_environ(**{name: value for name, value in given.items() if value is not None})
     if options.etcd_timeout is not None:
-        found[variable("timeout")] = f"{options.etcd_timeout:g}"
+        found |= to_environ(timeout=f"{options.etcd_timeout:g}")
     return found
 
 

@@ -356,12 +356,9 @@ class Registration:
 def wait_for_removal(store: Store, key: str, seconds: float) -> None:
     """Wait until a key is deleted, at most so many seconds."""
     with Follow(store, key) as follow:
-        timer = threading.Timer(seconds, follow.close)
-        timer.daemon = True
-        timer.start()
+        follow.close_in(seconds)
         for news in follow:
             items = news.items if isinstance(news, Snapshot) else (news,)
             there = any(item.key == key and item.value is not None for item in items)
             if not there and (isinstance(news, Snapshot) or news.key == key):
                 break
-        timer.cancel()

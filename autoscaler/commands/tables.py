@@ -71,21 +71,14 @@ def load_all(where: Where) -> list[tuple[Place, View]]:
 
 def wait_until(store: Store, keys: Keys, done: Callable[[View], bool], timeout: float) -> bool:
     """Watch the cluster until `done`; return False if `timeout` seconds pass first."""
-    import threading
-
     keeper = ClusterCache(keys)
     with Follow(store, keys.root) as follow:
-        alarm = threading.Timer(timeout, follow.close)
-        alarm.daemon = True
-        try:
-            for news in follow:
-                keeper.take(news, time.monotonic())
-                if done(keeper.view(time.monotonic(), time.time())):
-                    return True
-                if alarm.ident is None:  # what is there is looked at even if there is no time to wait
-                    alarm.start()
-        finally:
-            alarm.cancel()
+        for news in follow:
+            keeper.take(news, time.monotonic())
+            if done(keeper.view(time.monotonic(), time.time())):
+                return True
+            # what is there is looked at even if there is no time to wait
+            follow.close_in(timeout)
     return False
 
 

@@ -86,7 +86,7 @@ class Submission(JobSpec):
 
     @property
     def of_agents(self) -> Submission:
-        """The submission as agents take it: with the default of each field that nobody is asked for.
+        """The submission as agents take it: a field that `adaptdl submit` does not set has its default.
 
         Otherwise a record that was made by hand could keep slots that belong to other jobs.
         """

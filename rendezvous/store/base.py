@@ -159,7 +159,7 @@ class Store(Closable):
     """A store; the module's docstring lists the guarantees of its methods."""
 
     has_users: ClassVar[bool] = False
-    """Whether a store with users lets nobody else read it."""
+    """Whether only users with a password can read the store, if it has users."""
 
     @abstractmethod
     def get(self, key: str) -> KeyValue | None:

@@ -32,6 +32,7 @@ class Follow(Closable):
         self._store, self._prefix, self._failed = store, prefix, failed
         self._closing = threading.Event()
         self._watch: Watch | None = None
+        self._timer: threading.Timer | None = None
 
     def __iter__(self) -> Iterator[Snapshot | Change]:
         """Yield a snapshot, then each change until `close`; yield another snapshot if changes were lost."""
@@ -53,8 +54,17 @@ class Follow(Closable):
             self._closing.wait(delay)
             delay = min(2 * delay, _LAST_RETRY)
 
+    def close_in(self, seconds: float) -> None:
+        """End the iteration after so many seconds. A further call changes nothing."""
+        if self._timer is None:
+            self._timer = threading.Timer(seconds, self.close)
+            self._timer.daemon = True
+            self._timer.start()
+
     def close(self) -> None:
         """End the iteration soon, even while another thread waits in it."""
         self._closing.set()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._watch is not None:
             self._watch.close()
