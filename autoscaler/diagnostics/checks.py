@@ -32,7 +32,7 @@ from adaptdl_elastic.protocol import self_test
 from adaptdl_elastic.rendezvous.local.addresses import address_towards
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError, StoreError
-from adaptdl_elastic.rendezvous.store.endpoints import TryAgainError
+from adaptdl_elastic.rendezvous.store.connection_error import NO_ETCD, TryAgainError
 from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError
 from adaptdl_elastic.rendezvous.store.local_socket import is_local
 from adaptdl_elastic.rendezvous.store.store_options import (
@@ -228,8 +228,8 @@ def check_server(endpoint: str, options: StoreOptions) -> list[Finding]:
         http = Http((url,), options, lambda _: False)
         try:
             said = http.get_once("/version")
-        except (HttpStatusError, urllib3.exceptions.HTTPError, OSError, ValueError) as problem:
-            found.append(_unreachable(url, problem, options))
+        except (HttpStatusError, urllib3.exceptions.HTTPError, OSError, ValueError) as raised:
+            found.append(_unreachable(url, raised, options))
             continue
         finally:
             http.close()
@@ -237,67 +237,15 @@ def check_server(endpoint: str, options: StoreOptions) -> list[Finding]:
     return found
 
 
-_RENAME = "write the endpoint with a name that the certificate is for, or have it issued anew"
-_TRUST = (
-    ("Hostname mismatch", _RENAME),
-    ("IP address mismatch", _RENAME),
-    ("expired", "renew the server's certificate; or is the clock of this machine wrong?"),
-    ("not yet valid", "the clock of this machine or of the one that issued it is wrong: run an NTP client"),
-)
-
-
-def _unreachable(url: str, problem: Exception, options: StoreOptions) -> Finding:
-    """Return a finding, with the fitting remedy, about a server that does not answer as an etcd does."""
-    text = TryAgainError.from_error(problem).problem
-    if isinstance(problem, urllib3.exceptions.NameResolutionError | urllib3.exceptions.LocationParseError):
-        return error(
-            "store",
-            f"{url} does not answer: {text}",
-            "correct the name in --etcd (ADAPTDL_ETCD), or add it to DNS or /etc/hosts",
-        )
-    if isinstance(problem, urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError):
-        return error(
-            "store",
-            f"{url} does not answer: {text}",
-            "is etcd running, does it listen on that address, is a firewall between?",
-        )
-    if isinstance(problem, urllib3.exceptions.TimeoutError):
-        return error("store", f"{url} does not answer: {text}", "see etcd's own log: it hangs, or is no etcd")
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        told = next((remedy for word, remedy in _TRUST if word in text), "")
-        given = f"is not the one of {options.ca}: give" if options.ca else "is not known here: give"
-        return error(
-            "store",
-            f"{url} shows a certificate that is not trusted: {text}",
-            told or f"the CA that has signed it {given} that one with --etcd-ca (ADAPTDL_ETCD_CA)",
-        )
-    if "alert" in text.lower() and url.startswith("https"):
-        return error(
-            "store",
-            f"{url} asks for a client certificate"
-            + (f" other than {options.cert}" if options.cert else "")
-            + f": {text}",
-            "give one that its CA has signed with --etcd-cert and --etcd-key (ADAPTDL_ETCD_CERT, _KEY)",
-        )
-    # the server may close the connection before its answer is read
-    cut = url.startswith("https:") and "reset by peer" in text.lower()
-    if cut or isinstance(problem, urllib3.exceptions.SSLError | ssl.SSLError):
-        plain = url.replace("https://", "http://", 1)
-        return error(
-            "store",
-            f"{url} does not speak TLS: {text}",
-            f"write {plain} and leave --etcd-ca and --etcd-cert away, or have etcd listen on https",
-        )
-    if url.startswith("http:") and _speaks_tls(url, options.timeout):
-        secure = url.replace("http://", "https://", 1)
+def _unreachable(url: str, raised: Exception, options: StoreOptions) -> Finding:
+    problem = TryAgainError.from_error(raised, url, options)
+    if problem.summary == NO_ETCD and url.startswith("http:") and _speaks_tls(url, options.timeout):
         return error(
             "store",
             f"{url} speaks TLS, and was asked without",
-            f"write {secure}, and give its CA with --etcd-ca (ADAPTDL_ETCD_CA)",
+            f"write {url.replace('http:', 'https:', 1)}, and give its CA with --etcd-ca (ADAPTDL_ETCD_CA)",
         )
-    return error(
-        "store", f"{url} answers, but not as an etcd does: {text}", "is this etcd's port for clients (2379)?"
-    )
+    return error("store", f"{url} {problem.summary}: {problem.problem}", problem.remedy)
 
 
 def _speaks_tls(url: str, timeout: float) -> bool:

@@ -10,5 +10,6 @@
 | How do etcd's v3 API, its v2 API and a dictionary give these guarantees? | `etcd_v3`, `etcd_v2`, `memory` |
 | How are python-etcd's errors and time-outs translated? | `etcd_v2_client` |
 | How do other processes reach the dictionary in a standalone job's agent? | `local_socket` |
+| Why did an endpoint give no answer, and what helps? | `connection_error` |
 | How are several endpoints, HTTP streams and leases handled? | `endpoints`, `http`, `keepalive` |
 """

@@ -15,52 +15,13 @@ import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreUnavailableError
+from adaptdl_elastic.rendezvous.store.connection_error import TryAgainError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two passes over the endpoints
-
-
-class TryAgainError(Exception):
-    """An endpoint gave no answer; another endpoint, or the same one later, may give one.
-
-    Args:
-        problem: what went wrong, for messages.
-        sent: the request was sent, so it may have been carried out.
-        refused: which certificate was refused (the server's or the client's), so that a retry is useless; ""
-            for other problems.
-        timed_out: the time of the attempt was over before the endpoint answered.
-    """
-
-    def __init__(
-        self, problem: str, *, sent: bool = True, refused: str = "", timed_out: bool = False
-    ) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.sent = sent
-        self.refused = refused
-        self.timed_out = timed_out
-
-    @classmethod
-    def from_error(cls, error: BaseException) -> TryAgainError:
-        """Translate the error of a failed urllib3 request."""
-        if isinstance(error, urllib3.exceptions.SSLError | ssl.SSLError):
-            refused = ""
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                refused = "the server's certificate is not trusted here"
-            elif "alert" in str(error):
-                refused = "the client certificate is not accepted"
-            return cls(f"TLS: {error}", refused=refused)
-        if isinstance(error, urllib3.exceptions.NewConnectionError):
-            closed = "refused" in str(error)
-            return cls("connection refused" if closed else str(error).rpartition(": ")[2], sent=False)
-        if isinstance(error, urllib3.exceptions.ConnectTimeoutError):
-            return cls("no connection in time", sent=False, timed_out=True)
-        if isinstance(error, urllib3.exceptions.TimeoutError | TimeoutError):
-            return cls("no answer in time", timed_out=True)
-        return cls(f"{type(error).__name__}: {error}")
 
 
 class Endpoints:
@@ -138,9 +99,9 @@ class Endpoints:
                         on_ambiguous()
                 self.switch_from(endpoint)
             if len(problems) == len(self.urls) and all(one.refused for one in problems.values()):
+                remedies = dict.fromkeys(one.remedy for one in problems.values())
                 raise StoreAuthError(
-                    f"TLS with etcd is refused ({self._list(problems)}): check the files of ADAPTDL_ETCD_CA, "
-                    f"ADAPTDL_ETCD_CERT and ADAPTDL_ETCD_KEY"
+                    f"TLS with etcd is refused ({self._list(problems)}): {'; '.join(remedies)}"
                 )
             if time.monotonic() + pause >= deadline:
                 raise StoreUnavailableError(f"etcd cannot be reached ({self._list(problems)}): {self._hint}")

@@ -41,7 +41,8 @@ from adaptdl_elastic.rendezvous.store.base import (
     StoreUnavailableError,
     Watch,
 )
-from adaptdl_elastic.rendezvous.store.endpoints import Endpoints, InterruptiblePool, TryAgainError
+from adaptdl_elastic.rendezvous.store.connection_error import TryAgainError
+from adaptdl_elastic.rendezvous.store.endpoints import Endpoints, InterruptiblePool
 from adaptdl_elastic.rendezvous.store.etcd_v2_client import Client, Clients
 from adaptdl_elastic.rendezvous.store.keepalive import KeepAlive, KeptLease
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
@@ -243,7 +244,8 @@ class EtcdV2Store(Store):
 
         def once(endpoint: str, seconds: float) -> T:
             access = self._clients.current()
-            return self._clients.ask(lambda: attempt(access.clients[endpoint].within(seconds)), access)
+            client = access.clients[endpoint].within(seconds)
+            return self._clients.ask(lambda: attempt(client), access, endpoint)
 
         return self._endpoints.run(once, timeout or self.options.timeout, on_ambiguous)
 
@@ -446,7 +448,8 @@ class EtcdV2Watch(Watch):
                     client = self._store._clients.client(self._endpoint, self._pool, self._access.password)
                     clients[self._endpoint] = client
                 try:
-                    result = self._store._clients.ask(functools.partial(self._poll, client), self._access)
+                    poll = functools.partial(self._poll, client)
+                    result = self._store._clients.ask(poll, self._access, self._endpoint)
                 except etcd.EtcdWatchTimedOut:
                     self._admitted, pause = True, 0.0
                     continue

@@ -13,8 +13,8 @@ import etcd
 import urllib3
 
 from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreRefusedError
+from adaptdl_elastic.rendezvous.store.connection_error import TryAgainError
 from adaptdl_elastic.rendezvous.store.credentials import renewable_password, renewable_tls
-from adaptdl_elastic.rendezvous.store.endpoints import TryAgainError
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 T = TypeVar("T")
@@ -46,8 +46,8 @@ class Access:
     clients: dict[str, Client]
 
 
-def translate(request: Callable[[], T]) -> T:
-    """Run one request; raise TryAgainError or a StoreError for python-etcd's errors.
+def translate(request: Callable[[], T], url: str, options: StoreOptions) -> T:
+    """Run one request to the endpoint `url`; raise TryAgainError or a StoreError for python-etcd's errors.
 
     Errors that are answers are raised unchanged: not found, compare failed, exists already, index cleared,
     watch timed out.
@@ -72,7 +72,7 @@ def translate(request: Callable[[], T]) -> T:
             f"with etcd's v2 API a key cannot be the directory of another: {error}"
         ) from None
     except etcd.EtcdConnectionFailed as error:
-        raise TryAgainError.from_error(error.cause or error) from None
+        raise TryAgainError.from_error(error.cause or error, url, options) from None
     except etcd.EtcdLeaderElectionInProgress as error:
         raise TryAgainError(str(error)) from None
     except etcd.EtcdException as error:
@@ -113,10 +113,13 @@ class Clients:
                 self._access = self._new()  # requests under way keep the old pool
             return self._access
 
-    def ask(self, request: Callable[[], T], access: Access) -> T:
-        """Run one request as `translate` does; raise TryAgainError if a refused credential was replaced."""
+    def ask(self, request: Callable[[], T], access: Access, url: str) -> T:
+        """Run one request to the endpoint `url` as `translate` does.
+
+        Raises TryAgainError if a refused credential was replaced.
+        """
         try:
-            return translate(request)
+            return translate(request, url, self._options)
         except StoreAuthError as error:
             if self._password.renew(access.password):
                 raise TryAgainError("the password has changed", sent=False) from None

@@ -28,7 +28,7 @@ from adaptdl_elastic.rendezvous.store.base import (
     StoreUnavailableError,
     Watch,
 )
-from adaptdl_elastic.rendezvous.store.endpoints import TryAgainError
+from adaptdl_elastic.rendezvous.store.connection_error import TryAgainError
 from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError, Json, Stream
 from adaptdl_elastic.rendezvous.store.keepalive import KeepAlive, KeptLease
 from adaptdl_elastic.rendezvous.store.login import Login

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 import urllib3
 
+from adaptdl_elastic.rendezvous.store.connection_error import TryAgainError
 from adaptdl_elastic.rendezvous.store.credentials import renewable_tls
-from adaptdl_elastic.rendezvous.store.endpoints import Endpoints, TryAgainError, detect_dead_peer, interrupt
+from adaptdl_elastic.rendezvous.store.endpoints import Endpoints, detect_dead_peer, interrupt
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 Json = dict[str, Any]
@@ -81,7 +82,7 @@ class Http:
                     raise
                 raise TryAgainError(error.message) from None
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-                raise self.failed(TryAgainError.from_error(error), context) from None
+                raise self.failed(TryAgainError.from_error(error, endpoint, self.options), context) from None
 
         return self.endpoints.run(attempt, timeout or self.options.timeout, on_ambiguous)
 
@@ -160,7 +161,8 @@ class Stream:
             self._socket.settimeout(None)  # from here on the stream may be silent for long
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
-            raise owner.failed(TryAgainError.from_error(error), context) from None
+            problem = TryAgainError.from_error(error, self.endpoint, owner.options)
+            raise owner.failed(problem, context) from None
         except BaseException:
             self._connection.close()
             raise

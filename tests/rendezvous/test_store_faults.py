@@ -23,7 +23,7 @@ from adaptdl_elastic.rendezvous.store.base import (
     StoreUnavailableError,
 )
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
-from adaptdl_elastic.rendezvous.store.endpoints import TryAgainError
+from adaptdl_elastic.rendezvous.store.connection_error import TryAgainError
 from adaptdl_elastic.rendezvous.store.etcd_v2 import EtcdV2Store
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
 from adaptdl_elastic.rendezvous.store.http import Http
@@ -273,7 +273,7 @@ def test_an_attempt_that_the_deadline_cuts_short_hides_no_reason(clock, answers,
         if answers(seconds):
             raise TryAgainError("not JSON")
         endpoints.time.sleep(seconds)
-        raise TryAgainError.from_error(TimeoutError())
+        raise TryAgainError.from_error(TimeoutError(), endpoint, StoreOptions())
 
     with pytest.raises(StoreUnavailableError, match=rf"http://a:1: {reason}\)"):
         endpoints.Endpoints(("http://a:1",), StoreOptions().hint).run(attempt, 1.01)

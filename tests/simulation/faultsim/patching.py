@@ -113,6 +113,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.rendezvous.run_record": "`read_run` reads the file of `adaptdl report`",
     "adaptdl_elastic.rendezvous.services": "addresses and signatures of services, which no agent here uses",
     "adaptdl_elastic.rendezvous.store.base": "only names the type of Lease.lost",
+    "adaptdl_elastic.rendezvous.store.connection_error": "for drivers",
     "adaptdl_elastic.rendezvous.store.credentials": "files of passwords and certificates, for drivers",
     "adaptdl_elastic.rendezvous.store.endpoints": "a driver; client.SimClient takes its place",
     "adaptdl_elastic.rendezvous.store.etcd_v2": "a driver",
