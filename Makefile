@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants api quick test test-all test-integrations matrix lint clean
+.PHONY: help install demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants docs quick test test-all test-integrations matrix lint clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -51,16 +51,15 @@ planted-defects: $(STAMP) ## SECONDS=60 SEED=1: 29 defects put into copies of th
 mutants: $(STAMP) ## SEED=1: 40 changes of one line in copies of the pure modules, for their tests to notice
 	@$(BIN)/python tests/simulation/mutants.py --seed $(or $(SEED),1)
 
-api: $(STAMP) ## docs/api.md from the docstrings, and the picture in docs/architecture.md from the imports
-	@$(BIN)/python docs/generate_api.py
+docs: $(STAMP) ## the site in site/, and the picture in docs/contributing/architecture.md from the imports
 	@$(BIN)/python docs/generate_picture.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
-lint: $(STAMP) ## ruff, mypy --strict, import-linter, docs/api.md is made from the docstrings
+lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python docs/generate_api.py --check
 
 quick: $(STAMP) ## the short tests that start no process, in about two minutes
 	@$(BIN)/python -m pytest --quick -n 2 --dist worksteal
@@ -112,4 +111,4 @@ matrix-%: .venv-matrix/%/.installed
 	@touch $@
 
 clean: ## remove what was built here
-	rm -rf $(VENV) $(INTEGRATIONS) .venv-matrix build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .team-demo .ec2-demo .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(INTEGRATIONS) .venv-matrix build site dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .team-demo .ec2-demo .hypothesis .import_linter_cache

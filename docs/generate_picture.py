@@ -1,4 +1,4 @@
-"""Write the picture of the packages into docs/architecture.md, drawn from the imports in the source.
+"""Write the picture of the packages, drawn from the imports, into docs/contributing/architecture.md.
 
 Nodes are packages, and modules that stand beside packages. An arrow means "imports". Arrows that follow from
 others (A imports B, B imports C, A imports C) are left out. `--check` exits with 1 where the page is out of
@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from import_graph import TREES, imports, product  # noqa: E402
 
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "contributing" / "architecture.md"
 BEGIN, END = "<!-- picture: docs/generate_picture.py -->", "<!-- end of picture -->"
 PUBLIC = "public modules"
 
@@ -99,7 +99,9 @@ def main() -> int:
     new = f"{head}{BEGIN}\n{picture()}\n{END}{tail}"
     if "--check" in sys.argv[1:]:
         if new != text:
-            print("docs/architecture.md: the picture is out of date: run docs/generate_picture.py")
+            print(
+                "docs/contributing/architecture.md: the picture is out of date: run docs/generate_picture.py"
+            )
         return int(new != text)
     PAGE.write_text(new, encoding="utf-8")
     return 0

@@ -230,8 +230,8 @@ def test_a_wheel_in_a_clean_environment_has_everything(tmp_path: Path) -> None:
 
 
 def _install_as_the_page_says(wheel: Path, folder: Path) -> None:
-    """docs/bare-metal.md, but for downloading the dependencies: those of this environment are borrowed."""
-    page = (ROOT / "docs" / "bare-metal.md").read_text()
+    """several-nodes.md, but for downloading the dependencies: those of this environment are borrowed."""
+    page = (ROOT / "docs" / "howto" / "several-nodes.md").read_text()
     (block,) = re.findall(r"^```bash test=test_packaging\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert "pip install .\n" in block
     text = block.replace("/opt/adaptdl", f"{folder}/opt").replace("install .\n", f"install {wheel}\n")

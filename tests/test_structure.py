@@ -22,10 +22,10 @@ WITHOUT_PRIVATE_USES = ["adaptdl_elastic", "agent", "autoscaler", "rendezvous"]
 MOST_PRIVATE_USES_OF_TESTS = 40
 """Places in which tests may use underscored names of the product; most are in `tests/support/insides.py`."""
 
-MOST_CODE_LINES = 47_544
+MOST_CODE_LINES = 47_548
 """Lines of code of the product. Raise it only by the budget that an issue names."""
 
-MOST_LINES_BESIDE = 68_543
+MOST_LINES_BESIDE = 68_532
 """Lines of code of tests, benchmarks and examples together. An issue may raise it by at most 300."""
 
 
@@ -107,7 +107,7 @@ def test_the_picture_of_the_architecture_shows_the_imports() -> None:
 
 @pytest.mark.processes
 def test_every_file_that_the_architecture_names_exists() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "contributing" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w/.]+\.py)`", text))
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     files = [f"/{line}" for line in listed.splitlines()]

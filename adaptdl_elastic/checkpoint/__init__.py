@@ -17,7 +17,7 @@ A state of a script is a subclass of `State`::
 Models, optimizers, loaders and epoch loops of this library save themselves. `TensorState` is for anything
 that has a state dict. Checkpoints are kept in `ADAPTDL_CHECKPOINT_PATH`, a directory that all nodes share or
 `s3://bucket/prefix`; without it nothing is saved or loaded. The last three checkpoints are kept
-(`ADAPTDL_CHECKPOINT_KEEP`). `docs/architecture.md` lists the guarantees of a checkpoint.
+(`ADAPTDL_CHECKPOINT_KEEP`). `docs/contributing/architecture.md` lists the guarantees of a checkpoint.
 
 | module | question that it answers |
 |---|---|
@@ -111,7 +111,7 @@ class State:
         """Write the state to a binary file. Called between two steps, on rank 0 for a checkpoint.
 
         If replicas may die without a restart, it is also called on every replica before each step, as long as
-        it writes little (docs/architecture.md, A death).
+        it writes little (docs/contributing/architecture.md, A death).
         """
 
     def load(self, fileobj: BinaryIO) -> None:

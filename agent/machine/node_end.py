@@ -1,4 +1,4 @@
-"""`python -m adaptdl_elastic.agent.machine.node_end`: the dead man's switch of an EC2 node (docs/ec2.md).
+"""`python -m adaptdl_elastic.agent.machine.node_end`: the dead man's switch of a node (docs/howto/ec2.md).
 
 It runs beside the agent, in a process of its own: a node whose agent has ended or never started costs as
 much. When the node has to leave, the agent is asked to stop first, so that it saves; then the instance leaves

@@ -122,7 +122,7 @@ _NODES_HERE = "start adaptdl-run yourself, or give a provider of another package
 @gone(
     "--set",
     instead="stop the autoscaler and start it with other options, nodes are kept; adaptdl cloud up --set "
-    "changes a stack's limits while it runs (docs/ec2.md)",
+    "changes a stack's limits while it runs (docs/howto/ec2.md)",
 )
 @gone("--local", instead=_NODES_HERE)
 @gone("--local-price", instead=_NODES_HERE)

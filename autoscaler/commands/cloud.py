@@ -26,7 +26,7 @@ _DELETE_SECONDS = 1800.0  # that CloudFormation has to delete a stack
 
 @click.group()
 def cloud() -> None:
-    """Prepare machines on EC2, and delete them (docs/ec2.md)."""
+    """Prepare machines on EC2, and delete them (docs/howto/ec2.md)."""
 
 
 @cloud.command()

@@ -351,7 +351,8 @@ def _check_writable(archive: Path) -> None:
 def revoke(name: str | None, person: str) -> None:
     """Remove PERSON from the cluster. The jobs of PERSON are saved and stopped.
 
-    A person with jobs here could read all that the nodes' user can: docs/security.md says what else to do.
+    A person with jobs here could read all that the nodes' user can: docs/howto/access.md says
+    what else to do.
     """
     context = _own(name)
     with contexts.locked(context.name):

@@ -141,6 +141,6 @@ def _aws(asgs: tuple[str, ...], region: str | None, profile: str | None, queue_u
     return [
         checks.ok(check.name, check.detail)
         if check.ok
-        else checks.error(check.name, check.detail, getattr(check, "remedy", "") or "see docs/ec2.md")
+        else checks.error(check.name, check.detail, getattr(check, "remedy", "") or "see docs/howto/ec2.md")
         for check in check_aws(asgs, region, profile, queue_url)
     ]

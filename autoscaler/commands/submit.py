@@ -96,7 +96,7 @@ LEAVE_SECONDS = 30.0
 @gone(
     "--notify",
     instead="`adaptdl wait JOB; CMD` in your shell runs CMD at the job's end, and alert rules do without "
-    "your shell (docs/cluster.md)",
+    "your shell (docs/howto/cluster.md)",
 )
 @click.option(
     "--env",

@@ -1,7 +1,7 @@
 """The certificates, passwords and keys of a cluster, in the directory of its context on the user's machine.
 
-The certificates are made by `openssl`, as docs/security.md does by hand. A file that exists is used again; a
-certificate is made again before it expires, or when its node has another address.
+The certificates are made by `openssl`, as docs/explanation/security.md does by hand. A file that exists is
+used again; a certificate is made again before it expires, or when its node has another address.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ class TryAgainError(Exception):
             )
         if "alert" in text:
             other = f" other than {options.cert}" if options.cert else ""
-            told = "give one that its CA has signed with --etcd-cert and --etcd-key (ADAPTDL_ETCD_CERT, _KEY)"
+            told = "give one that its CA has signed with --etcd-cert and --etcd-key"
+            told += " (ADAPTDL_ETCD_CERT, ADAPTDL_ETCD_KEY)"
             refused = "the client certificate is not accepted"
             return cls(text, refused=refused, summary=f"asks for a client certificate{other}", remedy=told)
         plain = url.replace("https:", "http:", 1)

@@ -65,7 +65,7 @@ def translate(request: Callable[[], T], url: str, options: StoreOptions) -> T:
     except etcd.EtcdInsufficientPermissions:
         raise StoreAuthError(
             "etcd refused: the user or password is wrong, or its v2 role does not cover the prefix: check "
-            "ADAPTDL_ETCD_USER and its password (docs/security.md)"
+            "ADAPTDL_ETCD_USER and its password (docs/explanation/security.md)"
         ) from None
     except (etcd.EtcdNotFile, etcd.EtcdNotDir) as error:
         raise StoreRefusedError(

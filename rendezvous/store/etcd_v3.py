@@ -98,12 +98,13 @@ def _store_error(error: HttpStatusError) -> StoreError:
         return LeaseLostError()
     if "permission denied" in said:
         return StoreAuthError(
-            "the etcd user may not do this: its role needs readwrite on the prefix (docs/security.md)"
+            "the etcd user may not do this: its role needs readwrite on the prefix "
+            "(docs/explanation/security.md)"
         )
     if said.startswith("CommonName of client"):
         return StoreAuthError(
             "the client certificate has a common name (CN), and etcd's gateway refuses those while users are "
-            "enabled: make one without (docs/security.md)"
+            "enabled: make one without (docs/explanation/security.md)"
         )
     if error.code == _UNAUTHENTICATED or error.status == 401 or "authentication failed" in said:
         return StoreAuthError(f"etcd refused the login ({said}): check ADAPTDL_ETCD_USER and its password")

@@ -3,8 +3,9 @@
     torchrun --rdzv-backend=adaptdl-etcd --rdzv-endpoint=HOST:PORT --rdzv-id=JOB --nnodes=1:4 script.py
 
 torch's own agent runs any script, and nodes may join and leave while it runs. There is no coordinator, no
-goodput model, no warm start and no change in place: use `adaptdl-run` for those (docs/bare-metal.md). torch
-loads this module while it imports its own rendezvous package, so this module imports nothing of torch.
+goodput model, no warm start and no change in place: use `adaptdl-run` for those
+(docs/howto/from-torchrun.md). torch loads this module while it imports its own rendezvous package, so this
+module imports nothing of torch.
 
 | question | module |
 |---|---|

@@ -247,7 +247,7 @@ def test_no_bucket_is_left_behind_by_a_stack_that_fails(template: dict[str, Any]
 
 
 def test_machines_and_disks_are_parameters_that_the_page_names(template: dict[str, Any]) -> None:
-    page = (ROOT / "docs" / "ec2.md").read_text()
+    page = (ROOT / "docs" / "howto" / "ec2.md").read_text()
     for name, default in {"HeadType": "t3.small", "HeadDiskSize": 16, "NodeDiskSize": 100}.items():
         assert template["Parameters"][name]["Default"] == default
         assert f"`{name}` ({default}" in page
@@ -261,7 +261,7 @@ def test_machines_and_disks_are_parameters_that_the_page_names(template: dict[st
 
 
 def policies_on_the_page() -> list[set[str]]:
-    page = (ROOT / "docs" / "ec2.md").read_text()
+    page = (ROOT / "docs" / "howto" / "ec2.md").read_text()
     found = []
     for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL):
         statements = json.loads(block)["Statement"]
@@ -274,7 +274,7 @@ def test_the_policy_on_the_page_is_the_templates(template: dict[str, Any]) -> No
 
 
 def test_the_page_names_the_actions_of_cloud_down() -> None:
-    page = (ROOT / "docs" / "ec2.md").read_text()
+    page = (ROOT / "docs" / "howto" / "ec2.md").read_text()
     (sentence,) = re.findall(r"`adaptdl cloud down` needs\s(.*?)\.\s", page, re.DOTALL)
     known = set(ACTION.findall(sentence))
     used = set(ACTION.findall(DOWN.read_text() + DOWN.with_name("prices.py").read_text()))
@@ -284,7 +284,7 @@ def test_the_page_names_the_actions_of_cloud_down() -> None:
 
 
 def test_the_page_names_the_actions_of_cloud_up() -> None:
-    page = (ROOT / "docs" / "ec2.md").read_text()
+    page = (ROOT / "docs" / "howto" / "ec2.md").read_text()
     (sentence,) = re.findall(r"`adaptdl cloud up` needs\s(.*?)\.\s", page, re.DOTALL)
     known = set(re.findall(r"\b[a-z0-9]+:[A-Z][A-Za-z]+\b", sentence))
     used = set(re.findall(r"\b[a-z0-9]+:[A-Z][A-Za-z]+\b", UP.read_text()))
@@ -293,7 +293,7 @@ def test_the_page_names_the_actions_of_cloud_up() -> None:
     assert known == used
 
 
-@pytest.mark.parametrize("page", ["docs/bare-metal.md", "autoscaler/providers/ec2/stack.yaml"])
+@pytest.mark.parametrize("page", ["docs/howto/several-nodes.md", "autoscaler/providers/ec2/stack.yaml"])
 def test_no_etcd_of_one_member_opens_a_port_for_others(page: str) -> None:
     """etcd asks its peers for no password, and port 2380 of loopback is its default."""
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from fake_agent import FakeAgent
 
 pytestmark = pytest.mark.processes
 
-PAGE = Path(__file__).parents[2] / "docs" / "from-ddp.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "your-script.md"
 
 
 def run(folder: Path, ranks: int, converted: bool, batch: float = 32) -> tuple[list[Any], list[str]]:
@@ -101,7 +101,7 @@ def test_no_share_is_a_single_sample_that_a_batchnorm_refuses(
 
 
 def page() -> tuple[list[str], list[str]]:
-    """Return the diffs of docs/from-ddp.md before the conversion, and after it: scripts and command lines."""
+    """Return the diffs of your-script.md before the conversion, and after it: scripts and command lines."""
     diffs = re.findall(r"^```diff test=test_conversion\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     before, after = (
         ["\n".join(line[1:] for line in diff.splitlines() if line[:1] != left_out) for diff in diffs]

@@ -77,7 +77,7 @@ def test_rights_on_the_queue(moto: Moto, action: str) -> None:
 
 
 def test_the_policy_in_the_docs_is_all_that_is_tried() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "ec2.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "ec2.md").read_text()
     policy = json.loads(text.split("```json")[1].split("```")[0])
     allowed = {action for statement in policy["Statement"] for action in statement["Action"]}
     assert {f"autoscaling:{action}" for action in ACTIONS} <= allowed

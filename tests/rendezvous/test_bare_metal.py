@@ -1,4 +1,4 @@
-"""docs/bare-metal.md and docs/security.md on loopback, by one user: also where nobody is root.
+"""The pages several-nodes.md and security.md on loopback, by one user: also where nobody is root.
 
 tests/rendezvous/test_real_users.py runs them as they stand, with their users and several machines.
 """
@@ -75,14 +75,14 @@ def test_the_pages(tmp_path: Path):
     pki.mkdir(parents=True)
     (tmp_path / "shared/images").mkdir(parents=True)
     (tmp_path / "train.py").write_text("import os; print('replica', os.environ['RANK'], flush=True)\n")
-    certificates, users = blocks("security.md", "bash", "test=test_bare_metal")
-    *_, doctor, job, secret, plain = blocks("bare-metal.md", "bash", "test=test_bare_metal")
+    certificates, users = blocks("explanation/security.md", "bash", "test=test_bare_metal")
+    *_, doctor, job, secret, plain = blocks("howto/several-nodes.md", "bash", "test=test_bare_metal")
     run(certificates, tmp_path, "")
     tls = ServerTls(pki / "etcd.pem", pki / "etcd-key.pem", client_ca=pki / "ca.pem")
     with EtcdServer(tls=tls) as server:
         endpoint = server.endpoint.removeprefix("https://")
         run(users, tmp_path, endpoint)
-        (node,) = (text for text in blocks("bare-metal.md", "ini") if "ADAPTDL_ETCD=" in text)
+        (node,) = (text for text in blocks("howto/several-nodes.md", "ini") if "ADAPTDL_ETCD=" in text)
         node = node.replace("/etc/adaptdl", str(pki.parent)).replace("etcd0:2379", endpoint)
         (pki.parent / "node.env").write_text(node)
         run(doctor, tmp_path, endpoint)
@@ -121,7 +121,7 @@ def second_node(store: Store) -> tuple[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_machines_to_try_it(tmp_path: Path):
-    etcd, node, control, *_ = blocks("bare-metal.md", "bash", "test=test_bare_metal")
+    etcd, node, control, *_ = blocks("howto/several-nodes.md", "bash", "test=test_bare_metal")
     (tmp_path / "shared").mkdir()
     script = Path(__file__).parents[1] / "agent" / "scripts" / "train.py"
     (tmp_path / "train.py").write_text("import sys\nsys.argv += ['60', '0.2']\n" + script.read_text())
@@ -149,7 +149,7 @@ def test_two_machines_to_try_it(tmp_path: Path):
 
 
 def units() -> list[str]:
-    return [text for text in blocks("bare-metal.md", "ini") if "ExecStart=" in text]
+    return [text for text in blocks("howto/several-nodes.md", "ini") if "ExecStart=" in text]
 
 
 def command(unit: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""docs/bare-metal.md and docs/security.md as they stand: their users, rights and units, on several machines.
+"""The pages several-nodes.md and security.md as they stand: users, rights and units, on several machines.
 
 The machines share a network and /shared, and nothing else (tests/support/machines.py). What the pages do on
 every node is done on every node. What they do as root is done as root, and what they do as `trainer`, `etcd`,
@@ -61,21 +61,21 @@ class Cluster:
 
     def __init__(self, room: Room, logs: Path) -> None:
         self.room, self.logs = room, logs
-        trainer, etcd_user = blocks("bare-metal.md", "bash", "test_real_users")
-        certificates, self.users = blocks("security.md", "bash", "test_bare_metal")
-        self.person, self.rotation = blocks("security.md", "bash", "test_real_users")
+        trainer, etcd_user = blocks("howto/several-nodes.md", "bash", "test_real_users")
+        certificates, self.users = blocks("explanation/security.md", "bash", "test_bare_metal")
+        self.person, self.rotation = blocks("explanation/security.md", "bash", "test_real_users")
         room.everywhere(trainer)
         if "etcd:" not in room.read("/etc/passwd", "etcd0"):  # Debian's package has brought it
             room.bash(etcd_user, "etcd0")
         room.bash(certificates, "etcd0")
         for name in ("ca.pem", "node.pem", "node-key.pem"):
             room.copy(f"/etc/adaptdl/pki/{name}", "etcd0", *NODES)
-        self.etcd = self.start("etcd", one_of("bare-metal.md", "ini", "Description=etcd"), "etcd0")
+        self.etcd = self.start("etcd", one_of("howto/several-nodes.md", "ini", "Description=etcd"), "etcd0")
         room.bash(self.users, "etcd0")
         room.copy("/etc/adaptdl/password", "etcd0", *NODES)
-        variables = one_of("bare-metal.md", "ini", "ADAPTDL_ETCD_PASSWORD_FILE=")
+        variables = one_of("howto/several-nodes.md", "ini", "ADAPTDL_ETCD_PASSWORD_FILE=")
         room.write("/etc/adaptdl/node.env", variables, *NODES)
-        self.agent_unit = one_of("bare-metal.md", "ini", "adaptdl-run")
+        self.agent_unit = one_of("howto/several-nodes.md", "ini", "adaptdl-run")
 
     def start(self, name: str, unit: str, machine: str, instance: str = "") -> Service:
         return Unit(unit, instance).start(self.room, machine, self.logs / f"{name}.log")
@@ -170,7 +170,7 @@ def test_the_pages_with_their_users_rights_and_units(cluster: Cluster) -> None:
         for path, users in paths.items():
             able = {user for user in asked if cluster.can_read(user, path, machine)}
             assert able == users, f"{path} on {machine}"
-    *_, doctor, job, secret, plain = blocks("bare-metal.md", "bash", "test_bare_metal")
+    *_, doctor, job, secret, plain = blocks("howto/several-nodes.md", "bash", "test_bare_metal")
     room.bash(secret, "node0")
     room.copy("/etc/adaptdl/secret.env", "node0", "node1")
     for node in NODES:
@@ -218,7 +218,7 @@ def test_two_people_share_machines_and_keep_their_secrets(cluster: Cluster) -> N
     for person in ("alice", "bob"):
         cluster.add_person(person)
     cluster.job("speech", long_script(), "alice")
-    unit = cluster.agent("speech", "node0", one_of("security.md", "ini", "User=alice"))
+    unit = cluster.agent("speech", "node0", one_of("explanation/security.md", "ini", "User=alice"))
     room.bash("mkdir jobs", "node0", "bob", "/home/bob")
     room.bash(f"cat > train.py <<'END'\n{long_script()}\nEND", "node0", "bob", "/home/bob/jobs")
     as_bob = "set -a; source /etc/adaptdl/bob/node.env; set +a\n"
@@ -261,8 +261,8 @@ def test_two_people_share_machines_and_keep_their_secrets(cluster: Cluster) -> N
 
 
 def test_two_machines_to_try_it(room: Room, tmp_path: Path) -> None:
-    etcd, node, control, *_ = blocks("bare-metal.md", "bash", "test_bare_metal")
-    trainer = blocks("bare-metal.md", "bash", "test_real_users")[0]
+    etcd, node, control, *_ = blocks("howto/several-nodes.md", "bash", "test_bare_metal")
+    trainer = blocks("howto/several-nodes.md", "bash", "test_real_users")[0]
     for node_name in NODES:
         room.bash(trainer + "install -d -o trainer /shared/first", node_name)
     room.write("/srv/jobs/images/train.py", long_script(seconds=0.2), *NODES)

@@ -77,7 +77,7 @@ def _b64(text: str) -> str:
 
 @pytest.fixture(params=["3.5", "3.4"])
 def guarded(request: pytest.FixtureRequest) -> EtcdServer:
-    """An etcd whose user `adaptdl` may do everything under one prefix, as docs/security.md sets it up."""
+    """An etcd whose user `adaptdl` may do everything under one prefix, as security.md sets it up."""
     with EtcdServer(binary=binary_or_skip(request.param)) as server:
         prefix = {"key": _b64("/adaptdl/v1/one/"), "range_end": _b64("/adaptdl/v1/one0")}
         for user in ("root", "adaptdl"):

@@ -1,4 +1,4 @@
-"""The table of faults in docs/ec2.md: hours of virtual time for each, with the autoscaler's own loop.
+"""The table of faults in docs/howto/ec2.md: hours of virtual time for each, with the autoscaler's own loop.
 
 A job wants four nodes, of spot (0.3 an hour) where there is any, else on-demand (1.0). A node registers when
 its instance runs, and has a replica as soon as the job has its least number of nodes.
@@ -24,7 +24,7 @@ from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "ec2.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "ec2.md"
 SPOT = Pool("spot", desired=0, maximum=8, slots=1, hourly_price=0.3, preemptible=True, replaces_at_risk=True)
 DEMAND = Pool("on-demand", desired=0, maximum=8, slots=1, hourly_price=1.0)
 SPEC = records.JobSpec("train", "run", min_nodes=1, max_nodes=4, min_replicas=1, max_replicas=4)

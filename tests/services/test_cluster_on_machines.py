@@ -1,4 +1,4 @@
-"""docs/cluster.md as it stands, and the installation of docs/bare-metal.md, on machines that share a network.
+"""The page cluster.md as it stands, and several-nodes.md's installation, on machines that share a network.
 
 Ordinary users type the commands of the first page. `cluster up` is given nothing but the names of the nodes.
 So the wheel is made at the desk, and each node's own pip or uv installs it, from a package index on another
@@ -172,11 +172,11 @@ class Desk:
 
 
 def test_three_commands_and_a_second_person(room: Room) -> None:
-    (three,) = blocks("cluster.md", "bash", "test_cluster_on_machines")
+    (three,) = blocks("howto/cluster.md", "bash", "test_cluster_on_machines")
     up, submit, logs = three.splitlines()
     in_readme = blocks("../README.md", "bash", "test_cluster_on_machines")
     assert in_readme == [re.sub(" +#.*", "", three)]
-    *_, people = blocks("cluster.md", "text")
+    *_, people = blocks("howto/cluster.md", "text")
     desk, laptop = Desk(room, "desk", "you"), Desk(room, "laptop", "alice")
 
     said = desk.type(up)
@@ -231,7 +231,7 @@ def test_three_commands_and_a_second_person(room: Room) -> None:
 @pytest.mark.exhaustive
 def test_the_installation_by_hand_on_two_nodes(stack: ExitStack, tmp_path: Path) -> None:
     room = open_room(stack, tmp_path / "packages.log", "node0", "node1")
-    (text,) = blocks("bare-metal.md", "bash", "test_packaging")
+    (text,) = blocks("howto/several-nodes.md", "bash", "test_packaging")
     for node in ("node0", "node1"):
         room.bash(ONE_PYTHON, node)
         said = room.bash(f"{text}command -v adaptdl\n", node, folder=str(ROOT))

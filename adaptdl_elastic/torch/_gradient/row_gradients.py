@@ -8,7 +8,7 @@ The training pass runs as it would without: nothing of it is replaced, and its g
 Signs on h of the m samples, half +1 and half −1 at random, times √(m/h), have the sum 0 and Σ sᵢ² = m. So
 V = |Σ sᵢ gᵢ|² has the mean tr Σ/m, as with signs on all samples (see `estimator`). A smaller h costs less. It
 does not change the error of V if gradients are nearly normal. If a few samples have most of the gradient, it
-does (docs/decisions.md).
+does (docs/explanation/decisions.md).
 
 This holds if no operation mixes samples, and if the rows are found. Neither can be seen from outside. So the
 sum is compared with that of a walk through the whole graph by signs, at first and later on (`KnownForms`).

@@ -36,11 +36,11 @@ _KEPT = 256  # windows whose records are kept for replicas that are behind or ah
 _STEP = (
     "all replicas must step at the same batches, and a newcomer's counters begin at 0: step where "
     "i + 1 == adl.expected_batches(), not len(loader), or let the loader accumulate "
-    "(gradient_accumulation=True); see docs/loops.md"
+    "(gradient_accumulation=True); see docs/howto/loops.md"
 )
 _CHANGE = (
     "all replicas must change parameters alike: look for a step, or an edit of a parameter, under a "
-    "condition that differs between them, such as the rank or a counter; see docs/loops.md"
+    "condition that differs between them, such as the rank or a counter; see docs/howto/loops.md"
 )
 
 Place = tuple[int, ...]

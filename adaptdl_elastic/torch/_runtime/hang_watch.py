@@ -235,7 +235,8 @@ def describe(rank: int, answer: Answer | None, left: Sequence[int] = ()) -> str:
         return (
             f"replica {rank} on {answer.host} waits for gradients of replicas that have left its data loop "
             f"({', '.join(map(str, left))}): all have to leave it at the same batch, and a newcomer's "
-            f"counters begin at 0, so decide it by adl.current_dataloader().current_index (docs/loops.md)"
+            f"counters begin at 0, so decide it by adl.current_dataloader().current_index "
+            f"(docs/howto/loops.md)"
         )
     return (
         f"the others wait for replica {rank} on {answer.host}, which has not moved on for "

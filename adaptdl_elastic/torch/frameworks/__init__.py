@@ -10,5 +10,6 @@
 
     from adaptdl_elastic.torch.frameworks.huggingface import Trainer, TrainingArguments
 
-docs/frameworks.md says which features of each framework work. Adapters use only public names of the library.
+docs/howto/frameworks.md says which features of each framework work. Adapters use only public names of the
+library.
 """

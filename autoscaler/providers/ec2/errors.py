@@ -63,7 +63,8 @@ def explain(error: Exception, action: str, what: str = "") -> ProviderError:
         message = str(error.response.get("Error", {}).get("Message", "")) or code
         if code in _DENIED:
             return NoPermissionError(
-                f"no permission for {action}{where}: add it to the role in use (docs/ec2.md has the policy)"
+                f"no permission for {action}{where}: add it to the role in use "
+                "(docs/howto/ec2.md has the policy)"
             )
         if code in _CREDENTIALS:
             return NoPermissionError(
