@@ -53,7 +53,7 @@ mutants: $(STAMP) ## SEED=1: 40 changes of one line in copies of the pure module
 
 docs: $(STAMP) ## the site in site/, and the picture in docs/contributing/architecture.md from the imports
 	@$(BIN)/python docs/generate_picture.py
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff check .

@@ -78,7 +78,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links to files outside docs/ lead to the repository."""
+    """Let links to files outside docs/ lead to the repository; drop `test=...` from blocks of code."""
     generated = page.file.src_uri == "contributing/index.md"
     folder = ROOT if generated else (ROOT / "docs" / page.file.src_uri).parent
 
@@ -93,6 +93,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             shown = REPOSITORY + str(there.relative_to(ROOT))
         return f"{match[1]}{shown}{'#' + anchor if anchor else ''})"
 
+    markdown = re.sub(r"^(```\w+) .*$", r"\1", markdown, flags=re.MULTILINE)
     return re.sub(r"(\]\()([^)\s]+)\)", mended, markdown)
 
 

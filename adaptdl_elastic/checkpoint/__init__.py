@@ -111,7 +111,7 @@ class State:
         """Write the state to a binary file. Called between two steps, on rank 0 for a checkpoint.
 
         If replicas may die without a restart, it is also called on every replica before each step, as long as
-        it writes little (docs/contributing/architecture.md, A death).
+        it writes little (docs/explanation/death.md).
         """
 
     def load(self, fileobj: BinaryIO) -> None:

@@ -1,7 +1,7 @@
 """Name the environment variables of replicas, agents and tools, and hold the settings of a replica.
 
 All that write or read such a variable use this one list. A test finds names that stand elsewhere.
-docs/contributing/architecture.md explains the variables.
+docs/reference/variables.md explains the variables.
 """
 
 from __future__ import annotations

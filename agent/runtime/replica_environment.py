@@ -1,4 +1,4 @@
-"""The environment variables of a replica (docs/contributing/architecture.md has the table)."""
+"""The environment variables of a replica (docs/reference/variables.md has the table)."""
 
 from __future__ import annotations
 

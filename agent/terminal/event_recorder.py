@@ -1,4 +1,4 @@
-"""Turn what happens on this node into events of the event log (docs/contributing/architecture.md, Events)."""
+"""Turn what happens on this node into events of the event log (docs/reference/events.md)."""
 
 from __future__ import annotations
 

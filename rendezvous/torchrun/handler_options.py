@@ -25,7 +25,7 @@ _KEEP_ALIVE_ATTEMPTS = 3.0  # torch's default
 
 @dataclass(frozen=True)
 class HandlerOptions:
-    """The options of one handler; docs/howto/several-nodes.md has their table. Times are in seconds."""
+    """The options of one handler; docs/howto/from-torchrun.md has their table. Times are in seconds."""
 
     cluster: str = ""
     api: str = "auto"

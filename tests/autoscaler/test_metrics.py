@@ -125,8 +125,8 @@ def test_it_is_served_where_it_is_asked_to_be(pump: Pump) -> None:
         metrics.close()
 
 
-def test_the_page_about_monitoring_names_every_metric() -> None:
-    page = DASHBOARD.parents[1].joinpath("howto/monitoring.md").read_text()
+def test_the_page_of_metrics_names_every_metric() -> None:
+    page = DASHBOARD.parents[1].joinpath("reference/metrics.md").read_text()
     assert {name for name in (*JOB_METRICS, *CLUSTER_METRICS) if f"`{name}" not in page} == set()
 
 
@@ -139,7 +139,7 @@ def test_a_replica_that_lags_is_a_series_with_rank_host_and_part(pump: Pump) -> 
     pump.agents[0].report(pump.plan("a"))
     observe(pump, metrics)
     assert "adaptdl_job_straggler_ratio{" not in generate_latest(registry).decode()
-    assert "`adaptdl_job_straggler_ratio" in DASHBOARD.parents[1].joinpath("howto/monitoring.md").read_text()
+    assert "`adaptdl_job_straggler_ratio" in DASHBOARD.parents[1].joinpath("reference/metrics.md").read_text()
     assert "adaptdl_job_straggler_ratio" in DASHBOARD.read_text()
 
 

@@ -76,7 +76,8 @@ def test_the_pages(tmp_path: Path):
     (tmp_path / "shared/images").mkdir(parents=True)
     (tmp_path / "train.py").write_text("import os; print('replica', os.environ['RANK'], flush=True)\n")
     certificates, users = blocks("explanation/security.md", "bash", "test=test_bare_metal")
-    *_, doctor, job, secret, plain = blocks("howto/several-nodes.md", "bash", "test=test_bare_metal")
+    *_, doctor, job = blocks("howto/several-nodes.md", "bash", "test=test_bare_metal")
+    secret, plain = blocks("howto/from-torchrun.md", "bash", "test=test_bare_metal")
     run(certificates, tmp_path, "")
     tls = ServerTls(pki / "etcd.pem", pki / "etcd-key.pem", client_ca=pki / "ca.pem")
     with EtcdServer(tls=tls) as server:

@@ -63,7 +63,8 @@ class Cluster:
         self.room, self.logs = room, logs
         trainer, etcd_user = blocks("howto/several-nodes.md", "bash", "test_real_users")
         certificates, self.users = blocks("explanation/security.md", "bash", "test_bare_metal")
-        self.person, self.rotation = blocks("explanation/security.md", "bash", "test_real_users")
+        (self.person,) = blocks("howto/access.md", "bash", "test_real_users")
+        (self.rotation,) = blocks("explanation/security.md", "bash", "test_real_users")
         room.everywhere(trainer)
         if "etcd:" not in room.read("/etc/passwd", "etcd0"):  # Debian's package has brought it
             room.bash(etcd_user, "etcd0")
@@ -170,7 +171,8 @@ def test_the_pages_with_their_users_rights_and_units(cluster: Cluster) -> None:
         for path, users in paths.items():
             able = {user for user in asked if cluster.can_read(user, path, machine)}
             assert able == users, f"{path} on {machine}"
-    *_, doctor, job, secret, plain = blocks("howto/several-nodes.md", "bash", "test_bare_metal")
+    *_, doctor, job = blocks("howto/several-nodes.md", "bash", "test_bare_metal")
+    secret, plain = blocks("howto/from-torchrun.md", "bash", "test_bare_metal")
     room.bash(secret, "node0")
     room.copy("/etc/adaptdl/secret.env", "node0", "node1")
     for node in NODES:
@@ -218,7 +220,7 @@ def test_two_people_share_machines_and_keep_their_secrets(cluster: Cluster) -> N
     for person in ("alice", "bob"):
         cluster.add_person(person)
     cluster.job("speech", long_script(), "alice")
-    unit = cluster.agent("speech", "node0", one_of("explanation/security.md", "ini", "User=alice"))
+    unit = cluster.agent("speech", "node0", one_of("howto/access.md", "ini", "User=alice"))
     room.bash("mkdir jobs", "node0", "bob", "/home/bob")
     room.bash(f"cat > train.py <<'END'\n{long_script()}\nEND", "node0", "bob", "/home/bob/jobs")
     as_bob = "set -a; source /etc/adaptdl/bob/node.env; set +a\n"
