@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants docs quick test test-all test-integrations matrix lint clean
+.PHONY: help install demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants docs dist quick test test-all test-integrations matrix lint clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -54,6 +54,11 @@ mutants: $(STAMP) ## SEED=1: 40 changes of one line in copies of the pure module
 docs: $(STAMP) ## the site in site/, and the picture in docs/contributing/architecture.md from the imports
 	@$(BIN)/python docs/generate_picture.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+dist: $(STAMP) ## dist/: a wheel, and a source distribution with docs, tests and benchmarks
+	@rm -rf dist
+	@$(BIN)/python -m build -q .
+	@ls dist
 
 lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff check .

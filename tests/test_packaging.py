@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -52,8 +53,8 @@ def test_no_version_is_claimed_whose_tests_have_not_passed() -> None:
     claims = re.findall(r"Python :: (3\.\d+)$", declared()["metadata"]["classifiers"], re.MULTILINE)
     assert claims
     assert set(claims) == pythons
-    assert in_readme("Python") == pythons
-    assert in_readme("torch") == torches
+    assert on_the_page("Python") == pythons
+    assert on_the_page("torch") == torches
     assert lock.PYTHON in pythons
     assert declared()["options"]["python_requires"] == f">={min(pythons, key=_number)}"
     assert ".".join(map(str, nodes.OLDEST_PYTHON)) == min(pythons, key=_number)
@@ -62,9 +63,12 @@ def test_no_version_is_claimed_whose_tests_have_not_passed() -> None:
     assert f"torch >= {least}" in declared()["options"]["install_requires"].splitlines()
 
 
-def in_readme(row: str) -> set[str]:
-    """Return the versions that README says to have run, of a row of its table."""
-    (ran,) = re.findall(rf"^\| {row} \| (.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+VERSIONS = ROOT / "docs" / "reference" / "versions.md"
+
+
+def on_the_page(row: str) -> set[str]:
+    """Return the versions that docs/reference/versions.md says to have run, of a row of its table."""
+    (ran,) = re.findall(rf"^\| {row} \| (.*?) \|", VERSIONS.read_text(), re.MULTILINE)
     return set(re.findall(r"\d+(?:\.\d+)+", ran))
 
 
@@ -181,12 +185,21 @@ def test_importing_the_library_changes_nothing_global() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make dist` makes: the wheel is built from the source distribution."""
+    there = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--outdir", str(there), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    with tarfile.open(next(there.glob("*.tar.gz"))) as source:
+        source.extractall(there / "source", filter="data")
+    return there
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_wheel_in_a_clean_environment_has_everything(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+def test_the_distributions_have_everything(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for package, folder in FOLDERS.items():
         for source in (ROOT / folder).rglob("*.py"):
@@ -198,35 +211,58 @@ def test_a_wheel_in_a_clean_environment_has_everything(tmp_path: Path) -> None:
     assert "adaptdl_elastic/autoscaler/diagnostics/report.html.jinja" in names
     for page in (ROOT / "autoscaler" / "web" / "static").iterdir():
         assert f"adaptdl_elastic/autoscaler/web/static/{page.name}" in names
-    # A clean environment that borrows the dependencies of this one. A directory named in a .pth file is
-    # searched, but .pth files in it are not read: this checkout's editable install stays invisible.
+    (unpacked,) = (dist / "source").iterdir()
+    for name in (
+        "Makefile",
+        "mkdocs.yml",
+        "constraints.txt",
+        ".ci/run",
+        "docs/index.md",
+        "tests/conftest.py",
+    ):
+        assert (unpacked / name).is_file(), name
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (unpacked / page.relative_to(ROOT)).is_file(), page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+def test_a_distribution_in_an_empty_environment_runs_the_job_of_the_readme(
+    dist: Path, kind: str, tmp_path: Path
+) -> None:
+    """The dependencies are borrowed.
+
+    A directory named in a .pth file is searched, but .pth files in it are not read: this checkout's editable
+    install stays invisible.
+    """
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
-    site = (
-        tmp_path
-        / "venv"
-        / "lib"
-        / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        / "site-packages"
-    )
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = tmp_path / "venv" / "lib" / version / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(wheel)]
+    (file,) = dist.glob(kind)
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(file)]
     subprocess.run(install, check=True)
-    for arguments in (
-        ["-m", "adaptdl_elastic"],
-        ["-m", "adaptdl_elastic.agent", "--help"],
-        ["-m", "adaptdl_elastic.autoscaler", "--help"],
-        ["-c", "from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as r\n"
-               "import torch.distributed.run, sys\nsys.exit('adaptdl-etcd' not in r._registry)"],
-        ["-c", "import adaptdl_elastic.torch as a, sys; sys.exit('venv' not in a.__file__)"],
-    ):  # fmt: skip
-        run = subprocess.run(
-            [str(python), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    (unpacked,) = (dist / "source").iterdir()
+    (tmp_path / "examples").symlink_to(unpacked / "examples")
+    readme = (unpacked / "README.md").read_text()
+    (job,) = re.findall(r"^adaptdl-run --standalone .*$", readme, re.MULTILINE)
+    for command in (
+        *("python -m adaptdl_elastic", "adaptdl-run --help", "adaptdl --help"),
+        "python -c 'import adaptdl_elastic.torch as a, sys; sys.exit(\"venv\" not in a.__file__)'",
+        "python -c 'from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as r\n"
+        'import torch.distributed.run, sys\nsys.exit("adaptdl-etcd" not in r._registry)\'',
+        job,
+    ):
+        environment = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
+        environment["PATH"] = f"{python.parent}:{os.environ['PATH']}"
+        ran = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
-        assert run.returncode == 0, (arguments, run.stderr)
-    for script in ("adaptdl-run", "adaptdl"):
-        assert (tmp_path / "venv" / "bin" / script).exists()
-    _install_as_the_page_says(wheel, tmp_path)
+        assert ran.returncode == 0, (command, ran.stdout, ran.stderr)
+    if kind == "*.whl":
+        _install_as_the_page_says(file, tmp_path)
 
 
 def _install_as_the_page_says(wheel: Path, folder: Path) -> None:

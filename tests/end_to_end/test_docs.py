@@ -102,23 +102,6 @@ def test_every_variable_that_is_read_is_on_a_page_and_the_other_way_round() -> N
     assert read == told
 
 
-def anchors(page: Path) -> set[str]:
-    """What a page's headings are called in links, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
-
-
-def test_every_link_of_the_readme_to_a_heading_finds_it() -> None:
-    found = 0
-    for page in PAGES[:2]:
-        for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
-            if not target.startswith("http"):
-                found += 1
-                there = page.parent / target if target else page
-                assert anchor in anchors(there), f"{page.name}: {target}#{anchor}"
-    assert found
-
-
 def test_every_relative_link_to_a_file_of_the_repository_leads_somewhere() -> None:
     """Links between pages of docs/ are followed by mkdocs (tests/test_site.py)."""
     for page in PAGES:
