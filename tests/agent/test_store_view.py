@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -24,8 +25,11 @@ from adaptdl_elastic.rendezvous.store.base import Change
 KEYS = Keys("test")
 
 
+REVISIONS = itertools.count(1)
+
+
 def changed(key: str, value: str | None) -> Change:
-    return Change("delete" if value is None else "put", key, value, 1)
+    return Change("delete" if value is None else "put", key, value, next(REVISIONS))
 
 
 def node(name: str, job: str = "job") -> tuple[str, str]:
