@@ -327,13 +327,13 @@ class ClusterCache:
         return None
 
     def _read(self, item: KeyValue) -> Observed[Any] | None:
-        found = self._keys.decode(item.key, item.value)
-        if (parts := self._keys.parse(item.key))[2:] == ("hints",):
+        found, parts = self._keys.decode(item.key, item.value), self._keys.parse(item.key)
+        if parts[0] == "jobs" and parts[2:] == ("hints",):
             found = job_hints.decode(item.value)
             if found.job != parts[1]:
                 raise job_hints.MalformedHintsError(f"is a report of job {found.job!r}")
         if isinstance(found, records.NodeRecord):
-            if self._keys.node(found.node, found.job) != item.key:
+            if (found.node, found.job) != parts[1:]:
                 raise ValueError(f"{item.key}: says it is node {found.node!r} of job {found.job!r}")
             if not 1 <= found.min_slots <= found.slots <= MOST_SLOTS:
                 message = (

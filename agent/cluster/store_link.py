@@ -126,8 +126,7 @@ class Watcher(threading.Thread):
         """Read and watch the prefix until `close`."""
         for news in self._news:
             if isinstance(news, Snapshot):
-                items = {item.key: item.value for item in news.items}
-                self._post(Keyspace(self._prefix, items))
+                self._post(Keyspace(self._prefix, {item.key: item.value for item in news.items}))
             else:
                 self._post(news)
 

@@ -38,9 +38,9 @@ class PrefixCache(Generic[T]):
 
     * It is `whole` from the first snapshot on. Before, it holds what changes have told.
     * A snapshot is the truth, even if it is older than what is held: the store may have lost its data. Keys
-      that are not in it are dropped. A key of the same revision and value is left as it is.
-    * A change that is not newer than what is held of its key changes nothing. So a change may arrive twice,
-      and a process may apply its own writes before the watch reports them.
+      that are not in it are dropped. A key of the same revision (0: unknown) and value is left as it is.
+    * A change that is not newer than what is held of its key, or than the last snapshot, changes nothing. So
+      it may arrive twice, and a process may apply its own writes before the watch reports them.
     * A value that cannot be read (garbage, or a record of a newer version) is reported to `refuse`. The last
       record that could be read stays, until a later value can be read, or the key is deleted or made again.
 
@@ -58,8 +58,10 @@ class PrefixCache(Generic[T]):
         refuse: Callable[[str, ValueError], None] | None = None,
         holds: Callable[[str], bool] = lambda key: True,
     ) -> None:
-        self._read, self._refuse, self._holds = read, refuse or _log, holds
+        self._read, self._holds = read, holds
+        self._refuse = refuse or (lambda _, error: logger.warning("ignored a value in the store: %s", error))
         self._entries: dict[str, Entry[T]] = {}
+        self._since = 0  # revision of the last snapshot of all prefixes
         self.whole = False
         self.revision = 0
         """The newest revision that `take` was given."""
@@ -74,14 +76,20 @@ class PrefixCache(Generic[T]):
         return self._entries.get(key)
 
     def take(self, news: Snapshot | Change, prefix: str = "") -> list[Difference[T]]:
-        """Apply a snapshot of a prefix, or a change; return what is different now, deletions first."""
+        """Apply a snapshot, or a change; return what is different now, deletions first.
+
+        Args:
+            news: What `Follow` has yielded.
+            prefix: The prefix of a snapshot, if the cache holds several.
+        """
         self.revision = max(self.revision, news.revision)
-        if isinstance(news, Snapshot):
-            gone = self.forget(prefix, {item.key for item in news.items})
-            fresh = [difference for item in news.items for difference in self._put(item)]
-            self.whole = True
-            return gone + fresh
-        return self.note(news)
+        if isinstance(news, Change):
+            return [] if news.revision <= self._since else self.note(news)
+        self._since = 0 if prefix else news.revision
+        gone = self.forget(prefix, {item.key for item in news.items})
+        fresh = [difference for item in news.items for difference in self._put(item)]
+        self.whole = True
+        return gone + fresh
 
     def note(self, change: Change) -> list[Difference[T]]:
         """Apply a change that this process has made, before the watch reports it; return what is different.
@@ -102,23 +110,18 @@ class PrefixCache(Generic[T]):
         return [(key, self._entries.pop(key), None) for key in keys]
 
     def _put(self, item: KeyValue) -> list[Difference[T]]:
-        before = self._entries.get(item.key)
-        if not self._holds(item.key):
-            return []
-        if before is not None and (before.item.mod_revision, before.item.value) == (
-            item.mod_revision,
-            item.value,
+        before, unknown = self._entries.get(item.key), 0
+        if not self._holds(item.key) or (
+            before is not None
+            and before.item.value == item.value
+            and item.mod_revision in (before.item.mod_revision, unknown)
         ):
             return []
         try:
             after = Entry(item, self._read(item))
         except ValueError as error:
             self._refuse(item.key, error)
-            lives = before is not None and before.item.create_revision == item.create_revision
-            after = Entry(item, before.record if before is not None and lives else None, readable=False)
+            stays = before is not None and item.create_revision in (before.item.create_revision, unknown)
+            after = Entry(item, before.record if before is not None and stays else None, readable=False)
         self._entries[item.key] = after
         return [(item.key, before, after)]
-
-
-def _log(key: str, error: ValueError) -> None:
-    logger.warning("ignored a value in the store: %s", error)

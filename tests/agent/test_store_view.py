@@ -68,6 +68,17 @@ def test_records_of_the_job_become_events(view: StoreView) -> None:
     assert told == [d.MasterSeen(master), d.EndedSeen(2, "a", Outcome.STOPPED)]
 
 
+def test_what_is_known_is_not_told_again_after_a_gap(view: StoreView) -> None:
+    key, texts = (
+        KEYS.generation("job", 3, "master"),
+        [encode(MasterRecord(3, "10.0.0.1", n, 6)) for n in (4, 5)],
+    )
+    assert len(list(view.apply(changed(key, texts[0])))) == 1
+    assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[0]}))) == []
+    assert len(list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]})))) == 1
+    assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]}))) == []
+
+
 def test_requests_are_kept(view: StoreView) -> None:
     list(view.apply(changed(KEYS.job("job", "request"), encode(JobRequest(checkpoint=2)))))
     list(view.apply(changed(KEYS.drain("here"), encode(DrainRequest("here", "why")))))
