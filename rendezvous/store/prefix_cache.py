@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
@@ -110,12 +110,13 @@ class PrefixCache(Generic[T]):
         return [(key, self._entries.pop(key), None) for key in keys]
 
     def _put(self, item: KeyValue) -> list[Difference[T]]:
+        if not self._holds(item.key):
+            return []
         before, unknown = self._entries.get(item.key), 0
-        if not self._holds(item.key) or (
-            before is not None
-            and before.item.value == item.value
-            and item.mod_revision in (before.item.mod_revision, unknown)
-        ):
+        same = before is not None and before.item.value == item.value
+        if before is not None and same and item.mod_revision in (before.item.mod_revision, unknown):
+            # the revision is taken over: those of a store that has lost its data begin again
+            self._entries[item.key] = replace(before, item=item)
             return []
         try:
             after = Entry(item, self._read(item))

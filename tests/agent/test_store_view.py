@@ -77,6 +77,10 @@ def test_what_is_known_is_not_told_again_after_a_gap(view: StoreView) -> None:
     assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[0]}))) == []
     assert len(list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]})))) == 1
     assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]}))) == []
+    # revisions begin again in a store that has lost its data and was given back what was known
+    list(view.apply(Change("put", key, texts[1], 1000)))
+    assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]}))) == []
+    assert len(list(view.apply(Change("put", key, texts[0], 2)))) == 1
 
 
 def test_requests_are_kept(view: StoreView) -> None:

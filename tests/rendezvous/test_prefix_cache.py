@@ -59,7 +59,7 @@ def test_the_copy_is_the_store_after_gaps_and_repeated_and_old_changes(seed: int
     for key, item in items.items():
         entry = cache.get(key)
         assert entry is not None
-        assert entry is mirror[key]
+        assert entry == mirror[key]
         assert entry.readable == item.value.isdigit()
         assert entry.record in ({int(item.value)} if entry.readable else {None, *known[key]})
 

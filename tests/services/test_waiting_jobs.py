@@ -26,9 +26,9 @@ def test_submissions_are_followed() -> None:
     keys, store, cache = Keys("lab"), MemoryStore(), ClusterCache(Keys("lab"))
     store.put(keys.submission("a"), "signed")
     cache.take(store.range(keys.root), 0.0)
-    cache.take(Change("put", keys.submission("b"), "signed", 2), 0.0)
+    cache.take(Change("put", keys.submission("b"), "signed", 3), 0.0)
     assert cache.view(0.0, 0.0).submitted == {"a", "b"}
-    cache.take(Change("delete", keys.submission("a"), None, 3), 0.0)
+    cache.take(Change("delete", keys.submission("a"), None, 4), 0.0)
     assert cache.view(0.0, 0.0).submitted == {"b"}
     cache.take(MemoryStore().range(keys.root), 0.0)
     assert cache.view(0.0, 0.0).submitted == frozenset()
