@@ -1,13 +1,14 @@
 """What is known of a cluster: a `View` of the store, and the `ClusterCache` that keeps it current.
 
-Nothing here decides or does I/O. The cache is given a range and then its changes, in order. It decodes each
-value once, keeps a job's last valid hints if a newer report is invalid, and reports an invalid value once.
+Nothing here decides or does I/O. The cache is given a range and then its changes, in order. It keeps the last
+valid record of a key if a newer value is invalid, and reports an invalid value once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -17,15 +18,14 @@ from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
-from adaptdl_elastic.rendezvous.store.base import Change, Snapshot
+from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
+from adaptdl_elastic.rendezvous.store.prefix_cache import Difference, Entry, PrefixCache
 from adaptdl_elastic.rendezvous.text import weight_problem
 
 R = TypeVar("R")
 
 NodeOfGeneration = tuple[int, str]
 """(generation, node)."""
-
-_DIGITS = 18  # most digits of a generation's number
 
 
 def _empty() -> Mapping[Any, Any]:
@@ -194,6 +194,9 @@ class Problem:
     message: str
 
 
+_Entry = Entry[Observed[Any]]
+
+
 class ClusterCache:
     """The store's keys of one cluster, decoded; `view` returns an immutable copy.
 
@@ -202,72 +205,48 @@ class ClusterCache:
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
+        self._cache = PrefixCache[Observed[Any]](
+            self._read, self._complain, lambda key: bool(self._place(key))
+        )
+        # (part of the view, job or "") → node, or what else identifies an entry → entry
+        self._held: dict[tuple[str, str], dict[Any, _Entry]] = defaultdict(dict)
+        self._stale: set[tuple[str, str]] = set()  # what of it has changed since the last view
         self._nodes: dict[str, Mapping[str, Observed[records.NodeRecord]]] = {}
         self._jobs: dict[str, JobView] = {}
-        self._drains: dict[str, Observed[records.DrainRequest]] = {}
-        self._submitted: frozenset[str] = frozenset()
-        self._usage: dict[str, Observed[records.NodeUsage]] = {}
         self._gone: dict[tuple[str, str], Missing] = {}
-        self._leader: Observed[records.LeaderRecord] | None = None
-        self._autoscaler: Observed[records.AutoscalerStatus] | None = None
-        self._revision = 0
-        self._known: set[str] = set()
+        self._now = 0.0
         self._problems: list[Problem] = []
         self._complained: set[str] = set()
-        self.events: dict[str, int] = {}  # key of an event → revision; the values are not kept
 
     @property
     def revision(self) -> int:
         """The newest revision that has been applied."""
-        return self._revision
+        return self._cache.revision
 
     @property
     def led(self) -> bool:
         """Whether the leader's key exists, even with an invalid value."""
-        return self._keys.coordinator_leader in self._known
+        return self._cache.get(self._keys.coordinator_leader) is not None
+
+    @property
+    def events(self) -> list[KeyValue]:
+        """The bounded log of events, in no order."""
+        return [entry.item for entry in self._held["events", ""].values()]
 
     def take(self, news: Snapshot | Change, now: float) -> bool:
         """Apply what `Follow` yields; return False if it changes nothing that was known."""
-        if isinstance(news, Change):
-            return self.apply(news, now)
-        self.load(news, now)
-        return True
+        self._now = now
+        return self._apply(self._cache.take(news))
 
-    def load(self, snapshot: Snapshot, now: float) -> None:
-        """Apply a whole range: keys that are not in it have been deleted."""
-        for key in self._known - {item.key for item in snapshot.items}:
-            self._remove(key, now)
-        for item in snapshot.items:
-            known = self._find(item.key)
-            if known is None or known.revision != item.mod_revision:  # otherwise nothing has changed
-                self._put(item.key, item.value, item.mod_revision, now)
-        self._revision = max(self._revision, snapshot.revision)
-
-    def apply(self, change: Change, now: float) -> bool:
-        """Apply one change.
-
-        Return False if the change is not newer than what is known, as after this process's own writes.
-        """
-        current = self._find(change.key)
-        if current is not None and current.revision >= change.revision:
-            return False
-        if change.kind == "delete" and change.key not in self._known:
-            return False
-        if change.kind == "delete" or change.value is None:
-            self._remove(change.key, now)
-        else:
-            self._put(change.key, change.value, change.revision, now)
-        self._revision = max(self._revision, change.revision)
-        return True
-
-    def note(self, key: str, record: object, revision: int, now: float) -> None:
+    def note(self, key: str, text: str, revision: int, now: float) -> None:
         """Apply this process's own write at once, before the watch reports it."""
-        self._put(key, record, revision, now)
+        self._now = now
+        self._apply(self._cache.note(Change("put", key, text, revision)))
 
     def forget(self, prefix: str, now: float) -> None:
         """Apply this process's own deletion at once, before the watch reports it."""
-        for key in [key for key in self._known if key.startswith(prefix)]:
-            self._remove(key, now)
+        self._now = now
+        self._apply(self._cache.forget(prefix))
 
     def problems(self) -> list[Problem]:
         """Return the invalid values found since the last call, each message once."""
@@ -276,247 +255,133 @@ class ClusterCache:
 
     def view(self, now: float, wall: float, steady_since: float = float("-inf")) -> View:
         """Return an immutable view of what is known."""
+        while self._stale:
+            self._build(*self._stale.pop())
         return View(
             now=now,
             wall=wall,
             nodes=MappingProxyType(dict(self._nodes)),
             jobs=MappingProxyType(dict(self._jobs)),
-            drains=MappingProxyType(dict(self._drains)),
-            submitted=self._submitted,
-            usage=MappingProxyType(dict(self._usage)),
+            drains=self._records("drains"),
+            submitted=frozenset(self._held["submissions", ""]),
+            usage=self._records("usage"),
             gone=MappingProxyType(dict(self._gone)),
-            leader=self._leader,
-            autoscaler=self._autoscaler,
+            leader=self._records("coordinator").get("leader"),
+            autoscaler=self._records("autoscaler").get("status"),
             steady_since=steady_since,
-            revision=self._revision,
+            revision=self.revision,
             led=self.led,
         )
 
-    # Decoding
+    def _build(self, part: str, job: str) -> None:
+        """Make a job's part of the view again."""
+        if part == "nodes":
+            self._nodes[job] = self._records("nodes", job)
+            if not self._nodes[job]:
+                del self._nodes[job]
+        elif part == "jobs":
+            self._jobs[job] = _job_view(job, self._held["jobs", job])
+            if self._jobs[job] == JobView(job):
+                del self._jobs[job]
+                self._gone = {where: missing for where, missing in self._gone.items() if where[0] != job}
+        if not self._held[part, job]:
+            del self._held[part, job]
 
-    def _find(self, key: str) -> Observed[Any] | None:
-        match self._parts(key):
-            case ["nodes", node, job]:
-                return self._nodes.get(job, {}).get(node)
-            case ["drains", node]:
-                return self._drains.get(node)
-            case ["usage", node]:
-                return self._usage.get(node)
-            case ["coordinator", "leader"]:
-                return self._leader
-            case ["autoscaler", "status"]:
-                return self._autoscaler
-            case ["jobs", job, ("spec" | "request" | "status" | "plan" | "hints" | "checkpoint") as name]:
-                view = self._jobs.get(job)
-                found: Observed[Any] | None = getattr(view, name) if view else None
-                return found
-            case ["jobs", job, "generations", g, name, node] if (
-                _is_generation(g) and name in self._OF_GENERATION
-            ):
-                view = self._jobs.get(job)
-                table: Mapping[NodeOfGeneration, Observed[Any]] = getattr(view, name) if view else {}
-                return table.get((int(g), node))
+    def _records(self, part: str, job: str = "") -> Mapping[Any, Observed[Any]]:
+        held = self._held.get((part, job), {})
+        return MappingProxyType({at: entry.record for at, entry in held.items() if entry.record is not None})
+
+    def _apply(self, differences: Sequence[Difference[Observed[Any]]]) -> bool:
+        for key, before, after in differences:
+            part, job, at = self._place(key) or ("", "", "")
+            self._stale.add((part, job))
+            if after is None:
+                self._held[part, job].pop(at, None)
+            else:
+                self._held[part, job][at] = after
+            if part == "nodes" and after is None and before is not None and before.record is not None:
+                self._gone[job, at] = Missing(before.record.record.agent, self._now)
+            elif part == "nodes" and after is not None and after.record is not None:
+                self._gone.pop((job, at), None)
+        return bool(differences)
+
+    def _place(self, key: str) -> tuple[str, str, Any] | None:
+        """Return where `_held` has a key; None if it does not hold it."""
+        match self._keys.parse(key):
+            case ("nodes", node, job):
+                return "nodes", job, node
+            case ("drains" | "submissions" | "usage" | "events" as part, name):
+                return part, "", name
+            case ("coordinator", "leader") | ("autoscaler", "status") as parts:
+                return parts[0], "", parts[1]
+            case ("jobs", job, name):
+                return "jobs", job, (name,)
+            case ("jobs", job, "generations", number, name, *rest) | (
+                "reports",
+                job,
+                number,
+                name,
+                *rest,
+            ) if _is_generation(number):
+                return "jobs", job, (int(number), name, *rest)
         return None
 
-    def _parts(self, key: str) -> list[str]:
-        match self._keys.parse(key):
-            case ("reports", job, *rest):
-                return ["jobs", job, "generations", *rest]
-            case parts:
-                return list(parts)
+    def _read(self, item: KeyValue) -> Observed[Any] | None:
+        found, parts = self._keys.decode(item.key, item.value), self._keys.parse(item.key)
+        if parts[0] == "jobs" and parts[2:] == ("hints",):
+            found = job_hints.decode(item.value)
+            if found.job != parts[1]:
+                raise job_hints.MalformedHintsError(f"is a report of job {found.job!r}")
+        if isinstance(found, records.NodeRecord):
+            if (found.node, found.job) != parts[1:]:
+                raise ValueError(f"{item.key}: says it is node {found.node!r} of job {found.job!r}")
+            if not 1 <= found.min_slots <= found.slots <= MOST_SLOTS:
+                message = (
+                    f"{item.key}: slots {found.slots} (at least {found.min_slots}) cannot be: "
+                    f"1 <= min_slots <= slots <= {MOST_SLOTS}; the node is not used, "
+                    f"start its agent with another --nproc-per-node"
+                )
+                self._complain(item.key, ValueError(message))
+                return None
+        return None if found is None else Observed(found, item.mod_revision, self._now)
 
-    def _decode(
-        self, kind: type[R], key: str, value: object, revision: int, now: float
-    ) -> Observed[R] | None:
-        if isinstance(value, kind):
-            return Observed(value, revision, now)
-        try:
-            return Observed(records.decode(kind, str(value), key), revision, now)
-        except records.MalformedRecordError as error:
-            self._complain(key, str(error))
-            return None
-
-    def _complain(self, key: str, message: str) -> None:
+    def _complain(self, key: str, error: ValueError) -> None:
+        message = str(error)
+        if isinstance(error, job_hints.MalformedHintsError):
+            message = f"{key}: {error}; the last good report is kept"
         if message not in self._complained:
             if len(self._complained) > 10_000:
                 self._complained.clear()
             self._complained.add(message)
             self._problems.append(Problem(key, message))
 
-    def _put(self, key: str, value: object, revision: int, now: float) -> None:
-        self._known.add(key)
-        parts = self._parts(key)
-        match parts:
-            case ["nodes", node, job]:
-                self._put_node(key, node, job, value, revision, now)
-            case ["drains", node]:
-                drain = self._decode(records.DrainRequest, key, value, revision, now)
-                if drain is not None:
-                    self._drains[node] = drain
-            case ["submissions", job]:
-                self._submitted |= {job}
-            case ["usage", node]:
-                usage = self._decode(records.NodeUsage, key, value, revision, now)
-                if usage is not None:
-                    self._usage[node] = usage
-            case ["coordinator", "leader"]:
-                self._leader = self._decode(records.LeaderRecord, key, value, revision, now)
-            case ["autoscaler", "status"]:
-                self._autoscaler = self._decode(records.AutoscalerStatus, key, value, revision, now)
-            case ["jobs", job, *rest]:
-                self._put_job(key, job, rest, value, revision, now)
-            case ["events", _]:
-                self.events[key] = revision
-
-    def _put_node(self, key: str, node: str, job: str, value: object, revision: int, now: float) -> None:
-        found = self._decode(records.NodeRecord, key, value, revision, now)
-        if found is None:
-            return
-        record = found.record
-        if (record.node, record.job) != (node, job):
-            self._complain(key, f"{key}: says it is node {record.node!r} of job {record.job!r}")
-            return
-        if not 1 <= record.min_slots <= record.slots <= MOST_SLOTS:
-            self._complain(
-                key,
-                f"{key}: slots {record.slots} (at least {record.min_slots}) cannot be: "
-                f"1 <= min_slots <= slots <= {MOST_SLOTS}; the node is not used, "
-                f"start its agent with another --nproc-per-node",
-            )
-            self._forget_node(node, job)
-            return
-        self._nodes[job] = MappingProxyType({**self._nodes.get(job, {}), node: found})
-        self._gone.pop((job, node), None)
-
-    def _forget_node(self, node: str, job: str) -> Observed[records.NodeRecord] | None:
-        of_job = dict(self._nodes.get(job, {}))
-        was = of_job.pop(node, None)
-        if of_job:
-            self._nodes[job] = MappingProxyType(of_job)
-        else:
-            self._nodes.pop(job, None)
-        return was
-
-    _SINGLE: Mapping[str, type[Any]] = MappingProxyType(
-        {
-            "spec": records.JobSpec,
-            "request": records.JobRequest,
-            "status": records.JobStatus,
-            "plan": records.Plan,
-            "checkpoint": records.CheckpointRecord,
-        }
-    )
-    _OF_GENERATION: Mapping[str, type[Any]] = MappingProxyType(
-        {
-            "ready": records.ReadyRecord,
-            "running": records.RunningRecord,
-            "broken": records.PeerLossRecord,
-            "ended": records.EndedRecord,
-        }
-    )
-
-    def _put_job(self, key: str, job: str, rest: list[str], value: object, revision: int, now: float) -> None:
-        view = self._jobs.get(job, JobView(job))
-        match rest:
-            case ["hints"]:
-                hints = self._decode_hints(key, value, revision, now)
-                if hints is not None and hints.record.job == job:
-                    view = replace(view, hints=hints)
-            case [name] if name in self._SINGLE:
-                found = self._decode(self._SINGLE[name], key, value, revision, now)
-                others = {other: at for other, at in view.unreadable.items() if other != name}
-                if found is not None:
-                    view = replace(_with(view, name, found), unreadable=MappingProxyType(others))
-                # the next write of these keys must know the revision that it replaces
-                elif name in ("plan", "status", "request"):
-                    view = replace(view, unreadable=MappingProxyType({**others, name: revision}))
-                else:
-                    return
-            case ["generations", g, name, node] if _is_generation(g) and name in self._OF_GENERATION:
-                found = self._decode(self._OF_GENERATION[name], key, value, revision, now)
-                generations = view.generations | {int(g)}
-                if found is not None:
-                    table = {**getattr(view, name), (int(g), node): found}
-                    view = _with(view, name, MappingProxyType(table))
-                view = replace(view, generations=generations)
-            case ["generations", g, *_] if _is_generation(g):
-                view = replace(view, generations=view.generations | {int(g)})
-            case _:
-                return
-        self._jobs[job] = view
-
-    def _decode_hints(self, key: str, value: object, revision: int, now: float) -> Observed[JobHints] | None:
-        if isinstance(value, JobHints):
-            return Observed(value, revision, now)
-        try:
-            return Observed(job_hints.decode(str(value)), revision, now)
-        except job_hints.MalformedHintsError as error:
-            self._complain(key, f"{key}: {error}; the last good report is kept")
-            return None
-
-    def _remove(self, key: str, now: float) -> None:
-        self._known.discard(key)
-        match self._parts(key):
-            case ["nodes", node, job]:
-                was = self._forget_node(node, job)
-                if was is not None:
-                    self._gone[job, node] = Missing(was.record.agent, now)
-            case ["drains", node]:
-                self._drains.pop(node, None)
-            case ["submissions", job]:
-                self._submitted -= {job}
-            case ["usage", node]:
-                self._usage.pop(node, None)
-            case ["coordinator", "leader"]:
-                self._leader = None
-            case ["autoscaler", "status"]:
-                self._autoscaler = None
-            case ["jobs", job, *rest] if job in self._jobs:
-                self._remove_of_job(job, rest)
-            case ["events", _]:
-                self.events.pop(key, None)
-
-    def _remove_of_job(self, job: str, rest: list[str]) -> None:
-        view = self._jobs[job]
-        match rest:
-            case [name] if name in self._SINGLE or name == "hints":
-                others = {other: at for other, at in view.unreadable.items() if other != name}
-                view = replace(_with(view, name, None), unreadable=MappingProxyType(others))
-            case ["generations", g, name, node] if _is_generation(g) and name in self._OF_GENERATION:
-                table = {at: seen for at, seen in getattr(view, name).items() if at != (int(g), node)}
-                view = _with(view, name, MappingProxyType(table))
-                view = replace(view, generations=_generations(view))
-            case ["generations", g, *_] if _is_generation(g):
-                view = replace(view, generations=_generations(view))
-        if view == JobView(job):
-            del self._jobs[job]
-            for where in [where for where in self._gone if where[0] == job]:
-                del self._gone[where]
-        else:
-            self._jobs[job] = view
-
 
 def _is_generation(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _DIGITS
+    return text.isascii() and text.isdigit() and len(text) <= 18
 
 
-def _with(view: JobView, name: str, value: Any) -> JobView:
-    changes: dict[str, Any] = {name: value}
-    return replace(view, **changes)
-
-
-def _generations(view: JobView) -> frozenset[int]:
-    tables: Iterable[Mapping[NodeOfGeneration, Observed[Any]]] = (
-        view.ready,
-        view.running,
-        view.broken,
-        view.ended,
-    )
-    return frozenset(generation for table in tables for generation, _ in table)
+def _job_view(job: str, held: Mapping[tuple[Any, ...], _Entry]) -> JobView:
+    """Return a job's records; the keys of `held` are a name, or a generation, a name and a node."""
+    tables: dict[str, dict[Any, Any]] = {
+        name: {} for name in ("ready", "running", "broken", "ended", "unreadable")
+    }
+    fields: dict[str, Any] = {name: MappingProxyType(table) for name, table in tables.items()}
+    fields["generations"] = frozenset(at[0] for at in held if len(at) > 1)
+    for at, entry in held.items():
+        match at:
+            case (name,):
+                if entry.record is not None:
+                    fields[name] = entry.record
+                # the next write of these keys must know the revision that it replaces
+                if not entry.readable and name in ("plan", "status", "request"):
+                    tables["unreadable"][name] = entry.item.mod_revision
+            case (int(number), name, node) if entry.record is not None:
+                tables[name][number, node] = entry.record
+    return JobView(job, **fields)
 
 
 def view_of(keys: Keys, snapshot: Snapshot, now: float, wall: float) -> View:
     """Return the view of one range, for commands that read once."""
     keeper = ClusterCache(keys)
-    keeper.load(snapshot, now)
+    keeper.take(snapshot, now)
     return keeper.view(now, wall)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError, NodeRecord, decode, encode
 from adaptdl_elastic.rendezvous.store.base import (
+    KeyValue,
     Lease,
     LeaseLostError,
     Snapshot,
@@ -42,6 +43,11 @@ class Keyspace:
 
     prefix: str
     items: dict[str, str]
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The same without its revisions."""
+        return Snapshot(tuple(KeyValue(key, value, 0, 0) for key, value in self.items.items()), 0)
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,7 @@ class Watcher(threading.Thread):
         """Read and watch the prefix until `close`."""
         for news in self._news:
             if isinstance(news, Snapshot):
-                items = {item.key: item.value for item in news.items}
-                self._post(Keyspace(self._prefix, items))
+                self._post(Keyspace(self._prefix, {item.key: item.value for item in news.items}))
             else:
                 self._post(news)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any
 
 from adaptdl_elastic.agent.cluster.store_link import Keyspace
 from adaptdl_elastic.agent.core import states
@@ -19,14 +18,12 @@ from adaptdl_elastic.rendezvous.schema.records import (
     MasterRecord,
     NodeRecord,
     Plan,
-    decode,
 )
 from adaptdl_elastic.rendezvous.store.base import Change, read_text
+from adaptdl_elastic.rendezvous.store.prefix_cache import Entry, PrefixCache
 
-logger = logging.getLogger(__name__)
 _KEPT = ("checkpoint", "request", "plan", "spec")
 """Records of a job that its agents write back to a store that has lost them, in this order."""
-R = TypeVar("R")
 
 
 class StoreView:
@@ -34,7 +31,7 @@ class StoreView:
 
     def __init__(self, keys: Keys, job: str, node: str) -> None:
         self._keys, self._job, self._node = keys, job, node
-        self._values: dict[str, str] = {}
+        self._cache = PrefixCache[Any](lambda item: keys.decode(item.key, item.value))
         self.agents: dict[str, NodeRecord] = {}  # node → its registration for this job
         self.request: JobRequest | None = None
         self.checkpoint: CheckpointRecord | None = None
@@ -53,12 +50,11 @@ class StoreView:
     def apply(self, news: Keyspace | Change) -> Iterator[states.Event]:
         """Apply a change to the view; yield the events that the agent's decisions need."""
         if isinstance(news, Change):
-            yield from self._set(news.key, news.value)
+            for key, _, entry in self._cache.take(news):
+                yield from self._translate(key, entry)
             return
-        changed = [(k, None) for k in self._values if k.startswith(news.prefix) and k not in news.items]
-        changed += [(k, v) for k, v in news.items.items() if self._values.get(k) != v]  # type: ignore[misc]
-        for key, value in changed:
-            for event in self._set(key, value):
+        for key, _, entry in self._cache.take(news.snapshot, news.prefix):
+            for event in self._translate(key, entry):
                 # registrations are reported after all of them have been read: a node later in the list has
                 # not vanished
                 if not isinstance(event, states.NodesSeen):
@@ -73,17 +69,18 @@ class StoreView:
         are those that no other process writes again by itself.
         """
         own = self._keys.job(self._job)
-        known = {f"{own}{name}": self._values.get(f"{own}{name}") for name in _KEPT}
-        records = {key: text for key, text in known.items() if text is not None}
-        status = read_text(JobStatus, self._values.get(f"{own}status"))
-        if news.prefix != own or f"{own}spec" not in records or (status is not None and status.state.ended):
+        status, spec, plan = (self._cache.record(f"{own}{name}") for name in ("status", "spec", "plan"))
+        if news.prefix != own or spec is None or (status is not None and status.state.ended):
             return {}
-        specs = [read_text(JobSpec, items.get(f"{own}spec")) for items in (news.items, records)]
-        if runs_later(*specs):
+        new_spec = read_text(JobSpec, news.items.get(f"{own}spec"))
+        new_plan = read_text(Plan, news.items.get(f"{own}plan"))
+        if runs_later(new_spec, spec):
             return {}
-        plans = [read_text(Plan, items.get(f"{own}plan")) for items in (records, news.items)]
-        mine, theirs = (-1 if plan is None else plan.generation for plan in plans)
-        return records if f"{own}spec" not in news.items or theirs < mine else {}
+        mine, theirs = (-1 if one is None else one.generation for one in (plan, new_plan))
+        if f"{own}spec" in news.items and theirs >= mine:
+            return {}
+        entries = [entry for name in _KEPT if (entry := self._cache.get(f"{own}{name}")) is not None]
+        return {entry.item.key: entry.item.value for entry in entries}
 
     def last_step_before(self, plan: Plan) -> float | None:
         """Return the wall-clock end of the last step in earlier generations of a plan's run, as reported."""
@@ -94,53 +91,35 @@ class StoreView:
         ]
         return max(times, default=None)
 
-    def _set(self, key: str, value: str | None) -> Iterator[states.Event]:
-        if value is None:
-            self._values.pop(key, None)
-        else:
-            self._values[key] = value
-        try:
-            yield from self._translate(key, value)
-        except ValueError as error:  # a malformed record, or a key that should hold a number
-            logger.warning("ignored a value in the store: %s", error)
-
-    def _translate(self, key: str, value: str | None) -> Iterator[states.Event]:
-        match self._keys.parse(key):
-            case ("jobs", self._job, *parts):
-                yield from self._of_job(parts, key, value)
-            case ("nodes", node, self._job):
-                self.agents.pop(node, None)
-                if value is not None:
-                    self.agents[node] = decode(NodeRecord, value, key)
-                yield self._nodes()
-            case ("coordinator", "host"):
-                self.host = value
-            case ("coordinator", "second"):
-                self.second = value
-            case ("coordinator", "leader"):
-                self.leader = value
-            case ("drains", self._node):
-                self.drain = _decode(DrainRequest, value, key)
-
-    def _of_job(self, parts: list[str], key: str, value: str | None) -> Iterator[states.Event]:
-        match parts:
-            case ["plan"] if value is not None:
-                yield states.PlanSeen(decode(Plan, value, key))
-            case ["status"] if value is not None:
-                yield states.StatusSeen(decode(JobStatus, value, key))
-            case ["spec"] if value is not None:
-                spec = decode(JobSpec, value, key)
-                yield states.SpecSeen(spec.run)
-            case ["request"]:
-                self.request = _decode(JobRequest, value, key)
-            case ["checkpoint"]:
-                self.checkpoint = _decode(CheckpointRecord, value, key)
-            case ["generations", _, "master"] if value is not None:
-                yield states.MasterSeen(decode(MasterRecord, value, key))
-            case ["generations", generation, "ended", node] if value is not None:
-                record = decode(EndedRecord, value, key)
+    def _translate(self, key: str, entry: Entry[Any] | None) -> Iterator[states.Event]:
+        record = None if entry is None else entry.record
+        match self._keys.parse(key), record:
+            case ("coordinator", "host" | "second" | "leader" as name), _:
+                setattr(self, name, None if entry is None else entry.item.value)
+            case _ if entry is not None and not entry.readable:
+                return
+            case ("jobs", self._job, *_), Plan():
+                yield states.PlanSeen(record)
+            case ("jobs", self._job, *_), JobStatus():
+                yield states.StatusSeen(record)
+            case ("jobs", self._job, *_), JobSpec():
+                yield states.SpecSeen(record.run)
+            case ("jobs", self._job, "request"), _:
+                self.request = record
+            case ("jobs", self._job, "checkpoint"), _:
+                self.checkpoint = record
+            case ("jobs", self._job, *_), MasterRecord():
+                yield states.MasterSeen(record)
+            case ("jobs", self._job, _, generation, _, node), EndedRecord():
                 self.ended[int(generation), node] = record
                 yield states.EndedSeen(int(generation), node, record.outcome)
+            case ("nodes", node, self._job), _:
+                self.agents.pop(node, None)
+                if record is not None:
+                    self.agents[node] = record
+                yield self._nodes()
+            case ("drains", self._node), _:
+                self.drain = record
 
     def _nodes(self) -> states.NodesSeen:
         own = self.agents.get(self._node)
@@ -151,7 +130,3 @@ class StoreView:
 def runs_later(one: JobSpec | None, other: JobSpec | None) -> bool:
     """Return whether `one` is the specification of a later run of a job than `other`."""
     return one is not None and other is not None and one.run != other.run and one.created > other.created
-
-
-def _decode(kind: type[R], value: str | None, key: str) -> R | None:
-    return None if value is None else decode(kind, value, key)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from adaptdl_elastic.agent.cluster.store_link import Keyspace, Watcher
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobSpec, JobStatus, Plan
-from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Store, read_record
+from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Store
+from adaptdl_elastic.rendezvous.store.prefix_cache import PrefixCache
 
 R = TypeVar("R", CheckpointRecord, JobSpec, JobStatus, Plan)
 
-_KEPT = ("spec", "status", "plan", "checkpoint")
+_KEPT = {("spec",), ("status",), ("plan",), ("checkpoint",)}  # ends of the keys
 
 
 class JobRecords:
@@ -26,11 +27,17 @@ class JobRecords:
 
     def __init__(self, store: Store, keys: Keys, wake: Callable[[], None]) -> None:
         self._keys, self._wake = keys, wake
-        self._items: dict[str, KeyValue] = {}
-        self.ready = False
-        """Whether everything has been read once."""
+        self._cache = PrefixCache[Any](
+            lambda item: keys.decode(item.key, item.value),
+            holds=lambda key: keys.parse(key)[2:] in _KEPT,
+        )
         self._watcher = Watcher(store, keys.jobs, self._take)
         self._watcher.start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything has been read once."""
+        return self._cache.whole
 
     def close(self) -> None:
         """Follow the store no longer."""
@@ -38,11 +45,13 @@ class JobRecords:
 
     def get(self, key: str) -> KeyValue | None:
         """Return a record as `Store.get` does, without its revisions."""
-        return self._items.get(key)
+        entry = self._cache.get(key)
+        return None if entry is None else entry.item
 
     def read(self, kind: type[R], job: str, name: str) -> R | None:
-        """Return a job's record; None if there is none that can be read."""
-        return read_record(kind, self.get(self._keys.job(job, name)))
+        """Return a job's record; None if there is none, or none could be read yet."""
+        record = self._cache.record(self._keys.job(job, name))
+        return record if isinstance(record, kind) else None
 
     def run(self, job: str) -> str | None:
         """Return the present run of a job; None if there is none."""
@@ -51,22 +60,11 @@ class JobRecords:
 
     def _take(self, news: object) -> None:
         if isinstance(news, Keyspace):
-            kept = {key: value for key, value in news.items.items() if self._name(key)}
-            self._items = {key: KeyValue(key, value, 0, 0) for key, value in kept.items()}
-            self.ready = True
+            self._cache.take(news.snapshot)
             self._wake()
-        elif isinstance(news, Change) and (name := self._name(news.key)):
-            if news.value is None:
-                self._items.pop(news.key, None)
-            else:
-                self._items[news.key] = KeyValue(news.key, news.value, 0, 0)
-            status = read_record(JobStatus, self.get(news.key)) if name == "status" else None
-            if name == "plan" or (status is not None and status.state.ended):
-                self._wake()
-
-    def _name(self, key: str) -> str | None:
-        """Return the name of a record that is kept; None for every other key."""
-        match self._keys.parse(key):
-            case ("jobs", _, name) if name in _KEPT:
-                return name
-        return None
+        elif isinstance(news, Change):
+            for key, _, entry in self._cache.take(news):
+                record = None if entry is None else entry.record
+                ended = isinstance(record, JobStatus) and record.state.ended
+                if ended or key.endswith("/plan"):
+                    self._wake()

@@ -26,7 +26,7 @@ from adaptdl_elastic.agent.cluster.coordinator_host import (
     CoordinatorHost,
     Holder,
 )
-from adaptdl_elastic.agent.cluster.store_link import claim, release
+from adaptdl_elastic.agent.cluster.store_link import Watcher, claim, release
 from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
 from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
 from adaptdl_elastic.agent.service.agents import Agents
@@ -51,7 +51,6 @@ from adaptdl_elastic.rendezvous.services.signatures import SignatureError, Unche
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
 from adaptdl_elastic.rendezvous.store.base import Lease, LeaseLostError, Store, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
-from adaptdl_elastic.rendezvous.store.follow import Follow
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +151,9 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             asked = keys.submissions, keys.cancellations, keys.resumptions
             for prefix in (*asked, coordinator, keys.drains):
-                _follow(store, prefix, self._wake, stack)
+                watcher = Watcher(store, prefix, lambda _: self._wake.set())
+                stack.callback(watcher.close)
+                watcher.start()
             registration = _Registration(store, keys.service(node), registered)
             stack.callback(registration.close)
             stack.callback(self._agents.withdraw, lambda _: True)
@@ -313,15 +314,3 @@ class _Registration:
         if self.lease is not None:
             with contextlib.suppress(StoreError):
                 self.lease.revoke()
-
-
-def _follow(store: Store, prefix: str, wake: threading.Event, stack: contextlib.ExitStack) -> None:
-    """Set `wake` at every change under a prefix until the stack is closed."""
-    news = Follow(store, prefix, lambda error: None)  # the service reads everything every 2 s anyway
-    stack.callback(news.close)
-
-    def follow() -> None:
-        for _ in news:
-            wake.set()
-
-    threading.Thread(target=follow, name="watch", daemon=True).start()

@@ -30,17 +30,8 @@ logger = logging.getLogger(__name__)
 _LAZY = ("hints", "checkpoint")
 
 
-@dataclass(frozen=True)
-class _Broken:
-    error: BaseException
-
-
-@dataclass(frozen=True)
-class Wake:
-    """Another thread has called `wake`."""
-
-
-_Item = Snapshot | Change | _Broken | Wake
+# what is followed, the error that has ended it, or None after `wake`
+_Item = Snapshot | Change | BaseException | None
 
 
 @dataclass(frozen=True)
@@ -85,7 +76,7 @@ class Follower:
 
     def wake(self) -> None:
         """End a waiting `take`."""
-        self._queue.put(Wake())
+        self._queue.put(None)
 
     @property
     def loaded(self) -> bool:
@@ -103,39 +94,33 @@ class Follower:
         Raises:
             StoreError: the watch has ended.
         """
+        eager = lazy = False
         try:
             item = self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
-        except queue.Empty:
-            return Update()
-        eager = lazy = False
-        while True:
-            heard = self._digest(item)
-            eager, lazy = eager or heard.eager, lazy or heard.lazy
-            try:
+            while True:
+                heard = self._digest(item)
+                eager, lazy = eager or heard.eager, lazy or heard.lazy
                 item = self._queue.get_nowait()
-            except queue.Empty:
-                return Update(eager, lazy)
+        except queue.Empty:
+            return Update(eager, lazy)
 
     def _digest(self, item: _Item) -> Update:
         match item:
             case Change():
-                if not self.keeper.apply(item, self._clock()):
-                    return Update()  # this process's own write
+                different = self.keeper.take(item, self._clock())  # from this process's own writes
                 parts = self._keys.parse(item.key)
-                if parts[0] in ("events", "usage"):
-                    return Update()  # nothing is decided by these
+                decides = different and parts[0] not in ("events", "usage")
                 lazy = parts[-1] in _LAZY
-                return Update(eager=not lazy, lazy=lazy)
+                return Update(eager=decides and not lazy, lazy=decides and lazy)
             case Snapshot():
                 logger.info("the store has forgotten what the watch asked for: everything was read again")
-                self.keeper.load(item, self._clock())
+                self.keeper.take(item, self._clock())
                 return Update(eager=True)
-            case _Broken(error):
-                if isinstance(error, StoreAuthError):
-                    raise error
-                raise StoreError(f"the watch ended: {error}") from error
-            case _:
-                return Update()
+            case StoreAuthError():
+                raise item
+            case BaseException():
+                raise StoreError(f"the watch ended: {item}") from item
+        return Update()
 
     def check(self, lease: Lease) -> None:
         """Record a break of the store if this process's own lease was not renewed in time."""
@@ -153,4 +138,4 @@ def _pump(news: Iterator[Snapshot | Change], into: queue.SimpleQueue[_Item]) -> 
         for item in news:
             into.put(item)
     except BaseException as error:
-        into.put(_Broken(error))
+        into.put(error)

@@ -351,7 +351,7 @@ class Term:
             now = self._o._clock()
             self._wake_at = min(max(self._wake_at, now + _LAZY_DELAY), now + _HEARTBEAT)
             return False
-        self.cache.note(action.key, action.record, revision, self._o._clock())
+        self.cache.note(action.key, text, revision, self._o._clock())
         return True
 
     def say(self, event: str, fields: Any) -> None:
@@ -361,13 +361,14 @@ class Term:
         key = f"{self._o._keys.events}{int(wall * 1000):013d}-{secrets.token_hex(3)}"
         line = {"time": wall, "event": event, "fence": self._fence, **fields}
         try:
-            revision = self._o._store.put(key, json.dumps(line, default=str))
-            self.cache.events[key] = revision
-            surplus = len(self.cache.events) - self._o._settings.max_events
+            text = json.dumps(line, default=str)
+            self.cache.note(key, text, self._o._store.put(key, text), self._o._clock())
+            kept = sorted(item.key for item in self.cache.events)
+            surplus = len(kept) - self._o._settings.max_events
             if surplus > self._o._settings.max_events // 10:
-                for old in sorted(self.cache.events)[:surplus]:
+                for old in kept[:surplus]:
                     self._o._store.delete(old)
-                    self.cache.events.pop(old, None)
+                    self.cache.forget(old, self._o._clock())
         except StoreError as error:
             logger.warning("could not log the event %s: %s", event, error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from adaptdl_elastic.autoscaler.cluster_view import View
@@ -15,7 +15,7 @@ from adaptdl_elastic.autoscaler.web.job_document import job_document
 from adaptdl_elastic.autoscaler.web.overview import Document, overview
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
-from adaptdl_elastic.rendezvous.store.base import Store, StoreError
+from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,6 @@ GAP_SECONDS = 0.25
 
 _LOOK_SECONDS = 1.0  # longest time between two documents: a job can be lost without a change of the store
 _RETRY_SECONDS = 1.0  # until a store that failed is asked again
-_FEW_EVENTS = 20  # most new events that are read one by one
 
 
 class Feed:
@@ -123,7 +122,7 @@ class Feed:
                 if now - shown >= (GAP_SECONDS if changed else _LOOK_SECONDS):
                     revision = follower.keeper.revision
                     submitted = reader.read(None) if reader is not None else None
-                    fresh = self._new_events(store, follower)
+                    fresh = self._new_events(follower.keeper.events)
                     with self._changed:
                         self._view = follower.keeper.view(now, time.time(), follower.steady_since)
                         self._submitted = submitted
@@ -134,14 +133,9 @@ class Feed:
                 due = shown + (GAP_SECONDS if follower.keeper.revision != revision else _LOOK_SECONDS)
                 follower.take(max(0.01, due - time.monotonic()))
 
-    def _new_events(self, store: Store, follower: Follower) -> list[tuple[str, str]]:
-        known = follower.keeper.events
-        fresh = [key for key, revision in known.items() if revision > self._events_seen]
-        self._events_seen = max(known.values(), default=0)
-        if len(fresh) > _FEW_EVENTS:
-            return [(item.key, item.value) for item in store.range(self._keys.events).items]
-        items = [store.get(key) for key in fresh]
-        return [(item.key, item.value) for item in items if item is not None]
+    def _new_events(self, known: Sequence[KeyValue]) -> list[tuple[str, str]]:
+        seen, self._events_seen = self._events_seen, max((one.mod_revision for one in known), default=0)
+        return [(one.key, one.value) for one in known if one.mod_revision > seen]
 
     def _publish(self, problem: str) -> None:
         try:

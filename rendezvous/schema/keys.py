@@ -39,11 +39,36 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from adaptdl_elastic.rendezvous.schema import records
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 """Regular expression of the names of clusters, nodes and jobs."""
 
 _NAME = re.compile(NAME_PATTERN)
+
+# The records whose type follows from their key. "*" is a name, "#" the number of a generation.
+_RECORDS: dict[str, type[Any]] = {
+    "nodes/*/*": records.NodeRecord,
+    "drains/*": records.DrainRequest,
+    "usage/*": records.NodeUsage,
+    "coordinator/leader": records.LeaderRecord,
+    "autoscaler/status": records.AutoscalerStatus,
+    "jobs/*/spec": records.JobSpec,
+    "jobs/*/request": records.JobRequest,
+    "jobs/*/status": records.JobStatus,
+    "jobs/*/plan": records.Plan,
+    "jobs/*/checkpoint": records.CheckpointRecord,
+    "jobs/*/generations/#/master": records.MasterRecord,
+    "jobs/*/generations/#/ended/*": records.EndedRecord,
+    "reports/*/#/ready/*": records.ReadyRecord,
+    "reports/*/#/running/*": records.RunningRecord,
+    "reports/*/#/broken/*": records.PeerLossRecord,
+}
+_PATHS = "|".join(f"({path})" for path in _RECORDS)
+_RECORD_KEY = re.compile(_PATHS.replace("*", "[^/]+").replace("#", "[0-9]{1,18}"))
+_TYPES = tuple(_RECORDS.values())
 
 
 def check_name(kind: str, name: str) -> str:
@@ -108,6 +133,15 @@ class Keys:
     def parse(self, key: str) -> tuple[str, ...]:
         """Return the parts of a key below the root, e.g. `("drains", "host0")`; () for any other key."""
         return tuple(key.removeprefix(self.root).split("/")) if key.startswith(self.root) else ()
+
+    def decode(self, key: str, text: str) -> Any:
+        """Return the record in a key's value; None if no type of record belongs to the key.
+
+        Raises:
+            MalformedRecordError: the value is no such record.
+        """
+        found = _RECORD_KEY.fullmatch(key, len(self.root)) if key.startswith(self.root) else None
+        return None if found is None else records.decode(_TYPES[(found.lastindex or 0) - 1], text, key)
 
     def node(self, node: str, job: str) -> str:
         """Return the key of one agent's registration."""

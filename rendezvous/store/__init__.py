@@ -4,6 +4,7 @@
 |---|---|
 | What does every store guarantee? | `base` |
 | How does one follow what is under a prefix? | `follow` |
+| How does one hold a copy of it, and what of records that cannot be read? | `prefix_cache` |
 | Where is the store, and with which credentials is it reached? | `store_options` |
 | Which driver fits the server that answers? | `connect` |
 | Which files are read again after a refusal, and how does an etcd user log in? | `credentials`, `login` |

@@ -11,11 +11,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError, MasterRecord, decode, encode
+from adaptdl_elastic.rendezvous.schema.records import MasterRecord, decode, encode
 from adaptdl_elastic.rendezvous.store.base import (
     Change,
     KeyValue,
@@ -28,6 +29,7 @@ from adaptdl_elastic.rendezvous.store.base import (
     read_record,
 )
 from adaptdl_elastic.rendezvous.store.follow import Follow
+from adaptdl_elastic.rendezvous.store.prefix_cache import Entry, PrefixCache
 from adaptdl_elastic.rendezvous.torchrun import membership as m
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,13 @@ logger = logging.getLogger(__name__)
 _CLOSED_SECONDS = 60.0  # how long the end of a run is kept after the agent that wrote it has left
 _RETRY_SECONDS = 0.2
 _LOOK_SECONDS = 0.5  # interval of checking conditions, since some become true by the clock alone
+# first part of a key of a run → its record
+_KINDS: dict[str, type[Any]] = {
+    "nodes": m.Member,
+    "round": m.MembershipRound,
+    "closed": m.Closed,
+    "rounds": MasterRecord,
+}
 
 
 class Roster:
@@ -50,9 +59,9 @@ class Roster:
         ttl: float,
     ) -> None:
         self._store = store
+        self._keys = keys
         self._ttl = ttl
         self._settings = settings
-        self._prefix = keys.torchrun(run_id)
         self._nodes = keys.torchrun(run_id, "nodes", "")
         self._round_key = keys.torchrun(run_id, "round")
         self._closed_key = keys.torchrun(run_id, "closed")
@@ -68,17 +77,18 @@ class Roster:
         self._writing = threading.Lock()
         self._wake = threading.Event()
         self._view = m.View()
-        self._revisions: dict[str, int] = {}  # revisions of the round and of the end as in the view
+        self._cache = PrefixCache[Any](self._decode)
         self._found: dict[int, MasterRecord] = {}
         self._closing = threading.Event()
-        self._news = Follow(store, self._prefix, self._note)
+        self._news = Follow(store, keys.torchrun(run_id), self._note)
         self._trouble: StoreError | None = None  # present problem of the store
 
     def start(self) -> None:
         """Read the store, and follow it from now on. StoreError if it cannot be read."""
-        self._read(self._store.range(self._prefix))
-        for target, name in ((self._follow, "roster-watch"), (self._keep, "roster-entry")):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        news = iter(self._news)
+        self._learn(next(news))
+        threading.Thread(target=self._follow, args=(news,), name="roster-watch", daemon=True).start()
+        threading.Thread(target=self._keep, name="roster-entry", daemon=True).start()
 
     def view(self) -> m.View:
         """Return the last known content of the store."""
@@ -124,7 +134,7 @@ class Roster:
         logger.info("the last run of this id is over; waiting for its nodes to leave")
         self.wait_until(lambda: self._view.closed is None or not self._is_held(), until)
         with self._changed:
-            closed, revision = self._view.closed, self._revisions.get(self._closed_key, 0)
+            closed, revision = self._view.closed, self._revision(self._closed_key)
         if closed is None or self._is_held():
             return closed
         self._store.compare_and_swap(self._closed_key, None, revision)
@@ -161,7 +171,7 @@ class Roster:
             StoreError: it is unknown whether the round was or will be written.
         """
         with self._changed:
-            seen, revision = self._view, self._revisions.get(self._round_key, 0)
+            seen, revision = self._view, self._revision(self._round_key)
         if seen.number + 1 != round_.number:
             return
         if self._store.compare_and_swap(self._round_key, encode(round_), revision) is not None:
@@ -223,7 +233,7 @@ class Roster:
 
     def _write_closed(self, closed: m.Closed) -> None:
         found = self._store.get(self._closed_key)
-        known = _closed(found)
+        known = read_record(m.Closed, found)
         if known is None or (known.ok and not closed.ok):
             if self._closed_lease is None or self._closed_lease.lost.is_set():
                 self._closed_lease = self._store.lease(_CLOSED_SECONDS)
@@ -268,83 +278,65 @@ class Roster:
             self._store.put(self._key, encode(wanted), self.lease)
             self._written = wanted
 
-    def _follow(self) -> None:
-        for news in self._news:
-            if isinstance(news, Snapshot):
-                self._read(news)
-            else:
-                self._learn(news)
+    def _follow(self, following: Iterator[Snapshot | Change]) -> None:
+        for news in following:
+            self._learn(news)
             self._note(None)
 
     def _note(self, trouble: StoreError | None) -> None:
-        """Record the store's present problem, and log it once."""
+        """Record the store's present problem, and log it once; raise one that prevents the first reading."""
+        if trouble is not None and not self._cache.whole:
+            raise trouble
         with self._changed:
             known, self._trouble = self._trouble, trouble
         if trouble is not None and known is None and not self._closing.is_set():
             logger.warning("the store does not answer as it should, asking again: %s", trouble)
 
-    def _read(self, snapshot: Snapshot) -> None:
-        there = {item.key for item in snapshot.items}
-        for name in list(self._view.members):
-            if self._nodes + name not in there:
-                self._learn(Change("delete", self._nodes + name, None, snapshot.revision))
-        if self._closed_key not in there:
-            self._learn(Change("delete", self._closed_key, None, snapshot.revision))
-        for item in snapshot.items:
-            self._learn(Change("put", item.key, item.value, item.mod_revision), item)
+    def _revision(self, key: str) -> int:
+        """Return the revision of a key that the next write of it replaces, also if its value is invalid."""
+        entry = self._cache.get(key)
+        return 0 if entry is None else entry.item.mod_revision
 
-    def _learn(self, change: Change, item: KeyValue | None = None) -> None:
-        try:
-            with self._changed:
-                self._take(change, item.create_revision if item else change.revision)
-                view, now = self._view, time.monotonic()
-                due = min(view.due_since, now) if m.is_due(view, self._settings) else math.inf
-                enough = min(view.enough_since, now) if m.is_enough(view, self._settings) else math.inf
-                if (due, enough) != (view.due_since, view.enough_since):
-                    self._view = replace(view, due_since=due, enough_since=enough)
-                self._changed.notify_all()
-        except MalformedRecordError as error:
-            logger.warning("ignored what is not ours: %s", error)
+    def _decode(self, item: KeyValue) -> Any:
+        kind = _KINDS.get(self._keys.parse(item.key)[2])
+        return None if kind is None else decode(kind, item.value, item.key)
 
-    def _take(self, change: Change, created: int) -> None:
-        key, now = change.key, time.monotonic()
-        if key in (self._round_key, self._closed_key):
-            # also of invalid values, since a later write replaces them
-            self._revisions[key] = change.revision
-        if key.startswith(self._nodes):
-            self._take_member(key.removeprefix(self._nodes), change, created, now)
-        elif key == self._round_key and change.value is not None:
-            found = decode(m.MembershipRound, change.value, key)
-            self._view = replace(self._view, round=found, due_since=math.inf)
-            self._found = {number: one for number, one in self._found.items() if number >= found.number}
-        elif key == self._closed_key:
-            self._take_closed(change)
-        elif key.startswith(self._masters) and change.value is not None:
-            master = decode(MasterRecord, change.value, key)
-            self._found[master.generation] = master
+    def _learn(self, news: Snapshot | Change) -> None:
+        with self._changed:
+            for key, _, entry in self._cache.take(news):
+                if entry is None or entry.readable:
+                    self._take(key, entry)
+            view, now = self._view, time.monotonic()
+            due = min(view.due_since, now) if m.is_due(view, self._settings) else math.inf
+            enough = min(view.enough_since, now) if m.is_enough(view, self._settings) else math.inf
+            if (due, enough) != (view.due_since, view.enough_since):
+                self._view = replace(view, due_since=due, enough_since=enough)
+            self._changed.notify_all()
 
-    def _take_closed(self, change: Change) -> None:
-        if change.value is not None:
-            self._view = replace(self._view, closed=decode(m.Closed, change.value, change.key))
-        elif self._wanted is None and not self._closed_revision:
-            # otherwise it is this node's own run, which stays closed
-            self._view = replace(self._view, closed=None)
+    def _take(self, key: str, entry: Entry[Any] | None) -> None:
+        record = None if entry is None else entry.record
+        match self._keys.parse(key)[2:], record:
+            case ("nodes", name), _:
+                self._take_member(name, entry)
+            case ("round",), m.MembershipRound():
+                self._view = replace(self._view, round=record, due_since=math.inf)
+                self._found = {number: one for number, one in self._found.items() if number >= record.number}
+            case ("rounds", *_), MasterRecord():
+                self._found[record.generation] = record
+            # a run that this node has been part of or has closed stays closed
+            case ("closed",), _ if record or (self._wanted is None and not self._closed_revision):
+                self._view = replace(self._view, closed=record)
 
-    def _take_member(self, name: str, change: Change, created: int, now: float) -> None:
+    def _take_member(self, name: str, entry: Entry[m.Member] | None) -> None:
         view = self._view
         members, order, missing = dict(view.members), dict(view.order), dict(view.missing_since)
-        if change.value is None:
+        if entry is None or entry.record is None:
             left = members.pop(name, None)
             order.pop(name, None)
             if left is not None:
-                missing[name] = -math.inf if left.leaving else now
+                missing[name] = -math.inf if left.leaving else time.monotonic()
         else:
-            members[name] = decode(m.Member, change.value, change.key)
+            members[name] = entry.record
             missing.pop(name, None)
-            order.setdefault(name, created)
+            order.setdefault(name, entry.item.create_revision)
         self._view = replace(view, members=members, order=order, missing_since=missing)
-
-
-def _closed(item: KeyValue | None) -> m.Closed | None:
-    """Return the end of the run that a key holds; None if it holds none, or an invalid value."""
-    return read_record(m.Closed, item)

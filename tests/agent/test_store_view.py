@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -24,8 +25,11 @@ from adaptdl_elastic.rendezvous.store.base import Change
 KEYS = Keys("test")
 
 
+REVISIONS = itertools.count(1)
+
+
 def changed(key: str, value: str | None) -> Change:
-    return Change("delete" if value is None else "put", key, value, 1)
+    return Change("delete" if value is None else "put", key, value, next(REVISIONS))
 
 
 def node(name: str, job: str = "job") -> tuple[str, str]:
@@ -62,6 +66,21 @@ def test_records_of_the_job_become_events(view: StoreView) -> None:
         *view.apply(changed(KEYS.generation("job", 2, "ended", "a"), encode(ended))),
     ]
     assert told == [d.MasterSeen(master), d.EndedSeen(2, "a", Outcome.STOPPED)]
+
+
+def test_what_is_known_is_not_told_again_after_a_gap(view: StoreView) -> None:
+    key, texts = (
+        KEYS.generation("job", 3, "master"),
+        [encode(MasterRecord(3, "10.0.0.1", n, 6)) for n in (4, 5)],
+    )
+    assert len(list(view.apply(changed(key, texts[0])))) == 1
+    assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[0]}))) == []
+    assert len(list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]})))) == 1
+    assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]}))) == []
+    # revisions begin again in a store that has lost its data and was given back what was known
+    list(view.apply(Change("put", key, texts[1], 1000)))
+    assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]}))) == []
+    assert len(list(view.apply(Change("put", key, texts[0], 2)))) == 1
 
 
 def test_requests_are_kept(view: StoreView) -> None:

@@ -391,8 +391,8 @@ def _survives(seed: int) -> None:
     keys = Keys("garbage")
     garbage = Garbage(seed, keys)
     keeper, memory, now = ClusterCache(keys), Memory(), 100.0
-    keeper.load(garbage.snapshot(), now)
-    keeper.note(keys.coordinator_leader, records.LeaderRecord("this", "host"), 1, now)
+    keeper.take(garbage.snapshot(), now)
+    keeper.note(keys.coordinator_leader, records.encode(records.LeaderRecord("this", "host")), 1, now)
     revision = len(garbage.items)
     for _ in range(6):
         view = keeper.view(now, now + 1e9)
@@ -406,7 +406,7 @@ def _survives(seed: int) -> None:
                     revision += 1
                     read = records.decode(type(record), records.encode(record), key)
                     assert read == record, (seed, key)
-                    keeper.note(key, record, revision, now)
+                    keeper.note(key, records.encode(record), revision, now)
                 case DeletePrefix(prefix):
                     keeper.forget(prefix, now)
                 case Say(event, fields):

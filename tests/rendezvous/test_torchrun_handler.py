@@ -142,6 +142,25 @@ def test_a_round_with_a_ghost_does_not_come_together(group: Group):
     assert group.ranks(entering) == [(0, 1)]
 
 
+def test_a_round_that_was_deleted_is_followed_by_another(group: Group):
+    one, two = group.handler(), group.handler()
+    assert group.ranks(group.enter(one)) == [(0, 1)]
+    with group.store.watch(PREFIX) as watch:
+        group.store.delete(PREFIX + "round")
+        newcomer = group.enter(two)
+        next(change for change in watch if change.key.startswith(PREFIX + "nodes/"))
+    wait_until_waiting([one])
+    assert group.ranks(group.enter(one) + newcomer) == [(0, 2), (1, 2)]
+
+
+def test_the_prefix_is_read_once_at_the_start(group: Group, monkeypatch: pytest.MonkeyPatch):
+    read: list[str] = []
+    range_ = MemoryStore.range
+    monkeypatch.setattr(MemoryStore, "range", lambda *args: [read.append(args[1]), range_(*args)][1])
+    assert group.ranks(group.enter(group.handler())) == [(0, 1)]
+    assert read == [PREFIX]
+
+
 def test_the_rounds_store_listens_on_the_nodes_address_only(group: Group):
     handler = group.handler((1, 1))
     (info,) = [future.result(PATIENCE) for future in group.enter(handler)]

@@ -25,10 +25,10 @@ def test_a_job_that_waits_is_told_from_one_that_does_not_exist() -> None:
 def test_submissions_are_followed() -> None:
     keys, store, cache = Keys("lab"), MemoryStore(), ClusterCache(Keys("lab"))
     store.put(keys.submission("a"), "signed")
-    cache.load(store.range(keys.root), 0.0)
-    cache.apply(Change("put", keys.submission("b"), "signed", 2), 0.0)
+    cache.take(store.range(keys.root), 0.0)
+    cache.take(Change("put", keys.submission("b"), "signed", 3), 0.0)
     assert cache.view(0.0, 0.0).submitted == {"a", "b"}
-    cache.apply(Change("delete", keys.submission("a"), None, 3), 0.0)
+    cache.take(Change("delete", keys.submission("a"), None, 4), 0.0)
     assert cache.view(0.0, 0.0).submitted == {"b"}
-    cache.load(MemoryStore().range(keys.root), 0.0)
+    cache.take(MemoryStore().range(keys.root), 0.0)
     assert cache.view(0.0, 0.0).submitted == frozenset()

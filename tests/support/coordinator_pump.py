@@ -134,7 +134,7 @@ class Pump:
     # -- moving
 
     def view(self) -> View:
-        self.keeper.load(self.store.range(self.keys.root), self.clock())
+        self.keeper.take(self.store.range(self.keys.root), self.clock())
         return self.keeper.view(self.clock(), self.clock(), self.steady_since)
 
     def question(self) -> PolicyQuestion:

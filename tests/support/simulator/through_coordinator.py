@@ -35,6 +35,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Outcome,
     Plan,
     RunningRecord,
+    encode,
 )
 
 _ROUNDS = 100
@@ -79,7 +80,7 @@ class ThroughCoordinator:
 
     def _note(self, key: str, record: object, now: float) -> None:
         self._revision += 1
-        self._keeper.note(key, record, self._revision, now)
+        self._keeper.note(key, encode(record), self._revision, now)
 
     def _follow_nodes(self, infos: Mapping[str, JobInfo], nodes: Sequence[NodeInfo], now: float) -> None:
         """Register an agent of every job on every node that the job may use."""
