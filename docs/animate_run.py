@@ -1,13 +1,14 @@
 """Make docs/images/run.svg: a real run in which a replica joins and is killed, as a picture that moves.
 
-python docs/animate_run.py --record    run it (about a minute), write run-film.jsonl and the picture
-python docs/animate_run.py             draw run-film.jsonl again
+python docs/animate_run.py --record    run it (about a minute) and keep its events in run-film.jsonl
+python docs/animate_run.py             draw them again, and write the run's summary into README.md
 
 The chart is whole; a clip whose width grows uncovers it. It needs no script and no font of another server.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -21,7 +22,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from adaptdl_elastic.agent.terminal.display import print_summary
+from adaptdl_elastic.rendezvous.run_record import read_run
+
 ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BEGIN = "<!-- the summary of docs/images/run-film.jsonl: docs/animate_run.py -->"
+END = "<!-- end of the summary -->"
 EVENTS, PICTURE = ROOT / "docs/images/run-film.jsonl", ROOT / "docs/images/run.svg"
 TASK = "--data=digits --net=recurrent --batch-size=32 --lr=0.05 --max-batch-size=512 --epochs=60"
 KILL_AFTER = 9.0  # seconds with two replicas
@@ -50,7 +59,7 @@ def record() -> None:
                 pid = next((one["pids"]["1"] for one in started if "1" in one["pids"]), None)
             if pid is None:
                 raise SystemExit("the job ended with one replica")
-            time.sleep(KILL_AFTER)
+            time.sleep(KILL_AFTER)  # the film shows how long it ran
             os.kill(pid, signal.SIGKILL)
             if job.wait() != 0:
                 raise SystemExit("the job has failed")
@@ -153,7 +162,23 @@ def _accuracy(events: Sequence[Event], x: Any) -> Iterator[str]:
     yield f'<text x="{WIDTH - RIGHT}" y="248" text-anchor="end" fill="{GREEN}">{last}</text>'
 
 
+def summary() -> str:
+    """Return the summary that `adaptdl-run` prints at the end of the run, as a block of text."""
+    out = io.StringIO()
+    console = Console(file=out, width=100, color_system=None, highlight=False, soft_wrap=True)
+    print_summary(console, "images", read_run(EVENTS))
+    lines = (line.rstrip() for line in out.getvalue().strip().splitlines())
+    return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def with_summary(page: str) -> str:
+    """Return a page with the summary between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n{summary()}{END}{rest.partition(END)[2]}"
+
+
 if __name__ == "__main__":
     if "--record" in sys.argv[1:]:
         record()
+    README.write_text(with_summary(README.read_text()))
     PICTURE.write_text(draw(read(EVENTS)))

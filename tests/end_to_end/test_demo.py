@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,28 +22,17 @@ def pictured(monkeypatch: pytest.MonkeyPatch) -> Events:
     return [json.loads(line) for line in (ROOT / "docs/images/run.jsonl").read_text().splitlines()]
 
 
-def test_the_caption_of_the_readme_tells_what_its_picture_shows(pictured: Events) -> None:
-    from demo import goodput_change
+def test_the_readme_has_the_summary_and_the_picture_of_a_real_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import animate_run
 
-    caption = re.search(
-        r"\(docs/images/run\.png\)\s+\*(.+?)\*\n", (ROOT / "README.md").read_text(), re.DOTALL
-    )
-    assert caption
-    text = " ".join(caption[1].split())
-    first, last = [e for e in pictured if e["event"] == "generation"]
-    assert "begins with one replica" in text
-    assert "grows to two" in text
-    assert "without stopping" in text
-    assert (first["replicas"], last["replicas"], last["transition"]) == (1, 2, "inplace")
-    assert "goodput" in last["reason"]
-    assert f"the pause was {last['pause_s']:.2f} s" in text
-    changes = [e for e in pictured if e["event"] == "batch_size"]
-    assert f"batch size ({changes[0]['batch_size']} to {changes[-1]['batch_size']})" in text
-    assert f"learning rate (× {changes[-1]['lr_factor'] / changes[0]['lr_factor']:.1f})" in text
-    assert changes[-1]["batch_size"] > changes[0]["batch_size"]
-    assert changes[-1]["lr_factor"] > changes[0]["lr_factor"]
-    began, ended = goodput_change(pictured)
-    assert f"goodput × {ended / began:.1f}" in text
+    readme = (ROOT / "README.md").read_text()
+    assert animate_run.with_summary(readme) == readme
+    events = animate_run.read(animate_run.EVENTS)
+    assert (ROOT / "docs/images/run.svg").read_text() == animate_run.draw(events)
+    plans = [one for one in events if one["event"] == "generation"]
+    assert [plan["cause"] for plan in plans][:3] == ["start", "policy", "replica_lost"]
+    assert [plan["replicas"] for plan in plans][:4] == [1, 2, 1, 2]
 
 
 def test_the_pictured_run_shows_what_the_demo_asks_for(pictured: Events) -> None:
