@@ -15,10 +15,19 @@ from fake_agents import FakeAgent
 from adaptdl_elastic.autoscaler.coordinator import node_types
 from adaptdl_elastic.autoscaler.coordinator.job_models import MOST_SHARED, Report
 from adaptdl_elastic.autoscaler.coordinator.node_speeds import classes, slowness
-from adaptdl_elastic.autoscaler.coordinator.node_types import TypeRatios, script_profile, script_ratios
+from adaptdl_elastic.autoscaler.coordinator.node_types import (
+    TypeRatios,
+    on_types,
+    pace,
+    ratios,
+    script_profile,
+    script_ratios,
+    typed_models,
+)
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.diagnostics.rows import node_rows
 from adaptdl_elastic.autoscaler.policy import allocate
+from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.scaling.observe import node_uses, without_nodes
 from adaptdl_elastic.protocol import hints as job_hints
 from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry, TypeProfile
@@ -395,3 +404,72 @@ def test_one_job_cannot_make_a_node_slow_that_two_other_scripts_find_fast() -> N
 def test_jobs_that_stay_on_one_node_each_compare_no_nodes() -> None:
     """Their batch sizes and data may differ."""
     assert slowness([("a", "a0", "n0", 0.0), ("a", "a1", "n1", 5.0)]) == {}
+
+
+def entries(seconds: float, *replicas: int) -> tuple[ProfileEntry, ...]:
+    return tuple(ProfileEntry(1, count, 64, 0.9 * seconds, seconds, 1, 1) for count in replicas)
+
+
+def report_on(job: str, node_type: str, seconds: float, *replicas: int, **more: object) -> JobHints:
+    theta = (0.9 * seconds, 1e-9, 0.0, 0.0, 0.1 * seconds, 0.0, 1.0)
+    base = JobHints(
+        job=job,
+        generation=0,
+        nodes=1,
+        replicas=1,
+        init_batch_size=64,
+        batch_size=64,
+        atomic_bsz=64,
+        max_profiled_replicas=max(replicas),
+        grad_params=(1.0, 100.0),
+        perf_params=theta,
+        profile=entries(seconds, *replicas),
+        node_type=node_type,
+    )
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def test_the_ratio_of_two_types_is_that_of_their_step_times() -> None:
+    both = [
+        Report("a", report_on("a", "fast", 0.1, 1, 2), 0.0),
+        Report("b", report_on("b", "slow", 0.4, 1, 2), 0.0),
+    ]
+    known = script_ratios(script_profile(both))
+    assert known.between("fast", "slow") == pytest.approx(-known.between("slow", "fast"), abs=0.2)
+    assert known.speeds(["fast", "slow"])["slow"] == pytest.approx(0.25, rel=0.15)
+
+
+def test_a_ratio_is_chained_over_a_third_type() -> None:
+    known = TypeRatios({("a", "b"): 1.0, ("b", "c"): 0.5})
+    assert known.between("a", "c") == 1.5
+    assert known.between("c", "a") == 0.0
+
+
+def test_a_job_is_predicted_on_a_type_by_what_other_scripts_lost_there() -> None:
+    others = [
+        Report("a", report_on("a", "fast", 0.1, 1), 0.0),
+        Report("b", report_on("b", "slow", 0.4, 1), 0.0),
+    ]
+    learnt = ratios([script_profile(others)])
+    mine = report_on("mine", "fast", 1.0, 1, 2, 4)
+    model, models = typed_models("mine", mine, None, ["fast", "slow"], TypeRatios(), learnt)
+    assert model is not None
+    fast, slow = (float(goodputs([models[name]], [1], [4]).goodput[0, 0]) for name in ("fast", "slow"))
+    assert slow / fast == pytest.approx(0.25, rel=0.15)
+
+
+def test_what_a_job_measured_itself_counts_more_than_what_others_lost() -> None:
+    mine = report_on("mine", "fast", 1.0, 1, 2, 4)
+    slow = TypeProfile("slow", entries(2.0, 1), (1.8, 1e-9, 0.0, 0.0, 0.0, 0.0, 1.0), 1)
+    learnt = TypeRatios({("fast", "slow"): 3.0, ("slow", "fast"): -3.0})
+    _, models = typed_models("mine", replace(mine, elsewhere=(slow,)), None, ["fast", "slow"], learnt, learnt)
+    at_four = [float(goodputs([models[name]], [1], [4]).goodput[0, 0]) for name in ("fast", "slow")]
+    assert at_four[1] / at_four[0] == pytest.approx(0.5, rel=0.15)
+
+
+def test_a_report_without_types_is_one_of_a_nameless_type() -> None:
+    plain = report_on("mine", "", 1.0, 1)
+    assert on_types(plain) == {"": plain}
+    model, models = typed_models("mine", plain, None, [""], TypeRatios(), TypeRatios())
+    assert models == {"": model}
+    assert pace(plain, replace(plain, profile=())) is None

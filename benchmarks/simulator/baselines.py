@@ -239,7 +239,4 @@ def make_policy(name: str) -> tuple[Any, bool]:
     return policies[name]
 
 
-OBEDIENT = ("tiresias", "fifo")
-"""Policies that give every job either the replicas it requests or none."""
-
 POLICIES = ("goodput", "pollux-like", "tiresias", "optimus", "fifo", "even")
