@@ -39,9 +39,7 @@ def errs(pump: Pump, message: str = WHAT, kind: str = KIND, step: int | None = 1
 
 def fails_on_two(pump: Pump, **failure: Any) -> None:
     """A job that works on one replica gets two from the policy, and fails before a step."""
-    pump.job("a", max_replicas=2, max_nodes=2, max_restarts=0)
-    pump.node("n0", "a")
-    pump.settle()
+    play(pump, "job a max_replicas=2 max_nodes=2 max_restarts=0; node n0 a; settle")
     pump.agents[0].report(pump.plan("a"), max_profiled_replicas=1)
     pump.node("n1", "a", steps=False)
     pump.agents[0].steps = False
@@ -363,8 +361,7 @@ def test_the_end_of_an_old_generation_is_kept_while_the_newest_plan_waits_for_it
     pump.settle()
     ended = pump.keys.generation("a", old.generation, "ended", leaver.node)
     assert pump.store.get(ended) is not None, "an agent that comes now has nothing else to go by"
-    pump.ask("a", replicas=2)
-    pump.settle()
+    play(pump, "ask a replicas=2; settle")
     after = pump.plan("a")
     assert after.generation > plan.generation
     assert old.generation not in {one.generation for one in after.leaving}, "it has ended"
@@ -393,8 +390,7 @@ def test_a_job_is_done_when_those_that_a_change_was_to_leave_out_have_ended_too(
 def test_no_round_is_asked_for_while_an_agent_is_missing(pump: Pump) -> None:
     """Its job would not fit where it is, and its neighbours would make room for it."""
     elastic(pump)
-    pump.ask("a", replicas=3)
-    pump.settle()
+    play(pump, "ask a replicas=3; settle")
     generation = pump.plan("a").generation
     pump.slow = True
     lose_lease(pump, "n2")
@@ -415,8 +411,7 @@ def test_rounds_do_not_wait_for_ever_where_one_agent_or_another_is_always_missin
     elastic(pump, nodes=2)
     here, away = pump.agents
     since, pump.slow = pump.clock(), True
-    pump.job("b")
-    pump.node("m0", "b")
+    play(pump, "job b; node m0 b")
     longest = pump.settings.steady + pump.settings.node_ttl + pump.settings.interval
     while not pump.asked and pump.clock() <= since + longest + pump.settings.node_ttl:
         lose_lease(pump, here.node)

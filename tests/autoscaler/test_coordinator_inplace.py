@@ -16,9 +16,7 @@ from adaptdl_elastic.rendezvous.schema.records import Rescale
 def in_place(pump: Pump, rescale: str = "auto", **changes: object) -> None:
     """A job `a` on n0 and n1 that reports that it could change in place."""
     pump.job("a", max_replicas=3, rescale_timeout=20, rescale=Rescale(rescale), **changes)
-    pump.node("n0", "a")
-    pump.node("n1", "a")
-    pump.settle()
+    play(pump, "node n0 a; node n1 a; settle")
     pump.agents[0].report(pump.plan("a"), inplace=True, max_profiled_replicas=1)
     pump.settle()
     assert set(pump.placed("a")) == {"n0", "n1"}
@@ -43,8 +41,7 @@ def grow_in_place(pump: Pump, **changes: object) -> None:
 
 def moves(pump: Pump) -> None:
     """A job `a` of one replica, whose size is its owner's, is on its way from n0 to n1, in place."""
-    pump.job("a", max_replicas=64, max_nodes=8, autoscale=False, rescale_timeout=20)
-    pump.node("n0", "a")
+    play(pump, "job a max_replicas=64 max_nodes=8 autoscale=False rescale_timeout=20; node n0 a")
     play(pump, "settle; n0 report inplace=True max_profiled_replicas=1; node n1 a 4; all inplace=True")
     play(pump, "settle -> n0=1")
     play(pump, "n0 register draining=True; decide -> inplace n0=1 n1=1")
@@ -67,8 +64,7 @@ def forget_running(pump: Pump) -> None:
 
 def one_grows(pump: Pump) -> None:
     """A job on n0 has grown in place from one replica to two."""
-    pump.job("a", autoscale=False)
-    pump.node("n0", "a", 2)
+    play(pump, "job a autoscale=False; node n0 a 2")
     play(pump, "settle; n0 report inplace=True; ask a replicas=2; decide -> n0=2 inplace")
     take_up(pump)
 

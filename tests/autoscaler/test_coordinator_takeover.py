@@ -108,9 +108,7 @@ def test_old_generations_keys_are_collected(pump: Pump) -> None:
 def test_a_takeover_fences_every_plan_and_changes_nothing_else(pump: Pump) -> None:
     elastic(pump)
     before = pump.plan("a")
-    pump.job("waiting", min_replicas=9)
-    pump.node("n0", "waiting")
-    pump.settle().take_over().settle().later(120)
+    play(pump, "job waiting min_replicas=9; node n0 waiting; settle; take_over; settle; later 120")
     assert pump.plan("a") == replace(before, fence=pump.fence)
     assert pump.plan("waiting").claim
     assert pump.plan("waiting").fence == pump.fence
@@ -118,9 +116,7 @@ def test_a_takeover_fences_every_plan_and_changes_nothing_else(pump: Pump) -> No
 
 def test_an_old_leader_can_write_nothing_after_a_takeover(pump: Pump) -> None:
     elastic(pump)
-    pump.job("waiting", min_replicas=3)
-    pump.node("n0", "waiting")
-    pump.settle()
+    play(pump, "job waiting min_replicas=3; node n0 waiting; settle")
     old = pump.view()
     pump.take_over().settle()
     stale = decide(
@@ -210,8 +206,7 @@ def test_another_run_of_a_forgotten_job_counts_instead_of_the_run_before() -> No
     reader, runs = SubmissionReader(pump.store, pump.keys, "id"), []
     for run in ("r1", "r2"):
         pump.job("a", run=run)
-        pump.node("n0", "a")
-        pump.settle()
+        play(pump, "node n0 a; settle")
         assert reader.read(None).requests[0].run.state is JobState.RUNNING
         pump.agents[-1].finish()
         pump.settle()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from coordinator_pump import Pump
+from coordinator_script import play
 from fake_agents import FakeAgent
 
 from adaptdl_elastic.autoscaler.coordinator import node_types
@@ -31,7 +32,7 @@ from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.scaling.observe import node_uses, without_nodes
 from adaptdl_elastic.protocol import hints as job_hints
 from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry, TypeProfile
-from adaptdl_elastic.rendezvous.schema.records import JobState, NodeRecord, decode, encode
+from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode, encode
 
 
 def two_types(pump: Pump, profile_key: str = "") -> None:
@@ -66,8 +67,7 @@ def test_the_policy_is_asked_with_the_types_of_nodes_and_a_model_for_each() -> N
 def test_a_job_moves_to_the_fast_node_and_is_told_why() -> None:
     pump = Pump(policy=allocate)
     two_types(pump)
-    pump.later(120.0)
-    pump.settle()
+    play(pump, "later 120.0; settle")
     assert set(pump.placed("a")) == {"n1"}
     assert "on a fast node" in pump.plan("a").reason
 
@@ -100,9 +100,7 @@ def test_a_registration_without_a_type_is_still_read() -> None:
 
 def test_a_cluster_of_one_type_is_asked_about_as_before() -> None:
     pump = Pump(policy=allocate)
-    pump.job("a", max_replicas=2)
-    pump.node("n0", "a", 2)
-    pump.settle()
+    play(pump, "job a max_replicas=2; node n0 a 2; settle")
     (info,) = pump.question().jobs
     assert info.model is not None
     assert (info.models, info.speeds) == ({}, {})
@@ -120,9 +118,7 @@ def test_an_impossible_profile_of_another_type_is_not_read_and_stops_no_other_jo
     impossible: dict[str, Any],
 ) -> None:
     pump = Pump(policy=allocate)
-    pump.job("a", profile_key="k")
-    pump.node("n0", "a", 2)
-    pump.settle()
+    play(pump, "job a profile_key=k; node n0 a 2; settle")
     hints = job_hints.encode(
         JobHints("a", 0, 1, 1, 64, 64, 64, perf_params=(0.1, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0))
     )
@@ -131,10 +127,7 @@ def test_an_impossible_profile_of_another_type_is_not_read_and_stops_no_other_jo
     with pytest.raises(job_hints.MalformedHintsError):
         job_hints.decode(json.dumps(report))
     pump.store.put(pump.keys.job("a", "hints"), json.dumps(report))
-    pump.job("b")
-    pump.node("n1", "b")
-    pump.settle()
-    assert pump.status("b").state is JobState.RUNNING
+    play(pump, "job b; node n1 b; settle -> b/running")
 
 
 def test_jobs_of_one_script_may_have_measured_more_configurations_than_one_report_holds() -> None:
@@ -244,11 +237,7 @@ def test_reports_of_one_script_that_cannot_be_combined_stop_no_other_job(
     monkeypatch.setattr(node_types, "script_profile", fail)
     pump = Pump(policy=allocate)
     two_types(pump, profile_key="k")
-    pump.job("b")
-    pump.node("n2", "b")
-    pump.settle()
-    assert pump.status("b").state is JobState.RUNNING
-    assert pump.status("a").state is JobState.RUNNING
+    play(pump, "job b; node n2 b; settle -> b/running running")
 
 
 def test_types_that_were_measured_are_told_apart_from_assumed_ones() -> None:
@@ -287,8 +276,7 @@ def test_a_node_where_a_job_computed_for_longer_is_of_a_slower_class() -> None:
     assert set(pump.placed("a")) == {"n0"}
     theta = (0.5, 0.01, 0.0, 0.0, 0.0, 0.0, 1.0)
     times = {"n1": (64, 0.2, 100.0), "n0": (32, 0.8, 200.0)}  # a larger batch in a quarter of the time
-    pump.job("b")
-    pump.node("n9", "b")
+    play(pump, "job b; node n9 b")
     times["n9"] = (64, 1e-9, 200.0)  # does not count: the job has no agent there
     agents[0].report(pump.plan("a"), perf_params=theta, node_times=times, time=200.0)
     question, slow = pump.question(), "nodes, slow 1"
@@ -324,11 +312,7 @@ def two_nodes() -> tuple[Pump, dict[str, FakeAgent], str]:
 def test_impossible_times_of_nodes_stop_no_decision(times: dict[str, tuple[int, float, float]]) -> None:
     pump, agents, here = two_nodes()
     agents[here].report(pump.plan("a"), perf_params=(2.0, 1.0, *SLOW[2:]), node_times=times, time=1.0)
-    pump.job("b")
-    pump.node("n2", "b")
-    pump.later(120.0)
-    pump.settle()
-    assert pump.status("b").state is JobState.RUNNING
+    play(pump, "job b; node n2 b; later 120.0; settle -> b/running")
 
 
 def test_a_job_leaves_a_node_that_only_it_has_found_to_be_slow() -> None:
@@ -340,8 +324,7 @@ def test_a_job_leaves_a_node_that_only_it_has_found_to_be_slow() -> None:
         grad_params=(1.0, 100.0), remaining_samples=1e7, inplace=True,
         node_times={other: (64, 0.164, now - 200.0), here: (64, 0.82, now)},
     )  # fmt: skip
-    pump.later(120.0)
-    pump.settle()
+    play(pump, "later 120.0; settle")
     assert set(pump.placed("a")) == {other}
 
 

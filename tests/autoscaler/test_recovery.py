@@ -46,9 +46,7 @@ def resilient(pump: Pump, nodes: int = 2, slots: int = 2, **changes: object) -> 
     for index in range(nodes):
         pump.node(f"n{index}", "a", slots, resilient=True)
     pump.ask("a", replicas=nodes * slots)
-    pump.settle()
-    pump.ask("a", replicas=None)
-    pump.settle()
+    play(pump, "settle; ask a replicas=None; settle")
     pump.clock.now += SETTLED
     assert pump.plan("a").replicas == nodes * slots
 
@@ -65,16 +63,16 @@ def left_with_one(pump: Pump) -> None:
 
 def grow_in_place(pump: Pump) -> None:
     """Two replicas on n0 that are about to be three by one on n1; nothing has happened yet."""
-    pump.job("a", max_replicas=3, rescale_timeout=20)
-    pump.node("n0", "a", 2, resilient=True)
-    pump.ask("a", replicas=2)
-    pump.settle()
+    play(
+        pump,
+        """
+        job a max_replicas=3 rescale_timeout=20; node n0 a 2 resilient=True
+        ask a replicas=2; settle""",
+    )
     pump.agents[0].report(pump.plan("a"), inplace=True)
-    pump.settle()
-    pump.node("n1", "a", 1, resilient=True)
+    play(pump, "settle; node n1 a 1 resilient=True")
     pump.clock.now += SETTLED
-    pump.ask("a", replicas=3)
-    pump.decide()
+    play(pump, "ask a replicas=3; decide")
     plan = pump.plan("a")
     assert (plan.transition, plan.replicas) == (Transition.INPLACE, 3)
     assert plan.base == plan.generation - 1
@@ -259,8 +257,7 @@ def test_a_newcomer_that_dies_on_a_node_of_its_own_is_brought_back_with_pauses(p
     waited = []
     for _ in range(4):
         pump.agents[1].lose(0)
-        pump.decide()
-        assert pump.plan("a").transition is Transition.RECOVER
+        play(pump, "decide -> recover")
         pump.agents[0].report(pump.plan("a"), inplace=True)
         waited.append(joined(pump))
         assert pump.placed("a") == {"n0": 1, "n1": 1}
@@ -278,8 +275,7 @@ def test_other_deaths_are_replaced_at_once(pump: Pump, newcomer: bool) -> None:
         if newcomer:
             pump.later(pump.settings.joined + 0.1)
         pump.agents[0].lose(slot)
-        pump.decide()
-        assert pump.plan("a").transition is Transition.RECOVER
+        play(pump, "decide -> recover")
         if not newcomer:
             # the one that is left was there before the next
             slot = 1 - slot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from coordinator_pump import Pump, elastic
+from coordinator_script import play
 
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, PolicyAnswer
 from adaptdl_elastic.autoscaler.coordinator.status import WAITED_STEP, steps_waited
@@ -16,11 +17,12 @@ def pump() -> Pump:
     """Jobs `a` on n0 … n2, `b` on n3, `c` on n4; a round is under way that would have a shrink and b grow."""
     pump = Pump()
     elastic(pump)
-    pump.job("b", max_replicas=2)
-    pump.node("n3", "b", 2, reports=False)
-    pump.job("c", max_replicas=2)
-    pump.node("n4", "c", reports=False)
-    pump.settle()
+    play(
+        pump,
+        """
+        job b max_replicas=2; node n3 b 2 reports=False; job c max_replicas=2
+        node n4 c reports=False; settle""",
+    )
     assert (pump.placed("a"), pump.placed("b")) == ({"n0": 1, "n1": 1, "n2": 1}, {"n3": 1})
     wishes = {"a": {"n0": 1, "n1": 1}, "b": {"n3": 2}, "c": {"n4": 1}}
     pump.policy = lambda jobs, *_: Decision({job.name: wishes[job.name] for job in jobs}, {})
@@ -47,12 +49,9 @@ def test_a_dead_node_is_planned_without_before_the_answer_and_stays_so_after_it(
 
 
 def test_a_person_is_served_meanwhile_and_the_answer_does_not_undo_it(pump: Pump) -> None:
-    pump.ask("a", replicas=1)
-    pump.settle()
-    assert pump.placed("a") == {"n0": 1}
+    play(pump, "ask a replicas=1; settle -> n0=1")
     pump.answer()
-    pump.settle()
-    assert pump.placed("a") == {"n0": 1}
+    play(pump, "settle -> n0=1")
 
 
 def test_what_a_person_asked_for_and_could_not_be_had_at_once_waits_for_no_interval(pump: Pump) -> None:
@@ -67,36 +66,25 @@ def test_what_a_person_asked_for_and_could_not_be_had_at_once_waits_for_no_inter
 
 def test_a_node_that_begins_to_drain_gets_nothing(pump: Pump) -> None:
     next(agent for agent in pump.agents if agent.node == "n3").register(draining=True)
-    pump.settle()
-    assert pump.status("b").state is JobState.PENDING
+    play(pump, "settle -> b/pending")
     pump.answer()
-    pump.settle()
-    assert pump.placed("b") == {}
+    play(pump, "settle -> b/nowhere")
 
 
 def test_slots_that_went_to_another_job_meanwhile_are_not_given_twice(pump: Pump) -> None:
-    pump.node("n3", "c", 2)
-    pump.ask("c", replicas=2)
-    pump.settle()
-    assert pump.placed("c") == {"n4": 1, "n3": 1}
+    play(pump, "node n3 c 2; ask c replicas=2; settle -> c/n4=1 c/n3=1")
     pump.answer()  # b is to have both slots of n3
-    pump.settle()
-    assert pump.placed("b") == {"n3": 1}
+    play(pump, "settle -> b/n3=1")
 
 
 def test_a_job_that_was_submitted_again_meanwhile_is_another(pump: Pump) -> None:
     next(agent for agent in pump.agents if agent.node == "n3").finish()
-    pump.settle()
-    pump.job("b", run="b-2", max_replicas=2)
-    pump.node("n3", "b", 2, reports=False)
-    pump.settle()
+    play(pump, "settle; job b run=b-2 max_replicas=2; node n3 b 2 reports=False; settle")
     pump.answer()
-    pump.settle()
-    assert pump.status("b").state is JobState.PENDING
+    play(pump, "settle -> b/pending")
     assert len(pump.asked) == 1  # it need not wait for the interval
     pump.answer()
-    pump.settle()
-    assert pump.placed("b") == {"n3": 2}
+    play(pump, "settle -> b/n3=2")
 
 
 def test_one_round_at_a_time(pump: Pump) -> None:
@@ -119,8 +107,7 @@ def test_a_takeover_waits_for_no_answer_of_before(pump: Pump) -> None:
     assert [asked.number for asked in pump.asked] == [1]
     assert old.number != 1
     pump.answer()
-    pump.settle()
-    assert pump.placed("b") == {"n3": 2}
+    play(pump, "settle -> b/n3=2")
 
 
 def test_a_policy_that_fails_late_is_said_and_asked_again(pump: Pump) -> None:
@@ -167,17 +154,14 @@ def test_a_job_that_trains_outside_of_epochs_keeps_its_size(outside: bool) -> No
     agent = pump.node("n0", "a", 1)
     pump.settle()
     agent.report(pump.plan("a"), outside_epochs=outside)
-    pump.node("n1", "a", 3)
-    pump.settle().later(600)
+    play(pump, "node n1 a 3; settle; later 600")
     assert pump.plan("a").replicas == (1 if outside else 4)
 
 
 def test_the_policys_reason_for_giving_nothing_is_shown_until_it_says_something_else() -> None:
     pump = Pump()
     pump.policy = lambda jobs, *_: Decision({"a": {}}, {}, pending={"a": "not today"})
-    pump.job("a")
-    pump.node("n0", "a", 4)
-    pump.settle()
+    play(pump, "job a; node n0 a 4; settle")
     assert pump.status("a").reason == "not today"
     written = pump.store.range(pump.keys.job("a", "status")).items[0].mod_revision
     pump.later(10 * pump.settings.interval)

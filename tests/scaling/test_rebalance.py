@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scaling_world import World, waiting
+from scaling_world import World
 
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
@@ -19,8 +19,7 @@ DELAYS = [0.0, 30.0, 90.0, None]
 
 def world_at_its_limit(boot: float = 60.0) -> World:
     world = World(SPOT, settings=ScalingSettings(max_nodes=NODES), boot=boot)
-    world.jobs = (waiting(replicas=8),)
-    world.until(lambda: len(world.running) == NODES)
+    world.want(8).until_running(NODES)
     return world
 
 
@@ -82,7 +81,7 @@ def test_nodes_at_risk_are_interrupted_while_their_replacements_boot(told: bool)
 def test_a_pool_that_is_closed_while_replacements_boot_keeps_the_nodes_at_work() -> None:
     world = world_at_its_limit()
     before = set(world.running)
-    world.jobs = (waiting(replicas=4),)
+    world.want(4)
     pools = world.memory.pools
     world.memory = replace(world.memory, pools={"spot": replace(pools["spot"], closed="tried too often")})
     rebalance(world, sorted(before))
@@ -112,7 +111,7 @@ def test_an_autoscaler_that_starts_while_replacements_boot_takes_none_for_a_node
 def test_demand_that_falls_while_replacements_boot_ends_at_the_smaller_size() -> None:
     world = world_at_its_limit()
     rebalance(world, list(world.running))
-    world.jobs = (waiting(replicas=2),)
+    world.want(2)
     watch(world, 1500, 2 * NODES)
     assert len(world.running) == 2
     assert world.desired == {"spot": 2}
