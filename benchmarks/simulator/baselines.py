@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from adaptdl_elastic.autoscaler.policy import allocate
-from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.policy_types import (
     Allocation,
     Decision,
@@ -97,121 +93,6 @@ class Tiresias:
         return decision(jobs, current, chosen, "its turn in the queue")
 
 
-class Fifo:
-    """Run jobs in order of submission, with the requested replicas, until they end; no job overtakes."""
-
-    def __call__(
-        self,
-        jobs: Sequence[JobInfo],
-        nodes: Sequence[NodeInfo],
-        current: Mapping[str, Allocation],
-        now: float,
-        settings: PolicySettings,
-    ) -> Decision:
-        """Admit from the head of the queue while there is room."""
-        free = {node.name: node.slots for node in nodes}
-        chosen = {job.name: dict(current[job.name]) for job in jobs if current.get(job.name)}
-        for allocation in chosen.values():
-            for node, replicas in allocation.items():
-                free[node] -= replicas
-        for job in sorted(jobs, key=lambda job: job.submitted):
-            if job.name in chosen:
-                continue
-            wanted = job.requested_replicas or 1
-            if wanted > sum(free.values()):
-                break
-            chosen[job.name] = place_most_free(wanted, free)
-        return decision(jobs, current, chosen, "in order of submission")
-
-
-class Even:
-    """Give every job the same number of slots; with more jobs than slots, the first ones submitted."""
-
-    def __call__(
-        self,
-        jobs: Sequence[JobInfo],
-        nodes: Sequence[NodeInfo],
-        current: Mapping[str, Allocation],
-        now: float,
-        settings: PolicySettings,
-    ) -> Decision:
-        """Divide the slots; a job that already has its share keeps its place."""
-        total = sum(node.slots for node in nodes)
-        ordered = sorted(jobs, key=lambda job: job.submitted)[:total]
-        share = {job.name: min(total // max(len(ordered), 1), job.max_replicas) for job in ordered}
-        return _keep_or_place(jobs, nodes, current, share, "an equal share")
-
-
-def _keep_or_place(
-    jobs: Sequence[JobInfo],
-    nodes: Sequence[NodeInfo],
-    current: Mapping[str, Allocation],
-    wanted: Mapping[str, int],
-    why: str,
-) -> Decision:
-    free = {node.name: node.slots for node in nodes}
-    chosen: dict[str, Allocation] = {}
-    for name, replicas in wanted.items():
-        before = current.get(name, {})
-        if before and sum(before.values()) == replicas and all(node in free for node in before):
-            chosen[name] = dict(before)
-            for node, here in before.items():
-                free[node] -= here
-    for name in sorted(wanted, key=lambda name: -wanted[name]):
-        if name not in chosen and wanted[name] > 0:
-            chosen[name] = place_most_free(wanted[name], free)
-    return decision(jobs, current, chosen, why)
-
-
-class Optimus:
-    """Give replicas one at a time to the job that saves the most time by it (Peng et al., EuroSys 2018).
-
-    As in Pollux's comparison, the remaining work is known and jobs run with their tuned batch size.
-    """
-
-    def __call__(
-        self,
-        jobs: Sequence[JobInfo],
-        nodes: Sequence[NodeInfo],
-        current: Mapping[str, Allocation],
-        now: float,
-        settings: PolicySettings,
-    ) -> Decision:
-        """Assign replicas greedily by their marginal gain in remaining time."""
-        total, slots = sum(node.slots for node in nodes), max(node.slots for node in nodes)
-        ordered = sorted(jobs, key=lambda job: job.submitted)[:total]
-        given = {job.name: 1 for job in ordered}
-        times = {job.name: _times(job, total, slots) for job in ordered}
-
-        def gain(name: str) -> float:
-            left, count = times[name], given[name]
-            return float(left[count] - left[count + 1]) if count + 1 < len(left) else 0.0
-
-        spare = total - len(ordered)
-        while spare > 0 and given:
-            best = max(given, key=gain)
-            if gain(best) <= 0:
-                break
-            given[best] += 1
-            spare -= 1
-        return _keep_or_place(jobs, nodes, current, given, "the most time saved by a replica")
-
-
-def _times(job: JobInfo, total: int, slots: int) -> list[float]:
-    """Return the remaining seconds by number of replicas.
-
-    Index 0 is unused. A job without a model has one entry for one replica.
-    """
-    if job.model is None:
-        return [math.inf, math.inf]
-    most = min(job.max_replicas, total)
-    counts = np.arange(1, most + 1)
-    found = goodputs([job.model], np.where(counts > slots, 2, 1), counts).goodput[0]
-    left = (job.remaining or 0.0) / np.maximum(found, 1e-9)
-    usable = int(np.argmin(found > 0)) if not (found > 0).all() else most
-    return [math.inf, *left[:usable].tolist()]
-
-
 def pollux_like(
     jobs: Sequence[JobInfo],
     nodes: Sequence[NodeInfo],
@@ -232,11 +113,8 @@ def make_policy(name: str) -> tuple[Any, bool]:
         "goodput": (allocate, False),
         "pollux-like": (pollux_like, False),
         "tiresias": (Tiresias(), True),
-        "optimus": (Optimus(), True),
-        "fifo": (Fifo(), True),
-        "even": (Even(), False),
     }
     return policies[name]
 
 
-POLICIES = ("goodput", "pollux-like", "tiresias", "optimus", "fifo", "even")
+POLICIES = ("goodput", "pollux-like", "tiresias")

@@ -14,7 +14,7 @@ class Submission:
     name: str
     time: float  # seconds after the start
     application: str
-    num_replicas: int  # requested by the owner; used by tiresias, optimus and fifo
+    num_replicas: int  # requested by the owner; used by tiresias and fifo
     batch_size: int  # tuned by the owner for `num_replicas`
 
 

@@ -47,9 +47,7 @@ def test_three_hours_after_spot_returned_no_node_is_on_demand(limit: str) -> Non
     watch(world, HOUR, 4 if limit == "room" else 3)
     world.provider.outage.clear()
     watch(world, 3 * HOUR, 4 if limit == "room" else 3)
-    assert on_demand(world) == 0
-    assert len(world.running) == 4
-    assert world.desired == {"demand": 0, "spot": 4}
+    assert (on_demand(world), len(world.running), world.desired) == (0, 4, {"demand": 0, "spot": 4})
     launched = world.provider.launched
     watch(world, HOUR, 4)
     assert world.provider.launched == launched
@@ -140,8 +138,7 @@ def test_demand_that_ends_during_an_exchange_leaves_nothing() -> None:
     world.provider.outage.clear()
     world.until(lambda: world.desired["spot"] > 0)
     world.want(0).run(HOUR)
-    assert world.desired == {"demand": 0, "spot": 0}
-    assert world.running == []
+    assert (world.desired, world.running) == ({"demand": 0, "spot": 0}, [])
 
 
 def test_a_new_node_that_never_registers_keeps_the_old_one() -> None:

@@ -173,8 +173,7 @@ def test_what_a_person_asked_to_have_stays(
     world = World(pool, settings=settings).grown(8)
     idling(monkeypatch, world, world.running[3])
     world.want(7).run(3600)
-    assert len(world.running) == 8
-    assert world.provider.launched == 8
+    assert (len(world.running), world.provider.launched) == (8, 8)
 
 
 def test_nodes_on_which_nothing_is_placed_are_bought_again_less_and_less(

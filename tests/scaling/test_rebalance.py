@@ -54,8 +54,7 @@ def test_replacements_come_before_the_recommendation_is_seen(leaving: int, delay
     watch(world, 0.0 if delay is None else delay, NODES + leaving)
     world.at_risk = set() if delay is None else set(victims)
     watch(world, 1500, NODES + leaving)
-    assert len(world.running) == NODES
-    assert world.desired == {"spot": NODES}
+    assert (len(world.running), world.desired) == (NODES, {"spot": NODES})
     assert world.provider.launched == NODES + leaving
     if delay is not None and delay < 60:
         assert not set(victims) & set(world.running)
@@ -74,8 +73,7 @@ def test_nodes_at_risk_are_interrupted_while_their_replacements_boot(told: bool)
     for victim in set(victims) & set(world.provider.instances):
         world.provider.vanish(victim)
     watch(world, 1500, 2 * NODES)
-    assert len(world.running) == NODES
-    assert world.provider.launched == 2 * NODES
+    assert (len(world.running), world.provider.launched) == (NODES, 2 * NODES)
 
 
 def test_a_pool_that_is_closed_while_replacements_boot_keeps_the_nodes_at_work() -> None:
@@ -86,8 +84,7 @@ def test_a_pool_that_is_closed_while_replacements_boot_keeps_the_nodes_at_work()
     world.memory = replace(world.memory, pools={"spot": replace(pools["spot"], closed="tried too often")})
     rebalance(world, sorted(before))
     watch(world, 600, 2 * NODES)
-    assert set(world.running) == before
-    assert world.desired == {"spot": NODES}
+    assert (set(world.running), world.desired) == (before, {"spot": NODES})
 
 
 def test_replacements_that_never_become_nodes_are_given_back_and_the_capacity_stays() -> None:
@@ -96,8 +93,7 @@ def test_replacements_that_never_become_nodes_are_given_back_and_the_capacity_st
     rebalance(world, sorted(before))
     world.hidden = set(world.provider.instances) - before
     watch(world, 1500, 2 * NODES)
-    assert set(world.running) == before
-    assert world.desired == {"spot": NODES}
+    assert (set(world.running), world.desired) == (before, {"spot": NODES})
 
 
 def test_an_autoscaler_that_starts_while_replacements_boot_takes_none_for_a_node_at_work() -> None:
@@ -113,9 +109,7 @@ def test_demand_that_falls_while_replacements_boot_ends_at_the_smaller_size() ->
     rebalance(world, list(world.running))
     world.want(2)
     watch(world, 1500, 2 * NODES)
-    assert len(world.running) == 2
-    assert world.desired == {"spot": 2}
-    assert world.provider.launched == 2 * NODES
+    assert (len(world.running), world.desired, world.provider.launched) == (2, {"spot": 2}, 2 * NODES)
 
 
 def test_a_person_who_lowers_the_group_is_no_rebalance() -> None:
@@ -123,5 +117,4 @@ def test_a_person_who_lowers_the_group_is_no_rebalance() -> None:
     before = set(world.running)
     world.provider.set_desired("spot", 2)
     watch(world, 600, NODES)
-    assert set(world.running) == before
-    assert world.desired == {"spot": NODES}
+    assert (set(world.running), world.desired) == (before, {"spot": NODES})

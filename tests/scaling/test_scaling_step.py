@@ -25,8 +25,7 @@ def test_from_zero_for_a_job_and_back_to_zero() -> None:
     assert world.desired == {"demand": 3}
     world.want(0).until(lambda: not world.running)
     world.run(600)
-    assert world.desired == {"demand": 0}
-    assert world.provider.launched == 3
+    assert (world.desired, world.provider.launched) == ({"demand": 0}, 3)
 
 
 def test_a_node_is_drained_before_it_is_released() -> None:
@@ -35,8 +34,7 @@ def test_a_node_is_drained_before_it_is_released() -> None:
     world.want(1).until(lambda: bool(world.of(Drain)))
     (leaving,) = {drain.instance for drain in world.of(Drain) if isinstance(drain, Drain)}
     world.run(300)
-    assert world.of(Release) == []
-    assert set(world.running) == world.stuck
+    assert (world.of(Release), set(world.running)) == ([], world.stuck)
     world.run(400)
     assert any("asked to drain" in warning for warning in world.tick().warnings)
     world.stuck = set()
@@ -49,8 +47,7 @@ def test_spot_first_and_on_demand_where_there_is_no_spot() -> None:
     assert world.desired == {"demand": 0, "spot": 2}
     world.provider.outage["spot"] = "no Spot capacity available"
     world.want(5).run(300)
-    assert world.desired == {"demand": 3, "spot": 2}
-    assert len(world.running) == 5
+    assert (world.desired, len(world.running)) == ({"demand": 3, "spot": 2}, 5)
     world.run(1200)
     assert world.provider.launched == 5
 
@@ -72,8 +69,7 @@ def test_instances_that_never_become_nodes_are_replaced_a_few_times_and_never_ag
     world.want(2).run(24 * 3600, every=60)
     most = 2 + ScalingSettings().max_replacements + 1
     assert world.provider.launched <= most
-    assert world.running == []
-    assert world.desired == {"demand": 0}
+    assert (world.running, world.desired) == ([], {"demand": 0})
     assert any("start-up script" in warning for warning in world.tick().warnings)
     before = world.provider.launched
     world.run(24 * 3600, every=60)
@@ -142,8 +138,7 @@ def test_a_price_that_was_higher_than_known_is_remembered() -> None:
     world = World(DEMAND, settings=ScalingSettings(max_hourly_cost=1.35)).want(2)
     world.provider.true_price["demand"] = 2.0
     world.run(3 * 3600, every=30)
-    assert world.running == []
-    assert world.provider.launched == 1
+    assert (world.running, world.provider.launched) == ([], 1)
 
 
 def test_where_one_pool_is_broken_the_other_serves() -> None:
@@ -161,8 +156,7 @@ def test_a_notice_drains_and_its_instance_is_replaced() -> None:
     (drain,) = (a for a in done.actions if isinstance(a, Drain))
     assert (drain.instance, drain.deadline) == (victim, world.now - 1 + 120 + 0)
     world.until(lambda: victim not in world.running and len(world.running) == 2)
-    assert world.desired == {"spot": 2}
-    assert world.memory.pools["spot"].interruptions == 1
+    assert (world.desired, world.memory.pools["spot"].interruptions) == ({"spot": 2}, 1)
 
 
 def test_a_node_that_knows_of_its_end_is_treated_the_same() -> None:
@@ -187,15 +181,13 @@ def test_one_more_is_not_fought_and_ends_when_it_is_a_node() -> None:
     (risky, other) = world.running
     world.provider.recommend(risky)
     world.run(50)
-    assert len(world.provider.capacity().instances) == 3
-    assert world.of(Drain) == []
+    assert (len(world.provider.capacity().instances), world.of(Drain)) == (3, [])
     world.until(lambda: risky not in world.running)
     assert {a.instance for a in world.of(Drain) if isinstance(a, Drain)} == {risky}
     world.run(3600)
     assert len(world.running) == 2
     assert other in world.running
-    assert world.desired == {"spot": 2}
-    assert world.provider.launched == 3
+    assert (world.desired, world.provider.launched) == ({"spot": 2}, 3)
 
 
 def test_the_one_at_risk_goes_first() -> None:
@@ -277,8 +269,7 @@ def test_a_wavering_demand_buys_and_sells_nothing() -> None:
     for k in range(200):
         world.jobs = (waiting(replicas=9 + k % 2),)
         world.tick()
-    assert world.provider.launched == 10
-    assert world.of(Release) == []
+    assert (world.provider.launched, world.of(Release)) == (10, [])
 
 
 def test_costs_add_up() -> None:
@@ -349,8 +340,7 @@ def test_whatever_happens_bounds_hold_and_all_is_well_in_the_end(story: list[tup
     world.jobs = ()
     world.broken = False
     world.run(3600, every=30)
-    assert world.running == []
-    assert set(world.desired.values()) == {0}
+    assert (world.running, set(world.desired.values())) == ([], {0})
 
 
 def test_a_job_of_a_given_size_keeps_its_nodes_while_it_changes() -> None:
@@ -562,8 +552,7 @@ def test_nodes_on_their_way_out_count_for_the_limits() -> None:
         assert any("1 that still leave included" in text for text in step.warnings)
         world.stuck = set()
         world.run(200)
-        assert world.desired == {"spot": 2}
-        assert len(world.running) == 2
+        assert (world.desired, len(world.running)) == ({"spot": 2}, 2)
 
 
 def test_nodes_whose_agents_ended_after_work_close_no_pool() -> None:

@@ -62,8 +62,7 @@ def test_what_was_released_and_is_still_shown_is_not_bought_back(looks: int) -> 
     assert len({action.instance for action in world.of(Release) if isinstance(action, Release)}) == 2
     assert world.desired == {"demand": 2}
     world.want(0).run(4 * 3600, every=5)
-    assert world.provider.launched == 4
-    assert world.desired == {"demand": 0}
+    assert (world.provider.launched, world.desired) == (4, {"demand": 0})
 
 
 def test_a_group_lowered_by_hand_while_what_was_released_is_shown_keeps_its_nodes_at_work() -> None:
@@ -72,8 +71,7 @@ def test_a_group_lowered_by_hand_while_what_was_released_is_shown_keeps_its_node
     world.want(3).until(lambda: bool(world.of(Release)))
     world.provider.set_desired("demand", 1)
     world.run(60)
-    assert world.desired == {"demand": 3}
-    assert world.provider.launched == 4
+    assert (world.desired, world.provider.launched) == ({"demand": 3}, 4)
 
 
 def test_demand_that_returns_while_what_was_released_is_shown_buys_as_many_as_are_missing() -> None:
@@ -81,8 +79,7 @@ def test_demand_that_returns_while_what_was_released_is_shown_buys_as_many_as_ar
     world.want(4).run(120)
     world.want(2).until(lambda: bool(world.of(Release)))
     world.want(4).run(300, every=5)
-    assert world.desired == {"demand": 4}
-    assert world.provider.launched == 6
+    assert (world.desired, world.provider.launched) == ({"demand": 4}, 6)
 
 
 def test_a_release_that_went_nowhere_is_said_again_after_a_minute() -> None:

@@ -113,8 +113,7 @@ def test_a_job_grows_on_its_type_beside_one_that_runs_on_another(
     """T4s were bought for it, stayed idle and were released, again and again."""
     cluster = two_jobs(2, others, typed(10, measured, requested_replicas=2), small(others))
     cluster.of_jobs(typed(10, measured), small(others)).run(2 * HOUR)
-    assert cluster.bought() == {"a100": 4, "t4": others}
-    assert cluster.provider.launched == 4 + others
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 4, "t4": others}, 4 + others)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (0, 1)])
@@ -126,8 +125,7 @@ def test_two_jobs_that_lack_nodes_get_each_its_type(
     running = (small(before, measured),) if before else ()
     cluster = two_jobs(2, before, typed(10, requested_replicas=2), *running)
     cluster.of_jobs(typed(10), small(after, measured)).run(2 * HOUR)
-    assert cluster.bought() == {"a100": 4, "t4": after}
-    assert cluster.provider.launched == 4 + after
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 4, "t4": after}, 4 + after)
 
 
 def test_a_new_job_that_measured_nothing_waits_beside_one_that_grows() -> None:
@@ -135,16 +133,14 @@ def test_a_new_job_that_measured_nothing_waits_beside_one_that_grows() -> None:
     cluster = two_jobs(2, 0, typed(10, requested_replicas=2))
     cluster.accepts = {"train": {"a100"}, "new": {"a100", "t4"}}
     cluster.of_jobs(typed(10, ONLY_A100), waiting("new", 3)).run(2 * HOUR)
-    assert cluster.bought() == {"a100": 6, "t4": 1}
-    assert cluster.provider.launched == 7
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 6, "t4": 1}, 7)
 
 
 def test_a_job_gets_its_type_while_the_type_of_another_cannot_be_had() -> None:
     cluster = two_jobs(2, 1, typed(10, requested_replicas=2), small(1))
     cluster.provider.outage["a100"] = "no capacity"
     cluster.of_jobs(typed(10), small(2)).run(2 * HOUR)
-    assert cluster.bought() == {"a100": 2, "t4": 2}
-    assert cluster.provider.launched == 4
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 2, "t4": 2}, 4)
 
 
 def test_a_job_with_a_deadline_grows_on_its_type() -> None:
@@ -191,20 +187,23 @@ def test_the_type_of_a_family_of_two_does_not_change_with_the_order_of_its_nodes
         assert learn_types(cluster.memory, seen).node_types == cluster.memory.node_types
 
 
-def test_a_type_that_was_measured_as_ten_times_slower_is_not_bought() -> None:
-    """Four T4 were bought: a slot of them costs a third, and the same work 3.3 times as much."""
-    cluster = world().of_jobs(typed(10)).run(HOUR)
-    assert cluster.bought() == {"a100": 4, "t4": 0}
-
-
-def test_a_type_that_was_measured_as_twice_slower_is_bought() -> None:
-    cluster = world().of_jobs(typed(2)).run(HOUR)
-    assert cluster.bought() == {"a100": 0, "t4": 4}
-
-
-def test_a_type_that_was_not_measured_is_not_bought_for_a_job_that_knows_another() -> None:
-    cluster = world().of_jobs(typed(10, ONLY_A100)).run(HOUR)
-    assert cluster.bought() == {"a100": 4, "t4": 0}
+@pytest.mark.parametrize(
+    ("job_now", "outage", "bought"),
+    [
+        # four T4 were bought: a slot of them costs a third, and the same work 3.3 times as much
+        (typed(10), "", {"a100": 4, "t4": 0}),
+        (typed(2), "", {"a100": 0, "t4": 4}),
+        (typed(10, ONLY_A100), "", {"a100": 4, "t4": 0}),
+        (typed(10, ONLY_A100), "a100", {"a100": 0, "t4": 1}),
+    ],
+    ids=["ten times slower", "twice slower", "not measured", "the only one for sale"],
+)
+def test_a_type_is_bought_by_what_was_measured_on_it(
+    job_now: JobInfo, outage: str, bought: dict[str, int]
+) -> None:
+    cluster = world()
+    cluster.provider.outage = {outage: "no capacity"}
+    assert cluster.of_jobs(job_now).run(HOUR).bought() == bought
 
 
 def test_a_type_that_no_job_has_measured_is_tried_on_one_node() -> None:
@@ -215,8 +214,7 @@ def test_a_type_that_no_job_has_measured_is_tried_on_one_node() -> None:
     for _ in range(360):
         cluster.tick()
         most = max(most, cluster.desired["t4"])
-    assert most == 1
-    assert cluster.bought() == {"a100": 4, "t4": 1}
+    assert (most, cluster.bought()) == (1, {"a100": 4, "t4": 1})
 
 
 def test_a_new_job_that_needs_several_nodes_is_tried_on_so_many() -> None:
@@ -224,13 +222,6 @@ def test_a_new_job_that_needs_several_nodes_is_tried_on_so_many() -> None:
     cluster.jobs = (typed(10, ONLY_A100, requested_replicas=1), replace(waiting("new", 4), min_nodes=2))
     cluster.until(lambda: len(cluster.running) == 5)
     assert cluster.desired == {"a100": 3, "t4": 2}
-
-
-def test_while_no_known_type_is_for_sale_one_node_of_another_is_bought() -> None:
-    cluster = world()
-    cluster.provider.outage["a100"] = "no capacity"
-    cluster.of_jobs(typed(10, ONLY_A100)).run(HOUR)
-    assert cluster.bought() == {"a100": 0, "t4": 1}
 
 
 @pytest.mark.parametrize(("factor", "after"), [(10, {"a100": 4, "t4": 0}), (2, {"a100": 0, "t4": 4})])
@@ -272,11 +263,8 @@ def test_given_a100_they_are_exchanged_only_for_cheaper_goodput(
     factor: float, measured: frozenset[str], left: float, exchanged: bool
 ) -> None:
     """All were exchanged for T4. While it lasts, all nodes of a job work at the pace of the slowest."""
-    cluster = (
-        world(on_a100=4)
-        .of_jobs(typed(factor, measured, remaining=left, requested_replicas=None, min_replicas=4))
-        .run(12 * HOUR, every=60)
-    )
+    own = typed(factor, measured, remaining=left, requested_replicas=None, min_replicas=4)
+    cluster = world(on_a100=4).of_jobs(own).run(12 * HOUR, every=60)
     assert cluster.bought()["a100"] == (0 if exchanged else 4)
 
 
@@ -355,8 +343,7 @@ def test_a_job_that_has_measured_nothing_grows_on_its_own_type() -> None:
     cluster = two_jobs(2, 1, train, waiting("small", 1))
     cluster.jobs = (train, waiting("small", 3))
     cluster.run(HOUR)
-    assert cluster.bought() == {"a100": 2, "t4": 3}
-    assert cluster.provider.launched == 5
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 2, "t4": 3}, 5)
 
 
 def test_the_least_nodes_are_had_while_a_job_lacks_a_type_that_nobody_sells() -> None:
