@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -230,17 +231,6 @@ def test_agents_with_other_room_than_their_instances_are_said() -> None:
         assert any("c5.4xlarge" in text and "--slots 4" in text for text in warnings) is said
 
 
-def test_a_budget_below_one_nodes_price_is_said() -> None:
-    world = World(DEMAND, settings=ScalingSettings(max_hourly_cost=0.5)).want(1)
-    assert any("0.5 is less than one node costs (1)" in text for text in world.tick().warnings)
-
-
-def test_a_deadline_that_is_over_is_said() -> None:
-    world = World(DEMAND, settings=ScalingSettings(deadlines={"*": 500.0}))
-    world.jobs = (job(),)
-    assert any("train: its deadline was 510 s ago" in text for text in world.tick().warnings)
-
-
 # -- prices
 
 
@@ -281,27 +271,37 @@ def test_a_cheap_pool_that_has_none_to_give_does_not_change_the_price_of_what_it
     } == {"demand"}
 
 
-# -- limits and deadlines that say what they do
-
-
 @pytest.mark.parametrize(
-    ("info", "deadlines", "said"),
+    ("given_settings", "jobs", "said"),
     [
-        (job(remaining=None), {"*": 5000.0}, "train: declares no end"),
-        (job(), {"nosuch": 5000.0}, "--deadline nosuch: there is no such job; there are: train"),
-        (JobInfo("train", max_replicas=8, remaining=1e6), {"*": 2000.0}, "has reported nothing yet"),
-        (waiting(replicas=2), {"train": 2000.0}, "its size is given"),
+        ({"max_hourly_cost": 0.5}, [waiting(replicas=1)], "0.5 is less than one node costs (1)"),
+        ({"deadlines": {"*": 500.0}}, [job()], "train: its deadline was 510 s ago"),
+        ({"deadlines": {"*": 5000.0}}, [job(remaining=None)], "train: declares no end"),
+        (
+            {"deadlines": {"nosuch": 5000.0}},
+            [job()],
+            "--deadline nosuch: there is no such job; there are: train",
+        ),
+        (
+            {"deadlines": {"*": 2000.0}},
+            [JobInfo("train", max_replicas=8, remaining=1e6)],
+            "has reported nothing yet",
+        ),
+        ({"deadlines": {"train": 2000.0}}, [waiting(replicas=2)], "its size is given"),
+        (
+            {"min_nodes": 12, "max_nodes": 20},
+            [],
+            "--min-nodes 12 is more than the pools may have: their Max is 10",
+        ),
+        ({"deadlines": {"train": 1e9}}, [job()], ""),
     ],
 )
-def test_a_deadline_by_which_nothing_is_decided_is_said(
-    info: JobInfo, deadlines: dict[str, float], said: str
+def test_a_setting_that_cannot_be_kept_is_said(
+    given_settings: dict[str, Any], jobs: list[JobInfo], said: str
 ) -> None:
-    world = World(DEMAND, settings=ScalingSettings(deadlines=deadlines))
-    world.jobs = (info,)
-    assert any(said in text for text in world.tick().warnings)
-    world = World(DEMAND, settings=ScalingSettings(deadlines={"train": 1e9}))
-    world.jobs = (job(),)
-    assert world.tick().warnings == ()
+    world = World(DEMAND, settings=ScalingSettings(**given_settings)).of_jobs(*jobs)
+    warnings = world.tick().warnings
+    assert any(said in text for text in warnings) if said else warnings == ()
 
 
 @pytest.mark.parametrize("most", [0, 3])
@@ -311,10 +311,3 @@ def test_what_max_nodes_keeps_from_being_bought_is_said(most: int) -> None:
     assert any(said in text for text in world.tick().warnings)
     world.jobs = (waiting(replicas=3),) if most else ()
     assert not any("--max-nodes" in text for text in world.tick().warnings)
-
-
-def test_more_nodes_at_least_than_the_pools_may_have_is_said() -> None:
-    world = World(DEMAND, settings=ScalingSettings(min_nodes=12, max_nodes=20))
-    assert any(
-        "--min-nodes 12 is more than the pools may have: their Max is 10" in t for t in world.tick().warnings
-    )
