@@ -456,3 +456,5 @@ def test_a_report_without_types_is_one_of_a_nameless_type() -> None:
     model, models = typed_models("mine", plain, None, [""], TypeRatios(), TypeRatios())
     assert models == {"": model}
     assert pace(plain, replace(plain, profile=())) is None
+    unmeasured = replace(plain, perf_params=None, profile=())
+    assert typed_models("mine", unmeasured, None, [""], TypeRatios(), TypeRatios()) == (None, {})
