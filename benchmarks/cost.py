@@ -13,7 +13,7 @@ goodput     `adaptdl autoscale`'s own decision, at several worths of time
 spot        the same on spot at 30 % of the price, taken back every 4 h on average, on-demand beside it;
             --market: prices and interruptions from a CSV of seconds,price,interruptions_per_hour instead
 sudden      spot without the notice: what was done since the last checkpoint is done again
-bound       what no autoscaler can beat (tests/support/market_bound.py)
+bound       what no autoscaler can beat (market_bound.py)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from simulated_market import (
 )
 from simulator.application import read_application
 from simulator.engine import SimulationOptions
-from simulator.workload import WorkloadError, read_workload
+from simulator.workload import read_workload
 
 from adaptdl_elastic.autoscaler.policy.allocate import allocate
 from adaptdl_elastic.autoscaler.policy.policy_types import PolicySettings
@@ -179,10 +179,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     workloads = options.workload or [1, 2, 3, 4, 6]
-    try:
-        market = None if options.market is None else read_market(options.market)
-    except WorkloadError as error:
-        parser.error(str(error))
+    market = None if options.market is None else read_market(options.market)
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(options.workers) as pool:
         waiting = [

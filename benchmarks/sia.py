@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
 from simulator.application import Application, read_application
 from simulator.baselines import decision, place_most_free
 from simulator.engine import GivenCluster, Simulation, SimulationOptions
@@ -262,7 +259,7 @@ def main() -> int:
             undeclared=options.undeclared,
             clairvoyant=options.clairvoyant,
         )
-        report, sia = summarize(simulation.outcome, fairness=False), published[f"sia-philly-{number}"]
+        report, sia = summarize(simulation.outcome), published[f"sia-philly-{number}"]
         result = {
             "workload": f"philly-{number}",
             "average_jct": report.average_jct,

@@ -18,18 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
 from simulator.application import read_application
 from simulator.baselines import POLICIES, make_policy
 from simulator.engine import FixedCluster, Simulation, SimulationOptions
 from simulator.outcome_report import summarize
-from simulator.simulate_command import EVENTS_PAY_BELOW
 from simulator.workload import read_workload
 
 from adaptdl_elastic.autoscaler.policy import PolicySettings
 
+EVENTS_PAY_BELOW = 10.0
+"""Pause in seconds below which deciding on every arrival and completion pays off."""
 TOLERATED_RATIO = 1.05  # of the artifact's figures
 TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"
 
@@ -51,7 +49,7 @@ def replay(traces: Path, number: int, options: argparse.Namespace) -> dict[str, 
     )
     wall, cpu = time.perf_counter(), time.process_time()
     outcome = Simulation(workload, apps, FixedCluster(16, 4), policy, PolicySettings(), how).run()
-    report = summarize(outcome, fairness=False)
+    report = summarize(outcome)
     name, published = f"workload-{number}", json.loads((traces / "baselines.json").read_text("utf-8"))
     tails = published["tails"]["pollux"][name]
     jct = {job.name: (job.completed or np.inf) - job.submission.time for job in outcome.jobs}

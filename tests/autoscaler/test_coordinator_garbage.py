@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from at_once import decide_at_once
 from coordinator_pump import Pump, elastic
+from coordinator_script import play
 from fake_agents import hints_of
 from prometheus_client import CollectorRegistry
 
@@ -37,7 +38,7 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import Request
 from adaptdl_elastic.autoscaler.scaling.step import step
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobState, Placement
+from adaptdl_elastic.rendezvous.schema.records import Placement
 from adaptdl_elastic.rendezvous.store.base import KeyValue, Snapshot
 
 COUNTS = (-(10**18), -5, -1, 0, 1, 2, 3, 4, 8, 1000, 10**6, 10**9, 10**18, 10**30)
@@ -50,10 +51,7 @@ def test_a_forecast_that_was_nearly_nothing_stops_nobody(pump: Pump) -> None:
     absurd = hints_of("a", pump.plan("a").generation, 3, goodput=1e10, predicted_goodput=1e-300)
     pump.store.put(pump.keys.job("a", "plan"), json.dumps(_without_promise(pump)))
     pump.store.put(pump.keys.job("a", "hints"), _encoded(absurd))
-    pump.job("b")
-    pump.node("n9", "b")
-    pump.settle()
-    assert pump.status("b").state is JobState.RUNNING
+    play(pump, "job b; node n9 b; settle -> b/running")
     error = pump.status("a").prediction_error
     assert error is not None
     assert math.isfinite(error)
@@ -119,10 +117,7 @@ def test_a_job_that_can_not_be_dealt_with_is_left_alone_and_said(
 
     monkeypatch.setattr(module, name, breaks)
     pump.store.put(pump.keys.job("a", "hints"), _encoded(hints_of("a", before.generation, 3, inplace=True)))
-    pump.job("b")
-    pump.node("n9", "b")
-    pump.settle()
-    assert pump.status("b").state is JobState.RUNNING
+    play(pump, "job b; node n9 b; settle -> b/running")
     assert pump.plan("a").placements == before.placements
     assert pump.status("a").reason == (
         "keeps what it has, because nothing can be decided about it: "
@@ -131,11 +126,7 @@ def test_a_job_that_can_not_be_dealt_with_is_left_alone_and_said(
     pump.later(600)
     assert [fields["job"] for event, fields in pump.said if event == "job_broken"] == ["a"]
     # a leader that comes to power meets it, too
-    pump.take_over().settle()
-    pump.job("c")
-    pump.node("n8", "c")
-    pump.settle().later(61)
-    assert pump.status("c").state is JobState.RUNNING
+    play(pump, "take_over; settle; job c; node n8 c; settle; later 61 -> c/running")
     # it is taken up again when it can be
     monkeypatch.setattr(module, name, works)
     pump.settle().later(61)
@@ -156,8 +147,7 @@ def test_what_a_broken_job_holds_is_not_given_to_others(pump: Pump, monkeypatch:
     pump.job("b", max_replicas=4, max_nodes=4)
     for node in ("n0", "n1", "n9"):
         pump.node(node, "b")
-    pump.settle().later(61)
-    assert pump.placed("b") == {"n9": 1}
+    play(pump, "settle; later 61 -> b/n9=1")
 
 
 def test_a_job_that_breaks_the_policy_is_asked_about_without_its_model(pump: Pump) -> None:
@@ -167,8 +157,7 @@ def test_a_job_that_breaks_the_policy_is_asked_about_without_its_model(pump: Pum
         return allocate(asked, *rest)
 
     pump.policy = fragile
-    pump.job("a", max_replicas=4)
-    pump.job("b", max_replicas=4)
+    play(pump, "job a max_replicas=4; job b max_replicas=4")
     for name in ("a", "b"):
         pump.node(f"of-{name}", name, 4)
     pump.settle().later(200)
@@ -185,9 +174,7 @@ def test_the_autoscaler_leaves_alone_what_it_can_not_deal_with_and_says_so(
     pump: Pump, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elastic(pump)
-    pump.job("b")
-    pump.node("n9", "b")
-    pump.settle()
+    play(pump, "job b; node n9 b; settle")
     module, name, at = {
         "condition": (scaling_observe, "condition_of", 1),
         "question": (questions, "_job", 1),
@@ -219,10 +206,7 @@ def _view(pump: Pump) -> View:
 @pytest.mark.parametrize("generation", ["²", "9" * 5000, "1_0", "٣"])
 def test_keys_that_are_no_generations_stop_nobody(pump: Pump, generation: str) -> None:
     pump.store.put(f"{pump.keys.root}jobs/a/generations/{generation}/running/n0", "{}")
-    pump.job("b")
-    pump.node("n9", "b")
-    pump.settle()
-    assert pump.status("b").state is JobState.RUNNING
+    play(pump, "job b; node n9 b; settle -> b/running")
 
 
 # -- whatever may be written

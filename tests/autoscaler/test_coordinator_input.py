@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from coordinator_pump import Pump, elastic
+from coordinator_script import play
 from fake_agents import hints_of
 
 from adaptdl_elastic.autoscaler.commands.cluster import coordinator
@@ -54,19 +55,14 @@ def test_impossible_bounds_are_pending_with_the_reason(
     pump: Pump, bounds: dict[str, int], complaint: str
 ) -> None:
     pump.job("bad", **bounds)
-    pump.job("good")
-    pump.node("n0", "bad", 4)
-    pump.node("n0", "good", 4)
-    pump.settle()
-    assert pump.status("bad").state is JobState.PENDING
+    play(pump, "job good; node n0 bad 4; node n0 good 4; settle -> bad/pending")
     assert complaint in pump.status("bad").reason
     assert pump.status("good").state is JobState.RUNNING
 
 
 def test_a_node_that_says_it_has_a_billion_slots_is_not_used(pump: Pump) -> None:
     pump.policy = allocate
-    pump.job("good")
-    pump.node("n0", "good", 4)
+    play(pump, "job good; node n0 good 4")
     pump.job("bad", max_replicas=10**9)
     pump.node("n1", "bad", 10**9)
     pump.settle().later(61)
@@ -129,9 +125,7 @@ def test_a_plan_lost_to_garbage_before_we_came_is_begun_anew(pump: Pump) -> None
 
 
 def test_a_job_keeps_its_last_good_hints(pump: Pump) -> None:
-    pump.job("a")
-    pump.node("n0", "a", 4)
-    pump.settle()
+    play(pump, "job a; node n0 a 4; settle")
     good = pump.view().jobs["a"].hints
     pump.store.put(pump.keys.job("a", "hints"), '{"perf_params": [1, 2]}')
     assert pump.view().jobs["a"].hints == good
@@ -142,33 +136,26 @@ def test_a_policy_that_breaks_does_not_stop_the_loop(pump: Pump) -> None:
         raise ZeroDivisionError("oops")
 
     pump.policy = broken
-    pump.job("a")
-    pump.node("n0", "a", 4)
-    pump.settle()
-    assert pump.placed("a") == {"n0": 1}
+    play(pump, "job a; node n0 a 4; settle -> n0=1")
     assert ("policy_failed", {"message": "ZeroDivisionError: oops"}) in pump.said
-    pump.ask("a", replicas=3)
-    pump.later(61)
-    assert pump.placed("a") == {"n0": 3}
+    play(pump, "ask a replicas=3; later 61 -> n0=3")
 
 
 # -- what the policy is asked
 
 
 def test_jobs_of_one_script_share_what_they_have_measured(pump: Pump) -> None:
-    pump.job("old", profile_key="k")
-    pump.node("n0", "old", 4)
-    pump.settle()
+    play(pump, "job old profile_key=k; node n0 old 4; settle")
     slow = ProfileEntry(1, 4, 128, 0.1, 0.5, 10, 10)
     theta = (0.3, 0.002, 0.1, 0.01, 0.05, 0.001, 1.5)
     pump.agents[0].report(pump.plan("old"), max_profiled_replicas=4, profile=(slow,), perf_params=theta)
     pump.agents[0].reports = False
-    pump.settle()
-    pump.job("young", profile_key="k")
-    pump.job("other", profile_key="x")
-    pump.node("n0", "young", 4, reports=False)
-    pump.node("n0", "other", 4, reports=False)
-    pump.settle()
+    play(
+        pump,
+        """
+        settle; job young profile_key=k; job other profile_key=x
+        node n0 young 4 reports=False; node n0 other 4 reports=False; settle""",
+    )
 
     def asked(job: str) -> JobInfo:
         return next(info for info in pump.question().jobs if info.name == job)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from coordinator_pump import Pump, elastic, start
+from coordinator_script import play
 from submitted_jobs import submission_by
 
 from adaptdl_elastic.autoscaler.cluster_view import Observed
@@ -14,15 +15,11 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import CompareAndSwap
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.web.overview import overview
 from adaptdl_elastic.rendezvous.schema.records import (
-    EndedRecord,
-    Failure,
     JobRequest,
     JobState,
     JobStatus,
     LeaderRecord,
-    Outcome,
     Plan,
-    Transition,
     encode,
 )
 from adaptdl_elastic.rendezvous.schema.submissions import Signed
@@ -31,46 +28,95 @@ from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, stat
 # -- takeover, reruns, and what is left behind
 
 
+def elected_before(pump: Pump) -> None:
+    """Another leader has been elected after this one."""
+    fence = pump.store.put(pump.keys.coordinator_leader, encode(LeaderRecord("newer", "host", 1)))
+    # fences are revisions
+    pump.fence = fence - 1
+
+
+def elected_last(pump: Pump) -> None:
+    pump.fence += 1
+
+
+def cut_off(pump: Pump) -> None:
+    """Its lease was lost meanwhile; its successor has written a plan and ended."""
+    fence = pump.fence
+    pump.take_over().settle()
+    pump.store.delete(pump.keys.coordinator_leader)
+    pump.fence = fence
+
+
+TRANSITIONS = {
+    # not even its own fence is written
+    "a leader that sees another one elected after it decides nothing": """
+        elastic; elected_before; ask a replicas=1; later 120 -> n0=1 n1=1 n2=1 fenced=False
+        elected_last; later 120 -> n0=1""",
+    "a leader whose key is gone writes nothing over a successor that has ended": """
+        elastic; cut_off
+        ask a replicas=1; later 120 -> +0 n0=1 n1=1 n2=1 fenced=False""",
+    "the restart budget survives a takeover": """
+        start max_restarts=1
+        n0 fail; settle; take_over; n1 fail; settle; later 5 -> failed""",
+    "a node that did not start in time is not tried by the next leader": """
+        job a max_replicas=2 autoscale=False; node n0 a 2; node n1 a 2 holds_start=True; settle
+        ask a replicas=3; settle; job a max_replicas=3 autoscale=False; settle -> placed_on=n0,n1
+        later 21 -> placed_on=n0 late=(("n1","n1-a-1"),)
+        take_over; settle; later 300 -> placed_on=n0 on:n0
+        n1 holds_start=False; later late_pardon 60 -> placed_on=n0,n1 late=()""",
+    "a job that could not be changed in place is not by the next leader": """
+        job a autoscale=False; node n0 a 3; settle; n0 report inplace=True; n0 inplace=True
+        ask a replicas=2; decide -> inplace
+        n0 ended 0 failed 76 "a newcomer ended" rank=1; decide -> restart_only=True
+        take_over; settle -> n0=2 restart restart_only=True""",
+    "a rerun begins again and generations go on growing": """
+        elastic; all finish; settle -> generation=2 done
+        forget_agents; job a run=a-2; node n0 a; settle -> generation=3 run=a-2 first=3 restarts=0 running""",
+    "a stop of an earlier run is not obeyed by the next": """
+        job a; node n0 a; settle; ask a stop=True run=a-1; settle -> stopped
+        forget_agents; job a run=a-2; node n0 a; settle -> running""",
+}
+
+
+def forget_agents(pump: Pump) -> None:
+    pump.agents.clear()
+
+
+@pytest.mark.parametrize("script", TRANSITIONS.values(), ids=TRANSITIONS)
+def test_the_next_leader_and_the_next_run_go_on_from_the_records(pump: Pump, script: str) -> None:
+    play(pump, script, start, elastic, elected_before, elected_last, cut_off, forget_agents)
+
+
+def test_a_rerun_does_not_inherit_how_long_the_run_before_waited(pump: Pump) -> None:
+    play(pump, "job a min_replicas=2 max_replicas=2; node n0 a; settle; later 300")
+    assert pump.status("a").waited >= 240
+    play(pump, "job a run=a-2 min_replicas=2 max_replicas=2; n0 register; settle; take_over; settle")
+    assert pump.memory.waiting["a"] == pump.clock()
+
+
+def test_old_generations_keys_are_collected(pump: Pump) -> None:
+    play(pump, "job a; node n0 a 8")
+    for size in range(1, 9):
+        play(pump, f"ask a replicas={size}; settle")
+    last = pump.plan("a").generation
+    assert last >= 7
+    assert min(pump.view().jobs["a"].generations) == last - 2
+    play(pump, "n0 finish; settle; settle")
+    assert pump.view().jobs["a"].generations == frozenset()
+
+
 def test_a_takeover_fences_every_plan_and_changes_nothing_else(pump: Pump) -> None:
     elastic(pump)
     before = pump.plan("a")
-    pump.job("waiting", min_replicas=9)
-    pump.node("n0", "waiting")
-    pump.settle().take_over().settle().later(120)
+    play(pump, "job waiting min_replicas=9; node n0 waiting; settle; take_over; settle; later 120")
     assert pump.plan("a") == replace(before, fence=pump.fence)
     assert pump.plan("waiting").claim
     assert pump.plan("waiting").fence == pump.fence
 
 
-def test_a_leader_that_sees_another_one_elected_after_it_decides_nothing(pump: Pump) -> None:
-    elastic(pump)
-    fence = pump.store.put(pump.keys.coordinator_leader, encode(LeaderRecord("newer", "host", 1)))
-    pump.fence = fence - 1  # fences are revisions: this leader was elected before
-    pump.ask("a", replicas=1)
-    pump.later(120)
-    assert pump.placed("a") == {"n0": 1, "n1": 1, "n2": 1}
-    assert pump.plan("a").fence < pump.fence, "not even its own fence is written"
-    pump.fence = fence
-    assert pump.later(120).placed("a") == {"n0": 1}
-
-
-def test_a_leader_whose_key_is_gone_writes_nothing_over_a_successor_that_has_ended(pump: Pump) -> None:
-    """It lost its lease while it was cut off. Its successor has written a plan and ended meanwhile."""
-    elastic(pump)
-    fence = pump.fence
-    pump.take_over().settle()
-    pump.store.delete(pump.keys.coordinator_leader)
-    before, pump.fence = pump.plan("a"), fence
-    pump.ask("a", replicas=1)
-    pump.later(120)
-    assert pump.plan("a") == before
-
-
 def test_an_old_leader_can_write_nothing_after_a_takeover(pump: Pump) -> None:
     elastic(pump)
-    pump.job("waiting", min_replicas=3)
-    pump.node("n0", "waiting")
-    pump.settle()
+    play(pump, "job waiting min_replicas=3; node n0 waiting; settle")
     old = pump.view()
     pump.take_over().settle()
     stale = decide(
@@ -94,16 +140,7 @@ def test_an_old_leader_can_write_nothing_after_a_takeover(pump: Pump) -> None:
         assert done is None
 
 
-def test_the_restart_budget_survives_a_takeover(pump: Pump) -> None:
-    start(pump, max_restarts=1)
-    pump.agents[0].fail()
-    pump.settle().take_over()
-    pump.agents[1].fail()
-    pump.settle().later(5)
-    assert pump.status("a").state is JobState.FAILED
-
-
-def test_who_waits_goes_on_waiting_under_the_next_leader(pump: Pump) -> None:
+def test_a_job_that_waits_goes_on_waiting_under_the_next_leader(pump: Pump) -> None:
     """A job that waits comes before the others when its time is over, whoever leads by then."""
     pump.policy = allocate
     for name in ("first", "second"):
@@ -121,103 +158,6 @@ def test_who_waits_goes_on_waiting_under_the_next_leader(pump: Pump) -> None:
     pump.later(61).take_over().settle()
     assert pump.clock() - pump.memory.waiting["first"] >= 60
     assert pump.status("second").waited == 0
-
-
-def test_a_rerun_does_not_inherit_how_long_the_run_before_waited(pump: Pump) -> None:
-    pump.job("a", min_replicas=2, max_replicas=2)
-    pump.node("n0", "a")
-    pump.settle().later(300)
-    assert pump.status("a").waited >= 240
-    pump.job("a", run="a-2", min_replicas=2, max_replicas=2)
-    pump.agents[0].register()
-    pump.settle().take_over().settle()
-    assert pump.memory.waiting["a"] == pump.clock()
-
-
-def test_a_node_that_did_not_start_in_time_is_not_tried_by_the_next_leader(pump: Pump) -> None:
-    pump.job("a", max_replicas=2, autoscale=False)
-    agent = pump.node("n0", "a", 2)
-    late = pump.node("n1", "a", 2, holds_start=True)
-    pump.settle()
-    pump.ask("a", replicas=3)
-    pump.settle()
-    pump.job("a", max_replicas=3, autoscale=False)
-    pump.settle()
-    assert set(pump.placed("a")) == {"n0", "n1"}
-    pump.later(21)
-    assert set(pump.placed("a")) == {"n0"}
-    assert pump.plan("a").late == (("n1", late.agent),)
-    pump.take_over().settle().later(300)
-    assert set(pump.placed("a")) == {"n0"}
-    assert agent.running == pump.plan("a").generation
-    late.holds_start = False
-    pump.later(pump.settings.late_pardon + pump.settings.interval)
-    assert set(pump.placed("a")) == {"n0", "n1"}
-    assert pump.plan("a").late == ()
-
-
-def test_a_job_that_could_not_be_changed_in_place_is_not_by_the_next_leader(pump: Pump) -> None:
-    pump.job("a", autoscale=False)
-    agent = pump.node("n0", "a", 3)
-    pump.settle()
-    agent.report(pump.plan("a"), inplace=True)
-    agent.inplace = True
-    pump.ask("a", replicas=2)
-    pump.decide()
-    generation = pump.plan("a").generation
-    assert pump.plan("a").transition is Transition.INPLACE
-    failed = EndedRecord("n0", generation, Outcome.FAILED, 76, Failure(1, 76, "a newcomer ended"))
-    pump.store.put(pump.keys.generation("a", generation, "ended", "n0"), encode(failed))
-    pump.decide()
-    assert pump.plan("a").restart_only
-    pump.take_over().settle()
-    assert (pump.placed("a"), pump.plan("a").transition) == ({"n0": 2}, Transition.RESTART)
-    assert pump.plan("a").restart_only
-
-
-def test_a_rerun_starts_anew_and_generations_go_on_growing(pump: Pump) -> None:
-    elastic(pump)
-    for agent in pump.agents:
-        agent.finish()
-    pump.settle()
-    last = pump.plan("a").generation
-    assert pump.status("a").state is JobState.DONE
-    pump.agents.clear()
-    pump.job("a", run="a-2")
-    pump.node("n0", "a")
-    pump.settle()
-    plan = pump.plan("a")
-    assert (plan.run, plan.first, plan.restarts) == ("a-2", last + 1, 0)
-    assert plan.generation > last
-    assert (pump.status("a").run, pump.status("a").state) == ("a-2", JobState.RUNNING)
-
-
-def test_a_stop_of_an_earlier_run_is_not_obeyed_by_the_next(pump: Pump) -> None:
-    pump.job("a")
-    pump.node("n0", "a")
-    pump.settle()
-    pump.ask("a", stop=True, run="a-1")
-    pump.settle()
-    assert pump.status("a").state is JobState.STOPPED
-    pump.agents.clear()
-    pump.job("a", run="a-2")
-    pump.node("n0", "a")
-    pump.settle()
-    assert pump.status("a").state is JobState.RUNNING
-
-
-def test_old_generations_keys_are_collected(pump: Pump) -> None:
-    pump.job("a")
-    agent = pump.node("n0", "a", 8)
-    for size in (1, 2, 3, 4, 5, 6, 7, 8):
-        pump.ask("a", replicas=size)
-        pump.settle()
-    last = pump.plan("a").generation
-    assert last >= 7
-    assert min(pump.view().jobs["a"].generations) == last - 2
-    agent.finish()
-    pump.settle().settle()
-    assert pump.view().jobs["a"].generations == frozenset()
 
 
 def test_only_so_many_ended_jobs_are_remembered() -> None:
@@ -266,8 +206,7 @@ def test_another_run_of_a_forgotten_job_counts_instead_of_the_run_before() -> No
     reader, runs = SubmissionReader(pump.store, pump.keys, "id"), []
     for run in ("r1", "r2"):
         pump.job("a", run=run)
-        pump.node("n0", "a")
-        pump.settle()
+        play(pump, "node n0 a; settle")
         assert reader.read(None).requests[0].run.state is JobState.RUNNING
         pump.agents[-1].finish()
         pump.settle()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from coordinator_pump import Pump
+from coordinator_script import play
 
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, rooms
 from adaptdl_elastic.rendezvous.schema.records import Plan, devices_by_slot
@@ -98,8 +99,7 @@ def test_survivors_keep_their_devices_and_newcomers_get_others() -> None:
         pump.settle()
         pump.agents[-1].report(pump.plan(job), inplace=True)
     pump.clock.now += 100
-    pump.ask("a", replicas=4)
-    pump.settle()
+    play(pump, "ask a replicas=4; settle")
     assert names(pump.plan("a"), "n0") == [("GPU-0",), ("GPU-1",), ("GPU-4",), ("GPU-5",)]
     assert names(pump.plan("b"), "n0") == [("GPU-2",), ("GPU-3",)]
 
@@ -109,11 +109,9 @@ def test_what_an_agent_may_not_use_is_never_given_to_its_job() -> None:
     own = EIGHT[6:1:-2]
     pump.job("a", max_replicas=8, autoscale=False)
     join(pump, "n0", "a", own, slots=3)
-    pump.ask("a", replicas=3)
-    pump.job("b", max_replicas=8, autoscale=False)
+    play(pump, "ask a replicas=3; job b max_replicas=8 autoscale=False")
     join(pump, "n0", "b")
-    pump.ask("b", replicas=5)
-    pump.settle()
+    play(pump, "ask b replicas=5; settle")
     assert names(pump.plan("a"), "n0", own) == [("GPU-6",), ("GPU-4",), ("GPU-2",)]
     assert sorted(names(pump.plan("b"), "n0")) == [("GPU-0",), ("GPU-1",), ("GPU-3",), ("GPU-5",), ("GPU-7",)]
 
@@ -122,12 +120,9 @@ def test_a_replica_with_several_devices_has_neighbours() -> None:
     pump = Pump()
     pump.job("b", max_replicas=1, autoscale=False)
     join(pump, "n0", "b", slots=1)
-    pump.ask("b", replicas=1)
-    pump.settle()
-    pump.job("a", max_replicas=4, gpus_per_replica=2, autoscale=False)
+    play(pump, "ask b replicas=1; settle; job a max_replicas=4 gpus_per_replica=2 autoscale=False")
     join(pump, "n0", "a", slots=4)
-    pump.ask("a", replicas=3)
-    pump.settle()
+    play(pump, "ask a replicas=3; settle")
     found = names(pump.plan("a"), "n0")
     assert found == [("GPU-2", "GPU-3"), ("GPU-4", "GPU-5"), ("GPU-6", "GPU-7")]
     view = pump.view()
@@ -157,8 +152,7 @@ def test_a_gpu_under_two_names_of_its_machine_has_one_owner() -> None:
         pump.settle()
     assert len(names(pump.plan("a"), "service")) == 5
     assert "waits for 2 slots on by-hand" in pump.status("b").reason
-    pump.ask("b", replicas=3)
-    pump.settle()
+    play(pump, "ask b replicas=3; settle")
     assert not set(names(pump.plan("a"), "service")) & set(names(pump.plan("b"), "by-hand"))
 
 
@@ -177,14 +171,12 @@ def test_a_job_keeps_its_place_though_a_device_of_it_has_become_unusable() -> No
     pump = Pump()
     pump.job("a", max_replicas=8, autoscale=False)
     join(pump, "n0", "a")
-    pump.ask("a", replicas=2)
-    pump.settle()
+    play(pump, "ask a replicas=2; settle")
     (agent,) = pump.agents
     agent.register(devices=EIGHT, unusable=("GPU-0: it does not answer",))
     ledger = Ledger(pump.view())
     assert (ledger.capacity, ledger.held("a")) == ({"n0": 8}, {"n0": 2})
-    pump.ask("a", replicas=7)
-    pump.settle()
+    play(pump, "ask a replicas=7; settle")
     assert names(pump.plan("a"), "n0") == [(name,) for name in EIGHT[:7]]
 
 
@@ -194,8 +186,7 @@ def test_an_unusable_device_leaves_the_pool_and_comes_back() -> None:
     join(pump, "n0", "a")
     (agent,) = pump.agents
     agent.register(devices=EIGHT, unusable=("GPU-0: it does not answer", "GPU-5: another program has it"))
-    pump.ask("a", replicas=8)
-    pump.settle()
+    play(pump, "ask a replicas=8; settle")
     assert {name for (name,) in names(pump.plan("a"), "n0")} == set(EIGHT) - {"GPU-0", "GPU-5"}
     assert Ledger(pump.view()).capacity == {"n0": 6}
     agent.register(devices=EIGHT)
@@ -208,8 +199,7 @@ def test_devices_belong_to_local_ranks_also_after_a_death() -> None:
     pump = Pump()
     pump.job("a", max_replicas=3, min_replicas=1, autoscale=False)
     join(pump, "n0", "a", slots=3)
-    pump.ask("a", replicas=3)
-    pump.settle()
+    play(pump, "ask a replicas=3; settle")
     (agent,), before = pump.agents, devices_by_slot(pump.plan("a").placements[0])
     pump.job("b", max_replicas=1, autoscale=False)
     agent.report(pump.plan("a"), inplace=True)

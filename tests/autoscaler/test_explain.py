@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from coordinator_pump import Pump
+from coordinator_script import play
 
 from adaptdl_elastic.autoscaler.cluster_view import limited
 from adaptdl_elastic.autoscaler.diagnostics.explanation import Explanation, as_json, explain, lines
@@ -54,11 +55,7 @@ def test_a_weight_counts_up_to_its_grant_where_people_submit_jobs(
 
 
 def test_one_more_and_one_fewer_and_what_they_cost(pump: Pump) -> None:
-    pump.job("a")
-    pump.node("n0", "a", 4)
-    pump.settle()
-    pump.ask("a", replicas=2)
-    pump.settle()
+    play(pump, "job a; node n0 a 4; settle; ask a replicas=2; settle")
     found = explained(pump, "a")
     assert found.replicas == 2
     assert found.now is not None
@@ -98,9 +95,7 @@ def test_who_else_wants_it(pump: Pump) -> None:
 
 
 def test_a_job_that_has_not_reported(pump: Pump) -> None:
-    pump.job("a")
-    pump.node("n0", "a", 4, reports=False)
-    pump.settle()
+    play(pump, "job a; node n0 a 4 reports=False; settle")
     found = explained(pump, "a")
     assert found.now is not None
     assert found.now.goodput is None
@@ -108,21 +103,19 @@ def test_a_job_that_has_not_reported(pump: Pump) -> None:
 
 
 def test_a_job_that_waits(pump: Pump) -> None:
-    pump.job("a", min_replicas=9)
-    pump.node("n0", "a", 4)
-    pump.settle()
+    play(pump, "job a min_replicas=9; node n0 a 4; settle")
     found = explained(pump, "a")
     assert (found.replicas, found.now) == (0, None)
     assert "needs at least 9 replicas" in found.reason
 
 
 def test_a_job_that_has_waited_is_explained_as_one_that_has(pump: Pump) -> None:
-    pump.job("a", preemptible=False)
-    pump.job("b", min_replicas=4)
-    pump.node("n0", "a", 4)
-    pump.settle().later(700)
-    pump.node("n0", "b", 4)
-    pump.settle().later(1200)
+    play(
+        pump,
+        """
+        job a preemptible=False; job b min_replicas=4; node n0 a 4; settle; later 700
+        node n0 b 4; settle; later 1200""",
+    )
     found = explained(pump, "b")
     assert found.policy_wants == 0
     said = re.search(r"waiting for (\d+) s", found.policy_reason)

@@ -10,19 +10,29 @@ from typing import Any
 
 import pytest
 from coordinator_pump import Pump
+from coordinator_script import play
 from fake_agents import FakeAgent
 
 from adaptdl_elastic.autoscaler.coordinator import node_types
 from adaptdl_elastic.autoscaler.coordinator.job_models import MOST_SHARED, Report
 from adaptdl_elastic.autoscaler.coordinator.node_speeds import classes, slowness
-from adaptdl_elastic.autoscaler.coordinator.node_types import TypeRatios, script_profile, script_ratios
+from adaptdl_elastic.autoscaler.coordinator.node_types import (
+    TypeRatios,
+    on_types,
+    pace,
+    ratios,
+    script_profile,
+    script_ratios,
+    typed_models,
+)
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.diagnostics.rows import node_rows
 from adaptdl_elastic.autoscaler.policy import allocate
+from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.scaling.observe import node_uses, without_nodes
 from adaptdl_elastic.protocol import hints as job_hints
 from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry, TypeProfile
-from adaptdl_elastic.rendezvous.schema.records import JobState, NodeRecord, decode, encode
+from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode, encode
 
 
 def two_types(pump: Pump, profile_key: str = "") -> None:
@@ -57,8 +67,7 @@ def test_the_policy_is_asked_with_the_types_of_nodes_and_a_model_for_each() -> N
 def test_a_job_moves_to_the_fast_node_and_is_told_why() -> None:
     pump = Pump(policy=allocate)
     two_types(pump)
-    pump.later(120.0)
-    pump.settle()
+    play(pump, "later 120.0; settle")
     assert set(pump.placed("a")) == {"n1"}
     assert "on a fast node" in pump.plan("a").reason
 
@@ -91,9 +100,7 @@ def test_a_registration_without_a_type_is_still_read() -> None:
 
 def test_a_cluster_of_one_type_is_asked_about_as_before() -> None:
     pump = Pump(policy=allocate)
-    pump.job("a", max_replicas=2)
-    pump.node("n0", "a", 2)
-    pump.settle()
+    play(pump, "job a max_replicas=2; node n0 a 2; settle")
     (info,) = pump.question().jobs
     assert info.model is not None
     assert (info.models, info.speeds) == ({}, {})
@@ -111,9 +118,7 @@ def test_an_impossible_profile_of_another_type_is_not_read_and_stops_no_other_jo
     impossible: dict[str, Any],
 ) -> None:
     pump = Pump(policy=allocate)
-    pump.job("a", profile_key="k")
-    pump.node("n0", "a", 2)
-    pump.settle()
+    play(pump, "job a profile_key=k; node n0 a 2; settle")
     hints = job_hints.encode(
         JobHints("a", 0, 1, 1, 64, 64, 64, perf_params=(0.1, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0))
     )
@@ -122,10 +127,7 @@ def test_an_impossible_profile_of_another_type_is_not_read_and_stops_no_other_jo
     with pytest.raises(job_hints.MalformedHintsError):
         job_hints.decode(json.dumps(report))
     pump.store.put(pump.keys.job("a", "hints"), json.dumps(report))
-    pump.job("b")
-    pump.node("n1", "b")
-    pump.settle()
-    assert pump.status("b").state is JobState.RUNNING
+    play(pump, "job b; node n1 b; settle -> b/running")
 
 
 def test_jobs_of_one_script_may_have_measured_more_configurations_than_one_report_holds() -> None:
@@ -235,11 +237,7 @@ def test_reports_of_one_script_that_cannot_be_combined_stop_no_other_job(
     monkeypatch.setattr(node_types, "script_profile", fail)
     pump = Pump(policy=allocate)
     two_types(pump, profile_key="k")
-    pump.job("b")
-    pump.node("n2", "b")
-    pump.settle()
-    assert pump.status("b").state is JobState.RUNNING
-    assert pump.status("a").state is JobState.RUNNING
+    play(pump, "job b; node n2 b; settle -> b/running running")
 
 
 def test_types_that_were_measured_are_told_apart_from_assumed_ones() -> None:
@@ -278,8 +276,7 @@ def test_a_node_where_a_job_computed_for_longer_is_of_a_slower_class() -> None:
     assert set(pump.placed("a")) == {"n0"}
     theta = (0.5, 0.01, 0.0, 0.0, 0.0, 0.0, 1.0)
     times = {"n1": (64, 0.2, 100.0), "n0": (32, 0.8, 200.0)}  # a larger batch in a quarter of the time
-    pump.job("b")
-    pump.node("n9", "b")
+    play(pump, "job b; node n9 b")
     times["n9"] = (64, 1e-9, 200.0)  # does not count: the job has no agent there
     agents[0].report(pump.plan("a"), perf_params=theta, node_times=times, time=200.0)
     question, slow = pump.question(), "nodes, slow 1"
@@ -315,11 +312,7 @@ def two_nodes() -> tuple[Pump, dict[str, FakeAgent], str]:
 def test_impossible_times_of_nodes_stop_no_decision(times: dict[str, tuple[int, float, float]]) -> None:
     pump, agents, here = two_nodes()
     agents[here].report(pump.plan("a"), perf_params=(2.0, 1.0, *SLOW[2:]), node_times=times, time=1.0)
-    pump.job("b")
-    pump.node("n2", "b")
-    pump.later(120.0)
-    pump.settle()
-    assert pump.status("b").state is JobState.RUNNING
+    play(pump, "job b; node n2 b; later 120.0; settle -> b/running")
 
 
 def test_a_job_leaves_a_node_that_only_it_has_found_to_be_slow() -> None:
@@ -331,8 +324,7 @@ def test_a_job_leaves_a_node_that_only_it_has_found_to_be_slow() -> None:
         grad_params=(1.0, 100.0), remaining_samples=1e7, inplace=True,
         node_times={other: (64, 0.164, now - 200.0), here: (64, 0.82, now)},
     )  # fmt: skip
-    pump.later(120.0)
-    pump.settle()
+    play(pump, "later 120.0; settle")
     assert set(pump.placed("a")) == {other}
 
 
@@ -395,3 +387,74 @@ def test_one_job_cannot_make_a_node_slow_that_two_other_scripts_find_fast() -> N
 def test_jobs_that_stay_on_one_node_each_compare_no_nodes() -> None:
     """Their batch sizes and data may differ."""
     assert slowness([("a", "a0", "n0", 0.0), ("a", "a1", "n1", 5.0)]) == {}
+
+
+def entries(seconds: float, *replicas: int) -> tuple[ProfileEntry, ...]:
+    return tuple(ProfileEntry(1, count, 64, 0.9 * seconds, seconds, 1, 1) for count in replicas)
+
+
+def report_on(job: str, node_type: str, seconds: float, *replicas: int, **more: object) -> JobHints:
+    theta = (0.9 * seconds, 1e-9, 0.0, 0.0, 0.1 * seconds, 0.0, 1.0)
+    base = JobHints(
+        job=job,
+        generation=0,
+        nodes=1,
+        replicas=1,
+        init_batch_size=64,
+        batch_size=64,
+        atomic_bsz=64,
+        max_profiled_replicas=max(replicas),
+        grad_params=(1.0, 100.0),
+        perf_params=theta,
+        profile=entries(seconds, *replicas),
+        node_type=node_type,
+    )
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def test_the_ratio_of_two_types_is_that_of_their_step_times() -> None:
+    both = [
+        Report("a", report_on("a", "fast", 0.1, 1, 2), 0.0),
+        Report("b", report_on("b", "slow", 0.4, 1, 2), 0.0),
+    ]
+    known = script_ratios(script_profile(both))
+    assert known.between("fast", "slow") == pytest.approx(-known.between("slow", "fast"), abs=0.2)
+    assert known.speeds(["fast", "slow"])["slow"] == pytest.approx(0.25, rel=0.15)
+
+
+def test_a_ratio_is_chained_over_a_third_type() -> None:
+    known = TypeRatios({("a", "b"): 1.0, ("b", "c"): 0.5})
+    assert known.between("a", "c") == 1.5
+    assert known.between("c", "a") == 0.0
+
+
+def test_a_job_is_predicted_on_a_type_by_what_other_scripts_lost_there() -> None:
+    others = [
+        Report("a", report_on("a", "fast", 0.1, 1), 0.0),
+        Report("b", report_on("b", "slow", 0.4, 1), 0.0),
+    ]
+    learnt = ratios([script_profile(others)])
+    mine = report_on("mine", "fast", 1.0, 1, 2, 4)
+    model, models = typed_models("mine", mine, None, ["fast", "slow"], TypeRatios(), learnt)
+    assert model is not None
+    fast, slow = (float(goodputs([models[name]], [1], [4]).goodput[0, 0]) for name in ("fast", "slow"))
+    assert slow / fast == pytest.approx(0.25, rel=0.15)
+
+
+def test_what_a_job_measured_itself_counts_more_than_what_others_lost() -> None:
+    mine = report_on("mine", "fast", 1.0, 1, 2, 4)
+    slow = TypeProfile("slow", entries(2.0, 1), (1.8, 1e-9, 0.0, 0.0, 0.0, 0.0, 1.0), 1)
+    learnt = TypeRatios({("fast", "slow"): 3.0, ("slow", "fast"): -3.0})
+    _, models = typed_models("mine", replace(mine, elsewhere=(slow,)), None, ["fast", "slow"], learnt, learnt)
+    at_four = [float(goodputs([models[name]], [1], [4]).goodput[0, 0]) for name in ("fast", "slow")]
+    assert at_four[1] / at_four[0] == pytest.approx(0.5, rel=0.15)
+
+
+def test_a_report_without_types_is_one_of_a_nameless_type() -> None:
+    plain = report_on("mine", "", 1.0, 1)
+    assert on_types(plain) == {"": plain}
+    model, models = typed_models("mine", plain, None, [""], TypeRatios(), TypeRatios())
+    assert models == {"": model}
+    assert pace(plain, replace(plain, profile=())) is None
+    unmeasured = replace(plain, perf_params=None, profile=())
+    assert typed_models("mine", unmeasured, None, [""], TypeRatios(), TypeRatios()) == (None, {})

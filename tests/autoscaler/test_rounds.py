@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from coordinator_pump import Pump, elastic
+from coordinator_script import play
 
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, PolicyAnswer
 from adaptdl_elastic.autoscaler.coordinator.status import WAITED_STEP, steps_waited
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
-from adaptdl_elastic.rendezvous.schema.records import Cause, JobState
+from adaptdl_elastic.rendezvous.schema.records import JobState
 
 
 @pytest.fixture
@@ -16,12 +17,8 @@ def pump() -> Pump:
     """Jobs `a` on n0 … n2, `b` on n3, `c` on n4; a round is under way that would have a shrink and b grow."""
     pump = Pump()
     elastic(pump)
-    pump.job("b", max_replicas=2)
-    pump.node("n3", "b", 2, reports=False)
-    pump.job("c", max_replicas=2)
-    pump.node("n4", "c", reports=False)
-    pump.settle()
-    assert (pump.placed("a"), pump.placed("b")) == ({"n0": 1, "n1": 1, "n2": 1}, {"n3": 1})
+    play(pump, "job b max_replicas=2; node n3 b 2 reports=False; job c max_replicas=2")
+    play(pump, "node n4 c reports=False; settle -> n0=1 n1=1 n2=1 b/n3=1")
     wishes = {"a": {"n0": 1, "n1": 1}, "b": {"n3": 2}, "c": {"n4": 1}}
     pump.policy = lambda jobs, *_: Decision({job.name: wishes[job.name] for job in jobs}, {})
     pump.slow = True
@@ -30,29 +27,52 @@ def pump() -> Pump:
     return pump
 
 
-def test_its_answer_is_carried_out_when_it_comes(pump: Pump) -> None:
-    pump.answer()
-    pump.settle()
-    assert (pump.placed("a"), pump.placed("b")) == ({"n0": 1, "n1": 1}, {"n3": 2})
+ANSWERS = {
+    "an answer is carried out when it comes": """
+        answer; settle -> n0=1 n1=1 b/n3=2""",
+    # what was said about three nodes is no answer for two; for the other job it is
+    "a dead node is planned without before the answer and stays so after it": """
+        n1 vanish; settle -> n0=1 n2=1 node_lost
+        answer; settle -> n0=1 n2=1 b/n3=2""",
+    "a person is served meanwhile and the answer does not undo it": """
+        ask a replicas=1; settle -> n0=1
+        answer; settle -> n0=1""",
+    "a node that begins to drain gets nothing": """
+        n3 register draining=True; settle -> b/pending
+        answer; settle -> b/nowhere""",
+    # b is to have both slots of n3
+    "slots that went to another job meanwhile are not given twice": """
+        node n3 c 2; ask c replicas=2; settle -> c/n4=1 c/n3=1
+        answer; settle -> b/n3=1""",
+    # it need not wait for the interval
+    "a job that was submitted again meanwhile is another": """
+        n3 finish; settle; job b run=b-2 max_replicas=2; node n3 b 2 reports=False; settle
+        answer; settle; asked_once -> b/pending
+        answer; settle -> b/n3=2""",
+    "one round at a time": """
+        later 600; asked_once""",
+    "an answer that is not waited for any more is ignored": """
+        answer_of 0; settle; round_waits -> n0=1 n1=1 n2=1 b/n3=1""",
+    "an answer of a round that never was is ignored": """
+        answer_of 99; settle; round_waits -> n0=1 n1=1 n2=1 b/n3=1""",
+}
 
 
-def test_a_dead_node_is_planned_without_before_the_answer_and_stays_so_after_it(pump: Pump) -> None:
-    next(agent for agent in pump.agents if agent.node == "n1").vanish()
-    pump.settle()
-    assert (pump.placed("a"), pump.plan("a").cause) == ({"n0": 1, "n2": 1}, Cause.NODE_LOST)
-    pump.answer()
-    pump.settle()
-    assert pump.placed("a") == {"n0": 1, "n2": 1}  # what was said about three nodes is no answer for two
-    assert pump.placed("b") == {"n3": 2}  # for the other job it is
+def asked_once(pump: Pump) -> None:
+    assert len(pump.asked) == 1
 
 
-def test_a_person_is_served_meanwhile_and_the_answer_does_not_undo_it(pump: Pump) -> None:
-    pump.ask("a", replicas=1)
-    pump.settle()
-    assert pump.placed("a") == {"n0": 1}
-    pump.answer()
-    pump.settle()
-    assert pump.placed("a") == {"n0": 1}
+def answer_of(pump: Pump, number: int) -> None:
+    pump.answer(PolicyAnswer(number, Decision({"a": {}, "b": {}}, {}), 0.0))
+
+
+def round_waits(pump: Pump) -> None:
+    assert pump.memory.round is not None
+
+
+@pytest.mark.parametrize("script", ANSWERS.values(), ids=ANSWERS)
+def test_the_answer_of_a_round_holds_for_what_has_not_changed_meanwhile(pump: Pump, script: str) -> None:
+    play(pump, script, asked_once, answer_of, round_waits)
 
 
 def test_what_a_person_asked_for_and_could_not_be_had_at_once_waits_for_no_interval(pump: Pump) -> None:
@@ -65,62 +85,13 @@ def test_what_a_person_asked_for_and_could_not_be_had_at_once_waits_for_no_inter
     assert asked_about["a"].requested_replicas == 3  # as many as there can be
 
 
-def test_a_node_that_begins_to_drain_gets_nothing(pump: Pump) -> None:
-    next(agent for agent in pump.agents if agent.node == "n3").register(draining=True)
-    pump.settle()
-    assert pump.status("b").state is JobState.PENDING
-    pump.answer()
-    pump.settle()
-    assert pump.placed("b") == {}
-
-
-def test_slots_that_went_to_another_job_meanwhile_are_not_given_twice(pump: Pump) -> None:
-    pump.node("n3", "c", 2)
-    pump.ask("c", replicas=2)
-    pump.settle()
-    assert pump.placed("c") == {"n4": 1, "n3": 1}
-    pump.answer()  # b is to have both slots of n3
-    pump.settle()
-    assert pump.placed("b") == {"n3": 1}
-
-
-def test_a_job_that_was_submitted_again_meanwhile_is_another(pump: Pump) -> None:
-    next(agent for agent in pump.agents if agent.node == "n3").finish()
-    pump.settle()
-    pump.job("b", run="b-2", max_replicas=2)
-    pump.node("n3", "b", 2, reports=False)
-    pump.settle()
-    pump.answer()
-    pump.settle()
-    assert pump.status("b").state is JobState.PENDING
-    assert len(pump.asked) == 1  # it need not wait for the interval
-    pump.answer()
-    pump.settle()
-    assert pump.placed("b") == {"n3": 2}
-
-
-def test_one_round_at_a_time(pump: Pump) -> None:
-    pump.later(10 * pump.settings.interval)
-    assert len(pump.asked) == 1
-
-
-@pytest.mark.parametrize("number", [0, 99])
-def test_an_answer_that_nobody_waits_for_is_ignored(pump: Pump, number: int) -> None:
-    before = pump.placed("a"), pump.placed("b")
-    pump.answer(PolicyAnswer(number, Decision({"a": {}, "b": {}}, {}), 0.0))
-    pump.settle()
-    assert (pump.placed("a"), pump.placed("b")) == before
-    assert pump.memory.round is not None
-
-
 def test_a_takeover_waits_for_no_answer_of_before(pump: Pump) -> None:
     old = pump.asked.pop()
     pump.take_over().settle()
     assert [asked.number for asked in pump.asked] == [1]
     assert old.number != 1
     pump.answer()
-    pump.settle()
-    assert pump.placed("b") == {"n3": 2}
+    play(pump, "settle -> b/n3=2")
 
 
 def test_a_policy_that_fails_late_is_said_and_asked_again(pump: Pump) -> None:
@@ -167,17 +138,14 @@ def test_a_job_that_trains_outside_of_epochs_keeps_its_size(outside: bool) -> No
     agent = pump.node("n0", "a", 1)
     pump.settle()
     agent.report(pump.plan("a"), outside_epochs=outside)
-    pump.node("n1", "a", 3)
-    pump.settle().later(600)
+    play(pump, "node n1 a 3; settle; later 600")
     assert pump.plan("a").replicas == (1 if outside else 4)
 
 
 def test_the_policys_reason_for_giving_nothing_is_shown_until_it_says_something_else() -> None:
     pump = Pump()
     pump.policy = lambda jobs, *_: Decision({"a": {}}, {}, pending={"a": "not today"})
-    pump.job("a")
-    pump.node("n0", "a", 4)
-    pump.settle()
+    play(pump, "job a; node n0 a 4; settle")
     assert pump.status("a").reason == "not today"
     written = pump.store.range(pump.keys.job("a", "status")).items[0].mod_revision
     pump.later(10 * pump.settings.interval)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from coordinator_pump import Pump
+from coordinator_script import play
 from fake_agents import spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,11 +114,7 @@ def test_bounds_far_beyond_the_cluster_cost_nothing() -> None:
 
 def test_slots_are_held_once_whatever_the_generations() -> None:
     pump = Pump()
-    pump.job("a")
-    pump.node("n0", "a", 4)
-    pump.job("b")
-    pump.node("n0", "b", 4)
-    pump.settle()
+    play(pump, "job a; node n0 a 4; job b; node n0 b 4; settle")
     ledger = Ledger(pump.view())
     assert ledger.used == sum(pump.placed("a").values()) + sum(pump.placed("b").values())
     assert ledger.free_for("b", "n0") == 4 - pump.placed("a")["n0"]

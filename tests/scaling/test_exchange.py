@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scaling_world import World, job, waiting
+from scaling_world import World, job
 
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
@@ -25,8 +25,7 @@ def without_spot(limit: str, nodes: int = 4) -> World:
     """Four nodes on demand, because spot has no capacity."""
     world = World(DEMAND, SPOT, settings=ScalingSettings(**LIMITS[limit]))  # type: ignore[arg-type]
     world.provider.outage["spot"] = "no Spot capacity available"
-    world.jobs = (waiting(replicas=nodes),)
-    world.until(lambda: len(world.running) == nodes)
+    world.grown(nodes)
     assert on_demand(world) == nodes
     return world
 
@@ -48,9 +47,7 @@ def test_three_hours_after_spot_returned_no_node_is_on_demand(limit: str) -> Non
     watch(world, HOUR, 4 if limit == "room" else 3)
     world.provider.outage.clear()
     watch(world, 3 * HOUR, 4 if limit == "room" else 3)
-    assert on_demand(world) == 0
-    assert len(world.running) == 4
-    assert world.desired == {"demand": 0, "spot": 4}
+    assert (on_demand(world), len(world.running), world.desired) == (0, 4, {"demand": 0, "spot": 4})
     launched = world.provider.launched
     watch(world, HOUR, 4)
     assert world.provider.launched == launched
@@ -97,10 +94,9 @@ def test_an_exchange_has_to_pay(price: float, left: float, exchanged: bool) -> N
     )
     world.provider.outage["spot"] = "none"
     world.jobs = (job(remaining=1e9, max_replicas=1),)
-    world.until(lambda: len(world.running) == 1)
+    world.until_running(1)
     world.provider.outage.clear()
-    world.jobs = (job(remaining=left, max_replicas=1),)
-    world.run(HOUR, every=30)
+    world.of_jobs(job(remaining=left, max_replicas=1)).run(HOUR, every=30)
     assert (on_demand(world) == 0) is exchanged
 
 
@@ -141,10 +137,8 @@ def test_demand_that_ends_during_an_exchange_leaves_nothing() -> None:
     world.run(HOUR)
     world.provider.outage.clear()
     world.until(lambda: world.desired["spot"] > 0)
-    world.jobs = ()
-    world.run(HOUR)
-    assert world.desired == {"demand": 0, "spot": 0}
-    assert world.running == []
+    world.want(0).run(HOUR)
+    assert (world.desired, world.running) == ({"demand": 0, "spot": 0}, [])
 
 
 def test_a_new_node_that_never_registers_keeps_the_old_one() -> None:
@@ -175,8 +169,6 @@ def test_an_idle_node_is_not_exchanged_for_a_dearer_one_while_its_job_ends(
         return {name: replace(use, replicas={"train": name in busy}) for name, use in found.items()}
 
     monkeypatch.setattr(world, "nodes_in_use", nodes)
-    world.jobs = (waiting(replicas=2),)
-    world.run(1200)
-    world.jobs = ()
-    world.run(60)
+    world.want(2).run(1200)
+    world.want(0).run(60)
     assert world.desired == {"demand": 3, "dearer": 0}

@@ -258,12 +258,6 @@ def rows_on_the_page() -> Iterator[tuple[str, str]]:
             yield found[1], line
 
 
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with MemoryStore() as memory:
-        yield memory
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_costs_what_the_page_says(name: str, store: MemoryStore) -> None:
     ledger = Fault(store, FAULTS[name]).run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,12 +22,6 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0)
 FOUR = JobInfo("train", min_replicas=4, max_replicas=4, min_nodes=4)
 MINUTE = 60.0
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with MemoryStore() as memory:
-        yield memory
 
 
 def idling(monkeypatch: pytest.MonkeyPatch, world: World, *idle: str) -> None:
@@ -67,7 +60,7 @@ def test_nothing_is_bought_for_a_job_whose_least_nodes_cannot_be_had(
 def test_where_they_can_be_had_they_are_bought_and_another_job_takes_none_of_them_away() -> None:
     world = World(DEMAND, settings=ScalingSettings(max_nodes=5))
     world.jobs = (FOUR, replace(FOUR, name="other"), waiting("small", 1))
-    world.until(lambda: len(world.running) == 5)
+    world.until_running(5)
     assert next(w for w in world.tick().warnings if "can be had" in w).startswith("other: needs 4 nodes")
 
 
@@ -96,7 +89,7 @@ def test_two_jobs_of_several_nodes_share_no_node() -> None:
 def test_a_job_that_runs_comes_before_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(DEMAND, settings=ScalingSettings(max_nodes=4))
     world.jobs = (FOUR,)
-    world.until(lambda: len(world.running) == 4)
+    world.until_running(4)
     works = world.nodes_in_use()
     monkeypatch.setattr(world, "nodes_in_use", lambda: works)
     world.jobs = (JobInfo("new", min_replicas=3, max_replicas=3, min_nodes=3), FOUR)
@@ -154,12 +147,10 @@ def test_nodes_that_wait_for_the_boot_of_others_are_not_idle(monkeypatch: pytest
 def test_a_node_that_is_idle_within_the_band_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven slots of eight are above the lower bound of the band: such a node stayed for ever."""
     world = World(DEMAND, boot=600)  # the boot does not count
-    world.jobs = (waiting(replicas=8),)
-    world.until(lambda: len(world.running) == 8)
+    world.grown(8)
     idle, now = world.running[3], world.now
     idling(monkeypatch, world, idle)
-    world.jobs = (waiting(replicas=7),)
-    world.until(lambda: idle not in world.running)
+    world.want(7).until(lambda: idle not in world.running)
     assert 5 * MINUTE <= world.now - now <= 6 * MINUTE
     (release,) = (action for action in world.of(Release) if isinstance(action, Release))
     assert release.reason == "it has had no replica for 5 min (--idle-minutes)"
@@ -179,21 +170,16 @@ def test_a_node_that_is_idle_within_the_band_is_released(monkeypatch: pytest.Mon
 def test_what_a_person_asked_to_have_stays(
     pool: Pool, settings: ScalingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(pool, settings=settings)
-    world.jobs = (waiting(replicas=8),)
-    world.until(lambda: len(world.running) == 8)
+    world = World(pool, settings=settings).grown(8)
     idling(monkeypatch, world, world.running[3])
-    world.jobs = (waiting(replicas=7),)
-    world.run(3600)
-    assert len(world.running) == 8
-    assert world.provider.launched == 8
+    world.want(7).run(3600)
+    assert (len(world.running), world.provider.launched) == (8, 8)
 
 
 def test_nodes_on_which_nothing_is_placed_are_bought_again_less_and_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(DEMAND)
-    world.jobs = (waiting(replicas=2),)
+    world = World(DEMAND).want(2)
     idling(monkeypatch, world, *(f"demand-{number}" for number in range(100)))
     world.run(8 * 3600)
     assert world.provider.launched == 2 * 8
@@ -207,12 +193,9 @@ def test_nodes_on_which_nothing_is_placed_are_bought_again_less_and_less(
 def test_a_job_that_runs_keeps_its_nodes_while_no_more_are_bought_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(DEMAND)
-    world.jobs = (waiting(replicas=2),)
-    world.until(lambda: len(world.running) == 2)
+    world = World(DEMAND).grown(2)
     idling(monkeypatch, world, *(f"demand-{number}" for number in range(3, 100)))
-    world.jobs = (waiting(replicas=4),)
-    world.run(8 * 3600)
+    world.want(4).run(8 * 3600)
     assert world.provider.launched == 2 + 2 * 8
     assert {"demand-1", "demand-2"} <= set(world.running)
 
@@ -220,8 +203,7 @@ def test_a_job_that_runs_keeps_its_nodes_while_no_more_are_bought_for_it(
 def test_a_job_that_was_expected_begins_afresh_when_it_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(DEMAND)
     idling(monkeypatch, world, *(f"demand-{number}" for number in range(100)))
-    world.jobs = (waiting(replicas=2),)
-    world.run(8000)
+    world.want(2).run(8000)
     assert world.memory.vain["train"].until > world.now + 1000
     world.runs = {"train": "run"}
     world.run(120)
@@ -229,8 +211,7 @@ def test_a_job_that_was_expected_begins_afresh_when_it_is_submitted(monkeypatch:
 
 
 def test_nothing_is_bought_from_a_pool_whose_instances_cannot_be_released(store: MemoryStore) -> None:
-    cluster = Cluster(store)
-    cluster.submit(nodes=2)
+    cluster = Cluster(store).submit(nodes=2)
     for _ in range(20):
         cluster.provider.errors["release"] = [ProviderError("AccessDenied")] * 2
         cluster.tick(30)
@@ -242,9 +223,7 @@ def test_nothing_is_bought_from_a_pool_whose_instances_cannot_be_released(store:
 
 
 def test_a_node_that_cannot_be_released_is_no_fault_of_a_job_that_comes_later(store: MemoryStore) -> None:
-    cluster = Cluster(store)
-    cluster.submit("first")
-    cluster.tick()
+    cluster = Cluster(store).submit("first").ticks(1)
     (stuck,) = cluster.instances
     cluster.register(stuck)
     for _ in range(20):
@@ -285,14 +264,11 @@ def test_a_job_that_is_never_placed_stops_at_its_limit(store: MemoryStore) -> No
 
 
 def test_the_nodes_that_are_idle_are_shown_with_their_price(store: MemoryStore) -> None:
-    cluster = Cluster(store)
-    cluster.submit(nodes=2)
-    cluster.tick()
+    cluster = Cluster(store).submit(nodes=2).ticks(1)
     first, second = cluster.instances
     cluster.plan(cluster.register(first))
     cluster.register(second)
-    for _ in range(4):
-        cluster.tick(60)
+    cluster.ticks(4, 60)
     view = view_of(KEYS, store.range(KEYS.root), 0.0, cluster.now)
     states = [row["state"] for row in node_rows(view, Ledger(view))]
     assert states == ["ok", "idle for 3 min, costs 1.00 an hour"]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from scaling_cluster import KEYS, Cluster
 
@@ -14,12 +12,6 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 LOOK = 60.0  # seconds between two rounds
 
 
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with MemoryStore() as memory:
-        yield memory
-
-
 def request(store: MemoryStore, job: str = "train") -> records.JobRequest | None:
     item = store.get(KEYS.job(job, "request"))
     return None if item is None else records.decode(records.JobRequest, item.value)
@@ -27,8 +19,7 @@ def request(store: MemoryStore, job: str = "train") -> records.JobRequest | None
 
 def training(store: MemoryStore, limits: dict[str, float], options: LoopOptions | None = None) -> Cluster:
     """A job on two nodes that cost 1 per hour each."""
-    cluster = Cluster(store, options=options)
-    cluster.submit(nodes=2)
+    cluster = Cluster(store, options=options).submit(nodes=2)
     cluster.provider.request("workers", 2)
     cluster.plan(*(cluster.register(name) for name in cluster.instances))
     cluster.ruler.change(ScalingSettings(max_job_costs=limits))
@@ -60,8 +51,7 @@ def test_nothing_is_bought_for_a_job_that_has_cost_its_limit(store: MemoryStore)
     instances = cluster.instances
     cluster.submit(nodes=4)  # the same run wants more
     cluster.tick(3600.0)
-    for _ in range(5):
-        cluster.tick(LOOK)
+    cluster.ticks(5, LOOK)
     assert request(store) is not None
     assert cluster.instances == instances
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,12 +15,6 @@ from adaptdl_elastic.autoscaler.scaling.setting_texts import parse_change
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 NOW = 1_000_000.0
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with MemoryStore() as memory:
-        yield memory
 
 
 @pytest.mark.parametrize(
@@ -96,9 +89,7 @@ def test_tags_hold_before_the_command_line(store: MemoryStore) -> None:
     cluster = Cluster(store)
     cluster.ruler.change(ScalingSettings(max_nodes=1))
     cluster.provider.settings = ("max-nodes=3", "max-job-cost=", "max-hourly-cost=much")
-    cluster.submit(nodes=3)
-    for _ in range(5):
-        cluster.tick()
+    cluster.submit(nodes=3).ticks(5)
     assert len(cluster.instances) == 3
     assert cluster.events("settings") == [{"message": "set by tags: max_nodes 3"}]
     (warning,) = (one for one in cluster.events("warning") if "tag" in one["message"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from scaling_cluster import KEYS, Cluster
-from scaling_world import World, job, waiting
+from scaling_world import World, job
 
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Pool, UnknownInstanceError
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
@@ -41,12 +40,6 @@ NODE = Known(
     bought_at=2.0,
 )
 END = 10 * HOUR + 31 * MINUTE
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with MemoryStore() as memory:
-        yield memory
 
 
 def minutes(pool: PoolMemory) -> tuple[float, float]:
@@ -162,9 +155,7 @@ def test_the_loss_of_one_replacement_after_another_is_judged_beside_the_nodes_at
 ) -> None:
     """Three lost replacements closed a pool with seven nodes at work for days, on 0.48 of 200 dollars."""
     # a node without an agent is idle, too: with the default it would be released before it counts as lost
-    world = World(DEMAND, settings=ScalingSettings(idle_after=1200.0))
-    world.jobs = (waiting(replicas=nodes),)
-    world.run(24 * HOUR, 60)
+    world = World(DEMAND, settings=ScalingSettings(idle_after=1200.0)).want(nodes).run(24 * HOUR, 60)
     old = set(world.running[1:])
     world.provider.vanish(world.running[0])
     for _ in range(2 * 60):
@@ -213,8 +204,7 @@ def test_after_a_turn_another_pool_is_chosen_and_jobs_are_sized_by_real_prices()
         spot, demand = replace(SPOT, maximum=40), replace(DEMAND, maximum=maximum)
         world = World(spot, demand, settings=ScalingSettings(hour_value=4.0))
         world.memory = replace(world.memory, pools={"spot": PoolMemory(turns=turns)})
-        world.jobs = (job(remaining=None),)
-        world.run(300)
+        world.of_jobs(job(remaining=None)).run(300)
         return world.memory.wanted["train"], world.desired
 
     few = sizes(0, 0.0)[0]
@@ -254,9 +244,7 @@ def test_a_restart_forgets_the_account_of_a_closed_pool(closed: str, store: Memo
 def test_an_instance_that_a_person_has_terminated_does_not_count_as_one_that_cannot_be_released(
     store: MemoryStore,
 ) -> None:
-    cluster = Cluster(store)
-    cluster.submit()
-    cluster.tick()
+    cluster = Cluster(store).submit().ticks(1)
     (instance,) = cluster.instances
     cluster.plan(cluster.register(instance))
     cluster.tick()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,9 +26,7 @@ LARGE = Pool("large", desired=0, maximum=16, slots=4, hourly_price=3.6)
 
 
 def test_a_price_that_falls_throws_no_nodes_away() -> None:
-    world = World(SMALL, LARGE, settings=ScalingSettings(max_nodes=4))
-    world.jobs = (waiting(replicas=16),)
-    world.run(300)
+    world = World(SMALL, LARGE, settings=ScalingSettings(max_nodes=4)).want(16).run(300)
     assert world.desired == {"small": 0, "large": 4}
     for price in (0.5, 1.0, 0.5):
         world.provider.reprice("small", price)
@@ -37,22 +36,16 @@ def test_a_price_that_falls_throws_no_nodes_away() -> None:
 
 
 def test_of_unlike_nodes_only_those_go_that_are_not_needed() -> None:
-    world = World(SMALL, LARGE)
-    world.jobs = (waiting(replicas=8),)
-    world.run(300)
+    world = World(SMALL, LARGE).want(8).run(300)
     assert world.desired == {"small": 0, "large": 2}
     world.provider.reprice("small", 0.5)
-    world.jobs = (waiting(replicas=9),)
-    world.run(300)
+    world.want(9).run(300)
     assert world.desired == {"small": 1, "large": 2}
     for wanted, small in ((8, 1), (7, 0), (5, 0)):
-        world.jobs = (waiting(replicas=wanted),)
-        world.run(600)
+        world.want(wanted).run(600)
         assert world.desired == {"small": small, "large": 2}
-    world.jobs = (waiting(replicas=4),)
-    world.run(600)
-    assert world.desired == {"small": 0, "large": 1}
-    assert world.provider.launched == 3
+    world.want(4).run(600)
+    assert (world.desired, world.provider.launched) == ({"small": 0, "large": 1}, 3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -113,18 +106,12 @@ def test_what_can_not_go_is_counted() -> None:
 def test_a_job_gets_as_many_nodes_as_it_needs_however_few_slots(modelled: bool) -> None:
     world = World(LARGE)
     more = {"min_replicas": 2, "min_nodes": 2}
-    world.jobs = (job(max_profiled_replicas=1, **more) if modelled else JobInfo("t", max_replicas=8, **more),)
-    world.run(300)
+    world.of_jobs(
+        job(max_profiled_replicas=1, **more) if modelled else JobInfo("t", max_replicas=8, **more)
+    ).run(300)
     assert world.desired == {"large": 2}
     world.run(600)
     assert world.desired == {"large": 2}
-
-
-def test_two_jobs_of_several_nodes_share_none() -> None:
-    world = World(LARGE)
-    world.jobs = tuple(JobInfo(name, max_replicas=8, min_replicas=2, min_nodes=2) for name in "ab")
-    world.run(300)
-    assert world.desired == {"large": 4}
 
 
 @pytest.mark.parametrize("modelled", [True, False])
@@ -137,8 +124,7 @@ def test_jobs_that_take_nodes_whole_share_none(modelled: bool, registered: bool)
     more |= {} if modelled else {"model": None}
     world.jobs = tuple(job(name, **more) for name in "ab")
     world.run(300)
-    assert world.desired == {"large": 2}
-    assert dict(world.memory.wanted) == {"a": 4, "b": 4}
+    assert (world.desired, dict(world.memory.wanted)) == ({"large": 2}, {"a": 4, "b": 4})
     world.run(600)
     assert world.desired == {"large": 2}
 
@@ -168,9 +154,7 @@ def test_nodes_of_others_count_for_it() -> None:
 
 def test_nodes_beyond_what_somebody_asked_for_are_counted_and_go_when_they_are_not_needed() -> None:
     """Their protection keeps the group from removing them when its desired capacity is lowered by hand."""
-    world = World(DEMAND)
-    world.jobs = (waiting(replicas=4),)
-    world.run(120)
+    world = World(DEMAND).want(4).run(120)
 
     def lower(to: int) -> None:
         world.provider.set_desired("demand", to)
@@ -178,18 +162,14 @@ def test_nodes_beyond_what_somebody_asked_for_are_counted_and_go_when_they_are_n
     lower(2)
     world.run(30)
     assert world.desired == {"demand": 4}
-    world.jobs = (waiting(replicas=3),)
+    world.want(3)
     lower(3)
     world.run(600)
-    assert world.desired == {"demand": 3}
-    assert len(world.running) == 3
-    assert world.provider.launched == 4
+    assert (world.desired, len(world.running), world.provider.launched) == ({"demand": 3}, 3, 4)
 
 
 def test_more_than_is_worth_it_is_taken_back() -> None:
-    world = World(DEMAND)
-    world.jobs = (waiting(replicas=1),)
-    world.run(120)
+    world = World(DEMAND).want(1).run(120)
     world.provider.request("demand", 5)  # by a person
     world.run(600)
     assert world.desired == {"demand": 1}
@@ -199,8 +179,7 @@ def test_more_than_is_worth_it_is_taken_back() -> None:
 
 
 def test_a_few_interruptions_are_no_reason() -> None:
-    world = World(DEMAND, SPOT)
-    world.jobs = (waiting(replicas=8),)
+    world = World(DEMAND, SPOT).want(8)
     for _ in range(24):  # one node of eight every hour
         world.run(3600, every=60)
         world.provider.vanish(world.running[0])
@@ -209,12 +188,9 @@ def test_a_few_interruptions_are_no_reason() -> None:
 
 
 def test_where_a_pool_is_shut_a_notice_is_made_good_elsewhere_at_once() -> None:
-    world = World(DEMAND, SPOT)
-    world.jobs = (waiting(replicas=2),)
-    world.until(lambda: len(world.running) == 2)
+    world = World(DEMAND, SPOT).grown(2)
     world.provider.outage["spot"] = "no Spot capacity available"
-    world.jobs = (waiting(replicas=3),)
-    world.run(60)
+    world.want(3).run(60)
     assert world.desired == {"demand": 1, "spot": 2}
     victim = next(name for name in world.running if name.startswith("spot"))
     world.stuck = {victim}
@@ -235,8 +211,7 @@ def test_a_launch_that_failed_long_ago_is_no_reason_not_to_ask() -> None:
     assert [a.desired for a in first.actions if isinstance(a, Request)] == [2]
     asked = replace(old, desired=2)
     second = step(Observation(1005.0, Capacity((asked,)), {}, jobs), first.memory, settings_)
-    assert second.actions == ()
-    assert second.warnings == ()
+    assert (second.actions, second.warnings) == ((), ())
     failed = replace(asked, trouble_since=1006.0)
     third = step(Observation(1010.0, Capacity((failed,)), {}, jobs), second.memory, settings_)
     assert [a.desired for a in third.actions if isinstance(a, Request)] == [0]
@@ -256,18 +231,6 @@ def test_agents_with_other_room_than_their_instances_are_said() -> None:
         assert any("c5.4xlarge" in text and "--slots 4" in text for text in warnings) is said
 
 
-def test_a_budget_below_one_nodes_price_is_said() -> None:
-    world = World(DEMAND, settings=ScalingSettings(max_hourly_cost=0.5))
-    world.jobs = (waiting(replicas=1),)
-    assert any("0.5 is less than one node costs (1)" in text for text in world.tick().warnings)
-
-
-def test_a_deadline_that_is_over_is_said() -> None:
-    world = World(DEMAND, settings=ScalingSettings(deadlines={"*": 500.0}))
-    world.jobs = (job(),)
-    assert any("train: its deadline was 510 s ago" in text for text in world.tick().warnings)
-
-
 # -- prices
 
 
@@ -279,22 +242,21 @@ def test_two_prices_begin_no_circle(value: float, most: int, spot: int, demand: 
     """What is worth the price of spot is not bought on demand, nor let go by on-demand's price."""
     dear = Pool("demand", desired=0, maximum=10, hourly_price=1.0, slots=4)
     cheap = Pool("spot", desired=0, maximum=most, hourly_price=0.3, slots=4, preemptible=True)
-    world = World(dear, cheap, settings=ScalingSettings(hour_value=value))
-    world.jobs = (job(remaining=1e9),)
-    world.run(600, every=15)
+    world = (
+        World(dear, cheap, settings=ScalingSettings(hour_value=value))
+        .of_jobs(job(remaining=1e9))
+        .run(600, every=15)
+    )
     assert world.desired == {"spot": spot, "demand": demand}
     world.run(7200, every=15)
-    assert world.desired == {"spot": spot, "demand": demand}
-    assert world.provider.launched == spot + demand
+    assert (world.desired, world.provider.launched) == ({"spot": spot, "demand": demand}, spot + demand)
     assert world.of(Release) == []
 
 
 def test_a_cheap_pool_that_has_none_to_give_does_not_change_the_price_of_what_it_gave() -> None:
     dear = Pool("demand", desired=0, maximum=10, hourly_price=1.0, slots=4)
     cheap = Pool("spot", desired=0, maximum=10, hourly_price=0.3, slots=4, preemptible=True)
-    world = World(dear, cheap, settings=ScalingSettings(hour_value=2.0))
-    world.jobs = (job(remaining=1e9),)
-    world.run(600)
+    world = World(dear, cheap, settings=ScalingSettings(hour_value=2.0)).of_jobs(job(remaining=1e9)).run(600)
     many = world.desired["spot"]
     assert world.desired == {"demand": 0, "spot": many}
     world.jobs = (job(remaining=1e9), job("second", remaining=1e9))
@@ -302,50 +264,50 @@ def test_a_cheap_pool_that_has_none_to_give_does_not_change_the_price_of_what_it
     world.provider.vanish(world.running[0])
     world.run(3600)
     assert world.desired["spot"] == many - 1
-    world.jobs = (job(remaining=1e9),)
-    world.run(3600)
+    world.of_jobs(job(remaining=1e9)).run(3600)
     assert world.desired["spot"] == many - 1
     assert world.of(Release) == [] or {
         a.instance.partition("-")[0] for a in world.of(Release) if isinstance(a, Release)
     } == {"demand"}
 
 
-# -- limits and deadlines that say what they do
-
-
 @pytest.mark.parametrize(
-    ("info", "deadlines", "said"),
+    ("given_settings", "jobs", "said"),
     [
-        (job(remaining=None), {"*": 5000.0}, "train: declares no end"),
-        (job(), {"nosuch": 5000.0}, "--deadline nosuch: there is no such job; there are: train"),
-        (JobInfo("train", max_replicas=8, remaining=1e6), {"*": 2000.0}, "has reported nothing yet"),
-        (waiting(replicas=2), {"train": 2000.0}, "its size is given"),
+        ({"max_hourly_cost": 0.5}, [waiting(replicas=1)], "0.5 is less than one node costs (1)"),
+        ({"deadlines": {"*": 500.0}}, [job()], "train: its deadline was 510 s ago"),
+        ({"deadlines": {"*": 5000.0}}, [job(remaining=None)], "train: declares no end"),
+        (
+            {"deadlines": {"nosuch": 5000.0}},
+            [job()],
+            "--deadline nosuch: there is no such job; there are: train",
+        ),
+        (
+            {"deadlines": {"*": 2000.0}},
+            [JobInfo("train", max_replicas=8, remaining=1e6)],
+            "has reported nothing yet",
+        ),
+        ({"deadlines": {"train": 2000.0}}, [waiting(replicas=2)], "its size is given"),
+        (
+            {"min_nodes": 12, "max_nodes": 20},
+            [],
+            "--min-nodes 12 is more than the pools may have: their Max is 10",
+        ),
+        ({"deadlines": {"train": 1e9}}, [job()], ""),
     ],
 )
-def test_a_deadline_by_which_nothing_is_decided_is_said(
-    info: JobInfo, deadlines: dict[str, float], said: str
+def test_a_setting_that_cannot_be_kept_is_said(
+    given_settings: dict[str, Any], jobs: list[JobInfo], said: str
 ) -> None:
-    world = World(DEMAND, settings=ScalingSettings(deadlines=deadlines))
-    world.jobs = (info,)
-    assert any(said in text for text in world.tick().warnings)
-    world = World(DEMAND, settings=ScalingSettings(deadlines={"train": 1e9}))
-    world.jobs = (job(),)
-    assert world.tick().warnings == ()
+    world = World(DEMAND, settings=ScalingSettings(**given_settings)).of_jobs(*jobs)
+    warnings = world.tick().warnings
+    assert any(said in text for text in warnings) if said else warnings == ()
 
 
 @pytest.mark.parametrize("most", [0, 3])
 def test_what_max_nodes_keeps_from_being_bought_is_said(most: int) -> None:
-    world = World(DEMAND, settings=ScalingSettings(max_nodes=most))
-    world.jobs = (waiting(replicas=8),)
-    world.run(300)
+    world = World(DEMAND, settings=ScalingSettings(max_nodes=most)).want(8).run(300)
     said = f"--max-nodes {most} is the limit: 8 slots would be worth their price"
     assert any(said in text for text in world.tick().warnings)
     world.jobs = (waiting(replicas=3),) if most else ()
     assert not any("--max-nodes" in text for text in world.tick().warnings)
-
-
-def test_more_nodes_at_least_than_the_pools_may_have_is_said() -> None:
-    world = World(DEMAND, settings=ScalingSettings(min_nodes=12, max_nodes=20))
-    assert any(
-        "--min-nodes 12 is more than the pools may have: their Max is 10" in t for t in world.tick().warnings
-    )

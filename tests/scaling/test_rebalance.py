@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scaling_world import World, waiting
+from scaling_world import World
 
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
@@ -19,8 +19,7 @@ DELAYS = [0.0, 30.0, 90.0, None]
 
 def world_at_its_limit(boot: float = 60.0) -> World:
     world = World(SPOT, settings=ScalingSettings(max_nodes=NODES), boot=boot)
-    world.jobs = (waiting(replicas=8),)
-    world.until(lambda: len(world.running) == NODES)
+    world.want(8).until_running(NODES)
     return world
 
 
@@ -55,8 +54,7 @@ def test_replacements_come_before_the_recommendation_is_seen(leaving: int, delay
     watch(world, 0.0 if delay is None else delay, NODES + leaving)
     world.at_risk = set() if delay is None else set(victims)
     watch(world, 1500, NODES + leaving)
-    assert len(world.running) == NODES
-    assert world.desired == {"spot": NODES}
+    assert (len(world.running), world.desired) == (NODES, {"spot": NODES})
     assert world.provider.launched == NODES + leaving
     if delay is not None and delay < 60:
         assert not set(victims) & set(world.running)
@@ -75,20 +73,18 @@ def test_nodes_at_risk_are_interrupted_while_their_replacements_boot(told: bool)
     for victim in set(victims) & set(world.provider.instances):
         world.provider.vanish(victim)
     watch(world, 1500, 2 * NODES)
-    assert len(world.running) == NODES
-    assert world.provider.launched == 2 * NODES
+    assert (len(world.running), world.provider.launched) == (NODES, 2 * NODES)
 
 
 def test_a_pool_that_is_closed_while_replacements_boot_keeps_the_nodes_at_work() -> None:
     world = world_at_its_limit()
     before = set(world.running)
-    world.jobs = (waiting(replicas=4),)
+    world.want(4)
     pools = world.memory.pools
     world.memory = replace(world.memory, pools={"spot": replace(pools["spot"], closed="tried too often")})
     rebalance(world, sorted(before))
     watch(world, 600, 2 * NODES)
-    assert set(world.running) == before
-    assert world.desired == {"spot": NODES}
+    assert (set(world.running), world.desired) == (before, {"spot": NODES})
 
 
 def test_replacements_that_never_become_nodes_are_given_back_and_the_capacity_stays() -> None:
@@ -97,8 +93,7 @@ def test_replacements_that_never_become_nodes_are_given_back_and_the_capacity_st
     rebalance(world, sorted(before))
     world.hidden = set(world.provider.instances) - before
     watch(world, 1500, 2 * NODES)
-    assert set(world.running) == before
-    assert world.desired == {"spot": NODES}
+    assert (set(world.running), world.desired) == (before, {"spot": NODES})
 
 
 def test_an_autoscaler_that_starts_while_replacements_boot_takes_none_for_a_node_at_work() -> None:
@@ -112,11 +107,9 @@ def test_an_autoscaler_that_starts_while_replacements_boot_takes_none_for_a_node
 def test_demand_that_falls_while_replacements_boot_ends_at_the_smaller_size() -> None:
     world = world_at_its_limit()
     rebalance(world, list(world.running))
-    world.jobs = (waiting(replicas=2),)
+    world.want(2)
     watch(world, 1500, 2 * NODES)
-    assert len(world.running) == 2
-    assert world.desired == {"spot": 2}
-    assert world.provider.launched == 2 * NODES
+    assert (len(world.running), world.desired, world.provider.launched) == (2, {"spot": 2}, 2 * NODES)
 
 
 def test_a_person_who_lowers_the_group_is_no_rebalance() -> None:
@@ -124,5 +117,4 @@ def test_a_person_who_lowers_the_group_is_no_rebalance() -> None:
     before = set(world.running)
     world.provider.set_desired("spot", 2)
     watch(world, 600, NODES)
-    assert set(world.running) == before
-    assert world.desired == {"spot": NODES}
+    assert (set(world.running), world.desired) == (before, {"spot": NODES})

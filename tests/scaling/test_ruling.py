@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_provider import FakeProvider
 from scaling_cluster import KEYS, POOL, Cluster
-from scaling_world import World, waiting
+from scaling_world import World
 
 from adaptdl_elastic.autoscaler.providers.base import (
     Capacity,
@@ -28,12 +28,6 @@ from adaptdl_elastic.rendezvous.store.base import Lease
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 OTHER = records.encode(records.LeaderRecord("other", "box", 42))
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with MemoryStore() as memory:
-        yield memory
 
 
 class Recording(FakeProvider):
@@ -125,8 +119,7 @@ def test_hooks_that_wait_shorter_than_it_looks_away_are_said(
 
 def test_a_dry_run_reads_no_queue(store: MemoryStore) -> None:
     """What is read from it is gone, and another autoscaler waits for it."""
-    cluster = Cluster(store, options=LoopOptions(dry_run=True))
-    cluster.submit()
+    cluster = Cluster(store, options=LoopOptions(dry_run=True)).submit()
     cluster.provider.interrupt("workers-1")
     assert cluster.ruler.run() == 0
     assert len(cluster.provider.signals()) == 1
@@ -257,9 +250,7 @@ def test_a_successor_deletes_the_drain_requests_of_the_dead(store: MemoryStore) 
 def test_it_ends_with_the_least_nodes_that_its_pools_have(store: MemoryStore) -> None:
     pool = Pool("workers", desired=1, minimum=1, maximum=4, hourly_price=1.0)
     provider = FakeProvider({"workers": pool}, lambda: 0.0, boot_seconds=0)
-    cluster = Cluster(store, provider=provider, options=LoopOptions(until_done=True))
-    cluster.submit(nodes=3)
-    cluster.tick()
+    cluster = Cluster(store, provider=provider, options=LoopOptions(until_done=True)).submit(nodes=3).ticks(1)
     cluster.tick(60)
     assert len(cluster.instances) == 3
     cluster.finish()
@@ -273,19 +264,16 @@ def test_it_ends_with_the_least_nodes_that_its_pools_have(store: MemoryStore) ->
 
 def test_a_clock_that_is_set_back_stops_nothing(store: MemoryStore) -> None:
     cluster = ruling(store)
-    cluster.submit(nodes=1)
-    cluster.tick()
+    cluster.submit(nodes=1).tick()
     cluster.wrong = -3600.0
-    cluster.submit(nodes=3)
-    cluster.tick(30)
+    cluster.submit(nodes=3).tick(30)
     assert len(cluster.instances) == 3
     assert "the clock was set by -3600 s" in cluster.events("warning")[-1]["message"]
 
 
 def test_a_clock_that_leaps_makes_no_duds_and_no_bill(store: MemoryStore) -> None:
     cluster = ruling(store)
-    cluster.submit(nodes=2)
-    cluster.tick()
+    cluster.submit(nodes=2).tick()
     before = cluster.instances
     cluster.wrong = 86400.0
     cluster.tick(36)
@@ -295,12 +283,9 @@ def test_a_clock_that_leaps_makes_no_duds_and_no_bill(store: MemoryStore) -> Non
 
 
 def test_a_successor_whose_clock_is_behind_waits_no_longer() -> None:
-    world = World(Pool("demand", desired=0, maximum=10, hourly_price=1.0))
-    world.jobs = (waiting(replicas=1),)
-    world.run(120)
+    world = World(Pool("demand", desired=0, maximum=10, hourly_price=1.0)).want(1).run(120)
     world.now -= 3600
-    world.jobs = (waiting(replicas=3),)
-    world.run(60)
+    world.want(3).run(60)
     assert world.desired == {"demand": 3}
 
 
@@ -356,11 +341,8 @@ def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
 
 def test_an_instance_that_comes_back_from_standby_stays(store: MemoryStore) -> None:
     cluster = ruling(store)
-    cluster.submit()
-    cluster.tick()
-    (instance,) = cluster.instances
-    node = cluster.register(instance)
-    cluster.plan(node)
+    cluster.submit().tick()
+    (instance,), (node,) = cluster.instances, cluster.placed()
     cluster.tick()
 
     def state(value: InstanceState) -> None:
@@ -373,8 +355,7 @@ def test_an_instance_that_comes_back_from_standby_stays(store: MemoryStore) -> N
     cluster.tick(1)
     assert store.get(KEYS.drain(node)) is not None
     state(InstanceState.RUNNING)
-    for _ in range(3):
-        cluster.tick()
+    cluster.ticks(3)
     assert store.get(KEYS.drain(node)) is None
     assert instance in cluster.instances
     assert not [event for event in cluster.events("release") if event["instance"] == instance]

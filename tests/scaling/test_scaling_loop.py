@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 
 import pytest
 import scaling_world
@@ -31,21 +30,13 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.sched_hints import JobHints
 
 
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with MemoryStore() as memory:
-        yield memory
-
-
 def test_a_job_from_nothing_to_nothing(store: MemoryStore) -> None:
     cluster = Cluster(store)
     cluster.tick()
     assert cluster.instances == []
-    cluster.submit(nodes=2)
-    cluster.tick()
+    cluster.submit(nodes=2).tick()
     assert len(cluster.instances) == 2
-    nodes = [cluster.register(name) for name in cluster.instances]
-    cluster.plan(*nodes)
+    nodes = cluster.placed()
     cluster.tick(3600)
     status = cluster.status()
     assert (status.nodes, status.target, status.hourly_cost) == (2, 2, 2.0)
@@ -57,19 +48,14 @@ def test_a_job_from_nothing_to_nothing(store: MemoryStore) -> None:
     for node in nodes:
         cluster.end(node, 0)
         store.delete(KEYS.node(node, "train"))
-    for _ in range(15):
-        cluster.tick()
+    cluster.ticks(15)
     assert cluster.instances == []
     assert cluster.status().hourly_cost == 0.0
 
 
 def test_an_interrupted_node_gets_a_drain_request_that_goes_with_it(store: MemoryStore) -> None:
-    cluster = Cluster(store)
-    cluster.submit()
-    cluster.tick()
-    (victim,) = cluster.instances
-    node = cluster.register(victim)
-    cluster.plan(node)
+    cluster = Cluster(store).submit().ticks(1)
+    (victim,), (node,) = cluster.instances, cluster.placed()
     assert node_uses(view_of(KEYS, store.range(KEYS.root), 0.0, 0.0))[victim].planned == {"train"}
     cluster.provider.interrupt(victim, 120)
     deadline = cluster.now + 120
@@ -128,10 +114,8 @@ def test_an_expected_job_gets_its_first_node(store: MemoryStore) -> None:
 def test_a_job_that_is_resumed_gets_nodes_whatever_its_earlier_run_was_asked(store: MemoryStore) -> None:
     """The request to stop stays in the store, and is of the run that it stopped."""
     cluster = Cluster(store)
-    store.put(KEYS.job("train", "request"), records.encode(records.JobRequest(stop=True, run="earlier")))
-    cluster.submit(nodes=2)
-    for _ in range(5):
-        cluster.tick()
+    cluster.ask(stop=True, run="earlier")
+    cluster.submit(nodes=2).ticks(5)
     assert len(cluster.instances) == 2
 
 
@@ -139,13 +123,12 @@ def test_a_job_that_is_resumed_gets_nodes_whatever_its_earlier_run_was_asked(sto
 def test_a_job_that_was_started_by_hand_gets_nodes_once_it_is_resumed(
     store: MemoryStore, state: records.JobState
 ) -> None:
-    cluster = Cluster(store, options=LoopOptions(until_done=True))
-    cluster.submit()
+    cluster = Cluster(store, options=LoopOptions(until_done=True)).submit()
     with pytest.raises(RequestError, match="train runs: only a job that was stopped or has failed"):
         resume_started(store, KEYS, "train")
     with pytest.raises(RequestError, match="there is no job 'other'"):
         resume_started(store, KEYS, "other")
-    store.put(KEYS.job("train", "request"), records.encode(records.JobRequest(stop=True, run="run")))
+    cluster.ask(stop=True, run="run")
     cluster.finish(state=state)
     assert cluster.tick()
     assert not cluster.instances
@@ -161,8 +144,7 @@ def test_a_job_that_was_started_by_hand_gets_nodes_once_it_is_resumed(
 
 
 def test_nodes_of_nobody_count(store: MemoryStore) -> None:
-    cluster = Cluster(store)
-    cluster.submit(nodes=1)
+    cluster = Cluster(store).submit(nodes=1)
     record = records.NodeRecord("metal", "train", "run", "a", "127.0.0.1", 1)
     store.put(KEYS.node("metal", "train"), records.encode(record))
     cluster.tick()
@@ -172,16 +154,13 @@ def test_nodes_of_nobody_count(store: MemoryStore) -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_the_node_of_rank_0_is_kept(store: MemoryStore, order: tuple[int, ...]) -> None:
     """Without it a job is started again; without any other it goes on in place."""
-    cluster = Cluster(store)
-    cluster.submit(nodes=3)
-    cluster.tick()
+    cluster = Cluster(store).submit(nodes=3).ticks(1)
     nodes = [cluster.register(name) for name in cluster.instances]
     cluster.plan(*[nodes[i] for i in order])
     cluster.tick()
     cluster.submit(nodes=1)
-    store.put(KEYS.job("train", "request"), records.encode(records.JobRequest(replicas=2)))
-    for _ in range(15):
-        cluster.tick()
+    cluster.ask(replicas=2)
+    cluster.ticks(15)
     drained = [node for node in nodes if store.get(KEYS.drain(node)) is not None]
     assert len(drained) == 1
     assert drained[0] != nodes[order[0]]
@@ -189,19 +168,15 @@ def test_the_node_of_rank_0_is_kept(store: MemoryStore, order: tuple[int, ...]) 
 
 def test_a_size_that_a_person_asked_for_is_bought(store: MemoryStore) -> None:
     """The policy is told of what the nodes there are can hold of it; the nodes must come from us."""
-    cluster = Cluster(store)
-    cluster.submit(nodes=1)
-    cluster.tick()
-    node = cluster.register(*cluster.instances)
-    cluster.plan(node)
-    store.put(KEYS.job("train", "request"), records.encode(records.JobRequest(replicas=3)))
+    cluster = Cluster(store).submit(nodes=1).ticks(1)
+    cluster.placed()
+    cluster.ask(replicas=3)
     cluster.tick(60)
     assert len(cluster.instances) == 3
 
 
 def test_a_dry_run_says_and_does_nothing(store: MemoryStore) -> None:
-    cluster = Cluster(store, options=LoopOptions(dry_run=True))
-    cluster.submit(nodes=3)
+    cluster = Cluster(store, options=LoopOptions(dry_run=True)).submit(nodes=3)
     before = store.range("").items
     assert cluster.ruler.run() == 0
     assert cluster.provider.calls == []
@@ -235,22 +210,18 @@ def test_a_garbled_memory_is_forgotten(store: MemoryStore, caplog: pytest.LogCap
 
 
 def test_what_the_provider_refuses_is_said_once_and_tried_again(store: MemoryStore) -> None:
-    cluster = Cluster(store)
-    cluster.submit()
+    cluster = Cluster(store).submit()
     cluster.provider.errors["request"] = [ProviderError(f"throttled, {n} s") for n in range(3)]
-    for _ in range(5):
-        cluster.tick()
+    cluster.ticks(5)
     assert [w["message"] for w in cluster.events("warning")] == ["throttled, 0 s"]
     assert len(cluster.instances) == 1
 
 
 def test_a_quota_is_shown_and_asked_for_less_and_less(store: MemoryStore) -> None:
-    cluster = Cluster(store)
-    cluster.submit()
+    cluster = Cluster(store).submit()
     asked: list[float] = []
     cluster.provider.request = lambda pool, desired: _refuse(asked, cluster.now)  # type: ignore[method-assign]
-    for _ in range(100):
-        cluster.tick()
+    cluster.ticks(100)
     gaps = [round(b - a) for a, b in itertools.pairwise(asked)]
     assert gaps[:4] == [60, 120, 240, 480]
     assert len(asked) == 5  # in 1000 s
@@ -264,12 +235,8 @@ def _refuse(asked: list[float], now: float) -> None:
 
 def test_a_notice_that_comes_twice_or_late_changes_nothing(store: MemoryStore) -> None:
     """EventBridge delivers at least once and in any order; the agent's own word comes beside it."""
-    cluster = Cluster(store)
-    cluster.submit()
-    cluster.tick()
-    (victim,) = cluster.instances
-    node = cluster.register(victim)
-    cluster.plan(node)
+    cluster = Cluster(store).submit().ticks(1)
+    (victim,), (node,) = cluster.instances, cluster.placed()
     for _ in range(3):
         cluster.provider.interrupt(victim, 120)
         cluster.tick(1)
@@ -298,8 +265,7 @@ def test_a_deadline_that_can_not_be_met_is_said(store: MemoryStore) -> None:
 
 
 def test_a_queue_that_fails_does_not_stop_the_rest(store: MemoryStore) -> None:
-    cluster = Cluster(store)
-    cluster.submit()
+    cluster = Cluster(store).submit()
     cluster.provider.errors["signals"] = [ProviderError("no queue")]
     cluster.tick()
     assert len(cluster.instances) == 1
@@ -326,17 +292,13 @@ def test_only_one_rules(store: MemoryStore) -> None:
 
 
 def test_a_static_cluster_is_watched_and_left_alone(store: MemoryStore) -> None:
-    cluster = Cluster(store, provider=StaticProvider())
-    cluster.submit(nodes=2)
-    cluster.tick()
+    cluster = Cluster(store, provider=StaticProvider()).submit(nodes=2).ticks(1)
     assert cluster.status().provider == "static"
     assert "needs 2 nodes to run, and 0 can be had now" in cluster.status().warnings[0]
 
 
 def test_events_reach_the_store(store: MemoryStore) -> None:
-    cluster = Cluster(store)
-    cluster.submit()
-    cluster.tick()
+    Cluster(store).submit().ticks(1)
     lines = [json.loads(item.value) for item in store.range(KEYS.events).items]
     assert [line["event"] for line in lines] == ["autoscaler_request"]
     assert lines[0]["desired"] == 1
@@ -344,10 +306,7 @@ def test_events_reach_the_store(store: MemoryStore) -> None:
 
 def test_nodes_bought_for_a_job_stay_while_its_change_to_them_lasts(store: MemoryStore) -> None:
     """The plan has the nodes that were there when it was made; it may take long (--rescale-timeout)."""
-    cluster = Cluster(store)
-    cluster.submit()
-    cluster.tick()
-    cluster.tick()
+    cluster = Cluster(store).submit().ticks(2)
     first = cluster.register(cluster.instances[0])
     cluster.plan(first)
     running = records.RunningRecord(first, 0, library=True)
@@ -369,13 +328,11 @@ def test_nodes_bought_for_a_job_stay_while_its_change_to_them_lasts(store: Memor
         remaining_samples=1e6,
     )
     store.put(KEYS.job("train", "hints"), sched_hints.encode(hints))
-    for _ in range(4):
-        cluster.tick()
+    cluster.ticks(4)
     assert len(cluster.instances) == 4
     nodes = [first, *(cluster.register(name) for name in cluster.instances[1:])]
     cluster.plan(first, nodes[1], generation=1)
-    for _ in range(40):
-        cluster.tick()
+    cluster.ticks(40)
     assert len(cluster.instances) == 4
     assert cluster.status().target == 4
     assert list(store.range(KEYS.drains).items) == []
@@ -384,13 +341,8 @@ def test_nodes_bought_for_a_job_stay_while_its_change_to_them_lasts(store: Memor
 @pytest.mark.parametrize("by", ["a person", "itself", "an instance", "a deadline"])
 def test_who_drains_a_node_by_hand_keeps_its_machine(store: MemoryStore, by: str) -> None:
     """Only a node's own word, or a drain that is about its instance or has a deadline, gives it back."""
-    cluster = Cluster(store)
-    cluster.submit(nodes=1)
-    cluster.tick()
-    cluster.tick()
-    (instance,) = cluster.instances
-    node = cluster.register(instance)
-    cluster.plan(node)
+    cluster = Cluster(store).submit(nodes=1).ticks(2)
+    (instance,), (node,) = cluster.instances, cluster.placed()
     cluster.tick()
     if by == "itself":
         cluster.register(instance, draining=True)
@@ -403,25 +355,19 @@ def test_who_drains_a_node_by_hand_keeps_its_machine(store: MemoryStore, by: str
     cluster.tick()
     cluster.plan(generation=1)
     cluster.end(node, 0)
-    for _ in range(3):
-        cluster.tick()
+    cluster.ticks(3)
     assert (instance in cluster.instances) is (by == "a person")
     if instance not in cluster.instances:
         store.delete(KEYS.node(node, "train"))  # its agent is gone with it
-    for _ in range(20):
-        cluster.tick()
+    cluster.ticks(20)
     assert len(cluster.instances) == 1
     if by == "a person":
         assert store.get(KEYS.drain(node)) is not None
 
 
 def test_what_a_job_costs_is_said_when_its_size_changes_and_when_it_ends(store: MemoryStore) -> None:
-    cluster = Cluster(store)
-    cluster.submit(nodes=2)
-    cluster.tick()
-    cluster.tick()
-    nodes = [cluster.register(name) for name in cluster.instances]
-    cluster.plan(*nodes)
+    cluster = Cluster(store).submit(nodes=2).ticks(2)
+    nodes = cluster.placed()
     cluster.tick(1800)
     cluster.tick(1800)
     (resized,) = cluster.events("job_resized")
@@ -429,8 +375,7 @@ def test_what_a_job_costs_is_said_when_its_size_changes_and_when_it_ends(store: 
     cluster.finish()
     for node in nodes:
         cluster.end(node, 0)
-    cluster.tick()
-    cluster.tick()
+    cluster.ticks(2)
     (ended,) = cluster.events("job_ended")
     assert ended["cost_so_far"] == pytest.approx(2.0, rel=0.01)
     kinds = [json.loads(item.value)["event"] for item in store.range(KEYS.events).items]
@@ -441,8 +386,7 @@ def test_bills_go_by_run_and_are_forgotten_with_their_job(store: MemoryStore) ->
     cluster = Cluster(store)
     for name in ("train", "other"):
         cluster.submit(name)
-    cluster.tick()
-    cluster.tick()
+    cluster.ticks(2)
     first, second = cluster.instances
     cluster.plan(cluster.register(first))
     cluster.plan(cluster.register(second, "other"), job="other")
@@ -457,6 +401,5 @@ def test_bills_go_by_run_and_are_forgotten_with_their_job(store: MemoryStore) ->
     cluster.end(f"node-{second}", 0, "other")
     cluster.tick(60)
     assert "other" in cluster.ruler.memory.job_costs
-    for _ in range(25):
-        cluster.tick(3600)
+    cluster.ticks(25, 3600)
     assert "other" not in cluster.ruler.memory.job_costs

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from fake_provider import FakeProvider
-from scaling_world import World, waiting
+from scaling_world import World
 
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Instance, Pool
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Release, Request
@@ -56,48 +56,34 @@ class StaleWorld(World):
 @pytest.mark.parametrize("looks", [0, 1, 2, 3, 30])
 def test_what_was_released_and_is_still_shown_is_not_bought_back(looks: int) -> None:
     world = StaleWorld(DEMAND, looks)
-    world.jobs = (waiting(replicas=4),)
-    world.run(120)
-    world.jobs = (waiting(replicas=2),)
-    world.run(3600, every=5)
+    world.want(4).run(120)
+    world.want(2).run(3600, every=5)
     assert world.provider.launched == 4
     assert len({action.instance for action in world.of(Release) if isinstance(action, Release)}) == 2
     assert world.desired == {"demand": 2}
-    world.jobs = ()
-    world.run(4 * 3600, every=5)
-    assert world.provider.launched == 4
-    assert world.desired == {"demand": 0}
+    world.want(0).run(4 * 3600, every=5)
+    assert (world.provider.launched, world.desired) == (4, {"demand": 0})
 
 
 def test_a_group_lowered_by_hand_while_what_was_released_is_shown_keeps_its_nodes_at_work() -> None:
     world = StaleWorld(DEMAND, 3)
-    world.jobs = (waiting(replicas=4),)
-    world.run(120)
-    world.jobs = (waiting(replicas=3),)
-    world.until(lambda: bool(world.of(Release)))
+    world.want(4).run(120)
+    world.want(3).until(lambda: bool(world.of(Release)))
     world.provider.set_desired("demand", 1)
     world.run(60)
-    assert world.desired == {"demand": 3}
-    assert world.provider.launched == 4
+    assert (world.desired, world.provider.launched) == ({"demand": 3}, 4)
 
 
 def test_demand_that_returns_while_what_was_released_is_shown_buys_as_many_as_are_missing() -> None:
     world = StaleWorld(DEMAND, 5)
-    world.jobs = (waiting(replicas=4),)
-    world.run(120)
-    world.jobs = (waiting(replicas=2),)
-    world.until(lambda: bool(world.of(Release)))
-    world.jobs = (waiting(replicas=4),)
-    world.run(300, every=5)
-    assert world.desired == {"demand": 4}
-    assert world.provider.launched == 6
+    world.want(4).run(120)
+    world.want(2).until(lambda: bool(world.of(Release)))
+    world.want(4).run(300, every=5)
+    assert (world.desired, world.provider.launched) == ({"demand": 4}, 6)
 
 
 def test_a_release_that_went_nowhere_is_said_again_after_a_minute() -> None:
-    world = World(DEMAND)
-    world.jobs = (waiting(replicas=2),)
-    world.run(120)
-    world.jobs = (waiting(replicas=1),)
+    world = World(DEMAND).want(2).run(120).want(1)
     really, said = world.provider.release, []
     world.provider.release = lambda instance, replace=False: said.append(world.now)  # type: ignore[method-assign]
     world.run(300)

@@ -112,10 +112,8 @@ def test_a_job_grows_on_its_type_beside_one_that_runs_on_another(
 ) -> None:
     """T4s were bought for it, stayed idle and were released, again and again."""
     cluster = two_jobs(2, others, typed(10, measured, requested_replicas=2), small(others))
-    cluster.jobs = (typed(10, measured), small(others))
-    cluster.run(2 * HOUR)
-    assert cluster.bought() == {"a100": 4, "t4": others}
-    assert cluster.provider.launched == 4 + others
+    cluster.of_jobs(typed(10, measured), small(others)).run(2 * HOUR)
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 4, "t4": others}, 4 + others)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (0, 1)])
@@ -126,29 +124,23 @@ def test_two_jobs_that_lack_nodes_get_each_its_type(
     """The second job grows as well, or starts to wait."""
     running = (small(before, measured),) if before else ()
     cluster = two_jobs(2, before, typed(10, requested_replicas=2), *running)
-    cluster.jobs = (typed(10), small(after, measured))
-    cluster.run(2 * HOUR)
-    assert cluster.bought() == {"a100": 4, "t4": after}
-    assert cluster.provider.launched == 4 + after
+    cluster.of_jobs(typed(10), small(after, measured)).run(2 * HOUR)
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 4, "t4": after}, 4 + after)
 
 
 def test_a_new_job_that_measured_nothing_waits_beside_one_that_grows() -> None:
     """It gets what is left: no type is reserved for it."""
     cluster = two_jobs(2, 0, typed(10, requested_replicas=2))
     cluster.accepts = {"train": {"a100"}, "new": {"a100", "t4"}}
-    cluster.jobs = (typed(10, ONLY_A100), waiting("new", 3))
-    cluster.run(2 * HOUR)
-    assert cluster.bought() == {"a100": 6, "t4": 1}
-    assert cluster.provider.launched == 7
+    cluster.of_jobs(typed(10, ONLY_A100), waiting("new", 3)).run(2 * HOUR)
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 6, "t4": 1}, 7)
 
 
 def test_a_job_gets_its_type_while_the_type_of_another_cannot_be_had() -> None:
     cluster = two_jobs(2, 1, typed(10, requested_replicas=2), small(1))
     cluster.provider.outage["a100"] = "no capacity"
-    cluster.jobs = (typed(10), small(2))
-    cluster.run(2 * HOUR)
-    assert cluster.bought() == {"a100": 2, "t4": 2}
-    assert cluster.provider.launched == 4
+    cluster.of_jobs(typed(10), small(2)).run(2 * HOUR)
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 2, "t4": 2}, 4)
 
 
 def test_a_job_with_a_deadline_grows_on_its_type() -> None:
@@ -167,8 +159,7 @@ def test_free_nodes_are_not_exchanged_for_free_ones(other: float) -> None:
     """They were, every five minutes."""
     cluster = TypedWorld(replace(A100, hourly_price=0.0), replace(T4, hourly_price=other))
     cluster.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4"})
-    cluster.jobs = (typed(1),)
-    cluster.run(2 * HOUR)
+    cluster.of_jobs(typed(1)).run(2 * HOUR)
     assert cluster.provider.launched == 4
 
 
@@ -196,26 +187,23 @@ def test_the_type_of_a_family_of_two_does_not_change_with_the_order_of_its_nodes
         assert learn_types(cluster.memory, seen).node_types == cluster.memory.node_types
 
 
-def test_a_type_that_was_measured_as_ten_times_slower_is_not_bought() -> None:
-    """Four T4 were bought: a slot of them costs a third, and the same work 3.3 times as much."""
+@pytest.mark.parametrize(
+    ("job_now", "outage", "bought"),
+    [
+        # four T4 were bought: a slot of them costs a third, and the same work 3.3 times as much
+        (typed(10), "", {"a100": 4, "t4": 0}),
+        (typed(2), "", {"a100": 0, "t4": 4}),
+        (typed(10, ONLY_A100), "", {"a100": 4, "t4": 0}),
+        (typed(10, ONLY_A100), "a100", {"a100": 0, "t4": 1}),
+    ],
+    ids=["ten times slower", "twice slower", "not measured", "the only one for sale"],
+)
+def test_a_type_is_bought_by_what_was_measured_on_it(
+    job_now: JobInfo, outage: str, bought: dict[str, int]
+) -> None:
     cluster = world()
-    cluster.jobs = (typed(10),)
-    cluster.run(HOUR)
-    assert cluster.bought() == {"a100": 4, "t4": 0}
-
-
-def test_a_type_that_was_measured_as_twice_slower_is_bought() -> None:
-    cluster = world()
-    cluster.jobs = (typed(2),)
-    cluster.run(HOUR)
-    assert cluster.bought() == {"a100": 0, "t4": 4}
-
-
-def test_a_type_that_was_not_measured_is_not_bought_for_a_job_that_knows_another() -> None:
-    cluster = world()
-    cluster.jobs = (typed(10, ONLY_A100),)
-    cluster.run(HOUR)
-    assert cluster.bought() == {"a100": 4, "t4": 0}
+    cluster.provider.outage = {outage: "no capacity"}
+    assert cluster.of_jobs(job_now).run(HOUR).bought() == bought
 
 
 def test_a_type_that_no_job_has_measured_is_tried_on_one_node() -> None:
@@ -226,8 +214,7 @@ def test_a_type_that_no_job_has_measured_is_tried_on_one_node() -> None:
     for _ in range(360):
         cluster.tick()
         most = max(most, cluster.desired["t4"])
-    assert most == 1
-    assert cluster.bought() == {"a100": 4, "t4": 1}
+    assert (most, cluster.bought()) == (1, {"a100": 4, "t4": 1})
 
 
 def test_a_new_job_that_needs_several_nodes_is_tried_on_so_many() -> None:
@@ -235,14 +222,6 @@ def test_a_new_job_that_needs_several_nodes_is_tried_on_so_many() -> None:
     cluster.jobs = (typed(10, ONLY_A100, requested_replicas=1), replace(waiting("new", 4), min_nodes=2))
     cluster.until(lambda: len(cluster.running) == 5)
     assert cluster.desired == {"a100": 3, "t4": 2}
-
-
-def test_while_no_known_type_is_for_sale_one_node_of_another_is_bought() -> None:
-    cluster = world()
-    cluster.provider.outage["a100"] = "no capacity"
-    cluster.jobs = (typed(10, ONLY_A100),)
-    cluster.run(HOUR)
-    assert cluster.bought() == {"a100": 0, "t4": 1}
 
 
 @pytest.mark.parametrize(("factor", "after"), [(10, {"a100": 4, "t4": 0}), (2, {"a100": 0, "t4": 4})])
@@ -263,13 +242,11 @@ def test_a_job_that_runs_grows_on_its_own_type_while_that_is_for_sale() -> None:
     for job_now in (typed(10, ONLY_A100), typed(2)):
         cluster = world(on_a100=3)
         cluster.run(120)
-        cluster.jobs = (job_now,)
-        cluster.run(HOUR)
+        cluster.of_jobs(job_now).run(HOUR)
         assert cluster.desired == {"a100": 4, "t4": 0}
     cluster.provider.outage["a100"] = "no capacity"
     for factor, bought in ((2, 0), (1.2, 2)):  # six are slower than four on A100, or faster
-        cluster.jobs = (typed(factor, requested_replicas=6, max_replicas=6),)
-        cluster.run(240)
+        cluster.of_jobs(typed(factor, requested_replicas=6, max_replicas=6)).run(240)
         assert cluster.bought() == {"a100": 4, "t4": bought}
 
 
@@ -286,17 +263,15 @@ def test_given_a100_they_are_exchanged_only_for_cheaper_goodput(
     factor: float, measured: frozenset[str], left: float, exchanged: bool
 ) -> None:
     """All were exchanged for T4. While it lasts, all nodes of a job work at the pace of the slowest."""
-    cluster = world(on_a100=4)
-    cluster.jobs = (typed(factor, measured, remaining=left, requested_replicas=None, min_replicas=4),)
-    cluster.run(12 * HOUR, every=60)
+    own = typed(factor, measured, remaining=left, requested_replicas=None, min_replicas=4)
+    cluster = world(on_a100=4).of_jobs(own).run(12 * HOUR, every=60)
     assert cluster.bought()["a100"] == (0 if exchanged else 4)
 
 
 def test_an_idle_trial_node_is_exchanged_for_the_type_at_work() -> None:
     cluster = world(on_a100=3, on_t4=1)
     cluster.spread = False
-    cluster.jobs = (typed(10, ONLY_A100),)
-    cluster.run(2 * HOUR)
+    cluster.of_jobs(typed(10, ONLY_A100)).run(2 * HOUR)
     assert cluster.bought() == {"a100": 4, "t4": 0}
 
 
@@ -336,8 +311,7 @@ def test_with_equal_speeds_nothing_differs_from_one_type(
         pools = (replace(A100, hourly_price=one, desired=there), replace(T4, hourly_price=other))
         cluster = TypedWorld(*(pools if named else (replace(p, instance_type="") for p in pools)))
         cluster.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4"} if named else {})
-        cluster.jobs = (typed(1.0, max_replicas=8, requested_replicas=replicas),)
-        cluster.run(1200, every=30)
+        cluster.of_jobs(typed(1.0, max_replicas=8, requested_replicas=replicas)).run(1200, every=30)
         found.append([repr(action) for action in cluster.log])
     assert found[0] == found[1]
 
@@ -369,8 +343,7 @@ def test_a_job_that_has_measured_nothing_grows_on_its_own_type() -> None:
     cluster = two_jobs(2, 1, train, waiting("small", 1))
     cluster.jobs = (train, waiting("small", 3))
     cluster.run(HOUR)
-    assert cluster.bought() == {"a100": 2, "t4": 3}
-    assert cluster.provider.launched == 5
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 2, "t4": 3}, 5)
 
 
 def test_the_least_nodes_are_had_while_a_job_lacks_a_type_that_nobody_sells() -> None:
@@ -378,8 +351,7 @@ def test_the_least_nodes_are_had_while_a_job_lacks_a_type_that_nobody_sells() ->
     cluster.run(100)
     cluster.provider.outage["a100"] = "no capacity"
     cluster.settings = ScalingSettings(min_nodes=5)
-    cluster.jobs = (typed(10, ONLY_A100, requested_replicas=2),)
-    cluster.run(HOUR)
+    cluster.of_jobs(typed(10, ONLY_A100, requested_replicas=2)).run(HOUR)
     assert cluster.bought() == {"a100": 1, "t4": 4}
 
 

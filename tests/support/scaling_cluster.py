@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fake_provider import FakeProvider
+from typing_extensions import Self
 
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions
@@ -44,11 +45,27 @@ class Cluster:
         self.now += seconds
         return self.ruler.tick()
 
-    def submit(self, job: str = "train", nodes: int = 1) -> None:
+    def ticks(self, number: int, seconds: float = 10.0) -> Self:
+        for _ in range(number):
+            self.tick(seconds)
+        return self
+
+    def submit(self, job: str = "train", nodes: int = 1) -> Self:
         spec = records.JobSpec(
             job, "run", min_nodes=nodes, max_nodes=4, min_replicas=nodes, max_replicas=4, created=self.now
         )
         self.store.put(KEYS.job(job, "spec"), records.encode(spec))
+        return self
+
+    def ask(self, job: str = "train", **request: Any) -> Self:
+        self.store.put(KEYS.job(job, "request"), records.encode(records.JobRequest(**request)))
+        return self
+
+    def placed(self) -> list[str]:
+        """Register every instance as a node, and let the job run on all of them; return the nodes."""
+        nodes = [self.register(name) for name in self.instances]
+        self.plan(*nodes)
+        return nodes
 
     def finish(self, job: str = "train", state: records.JobState = records.JobState.DONE) -> None:
         status = records.JobStatus(job, "run", state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fake_provider import FakeProvider
+from typing_extensions import Self
 
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, InstanceState, Pool
@@ -97,15 +98,32 @@ class World:
     def look(self) -> Capacity:
         return self.provider.capacity()
 
-    def run(self, seconds: float, every: float = 10.0) -> None:
+    def run(self, seconds: float, every: float = 10.0) -> Self:
         for _ in range(round(seconds / every)):
             self.tick(every)
+        return self
 
-    def until(self, what: Callable[[], bool], seconds: float = 3600.0) -> None:
+    def until(self, what: Callable[[], bool], seconds: float = 3600.0) -> Self:
         end = self.now + seconds
         while not what():
             assert self.now < end, self.last
             self.tick()
+        return self
+
+    def until_running(self, nodes: int, seconds: float = 3600.0) -> Self:
+        return self.until(lambda: len(self.running) == nodes, seconds)
+
+    def want(self, replicas: int) -> Self:
+        """A job wants so many replicas, or none is there."""
+        return self.of_jobs(*((waiting(replicas=replicas),) if replicas else ()))
+
+    def of_jobs(self, *jobs: JobInfo) -> Self:
+        self.jobs = jobs
+        return self
+
+    def grown(self, replicas: int) -> Self:
+        """A job wants so many replicas, and has them on nodes of one slot."""
+        return self.want(replicas).until_running(replicas)
 
     @property
     def running(self) -> list[str]:

@@ -12,8 +12,6 @@ hazard follows the price, twice as strongly, because capacity is scarce when pri
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +21,6 @@ from typing import Any
 import numpy as np
 from fake_provider import FakeProvider
 from numpy.typing import NDArray
-from simulator.workload import WorkloadError
 
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo, NodeInfo
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool
@@ -127,45 +124,8 @@ def generate(
 
 
 def read_market(path: Path) -> SimulatedMarket:
-    """Read a market from a CSV file.
-
-    Raises:
-        WorkloadError: If the file cannot be read or a line is wrong; the message names the line.
-    """
-    try:
-        return parse_market(path.read_text(encoding="utf-8-sig"), str(path))
-    except OSError as error:
-        raise WorkloadError(f"{path}: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise WorkloadError(f"{path}: is no CSV file: {error}") from None
-
-
-def parse_market(text: str, source: str = "market") -> SimulatedMarket:
-    """Parse lines of `seconds,price,interruptions_per_hour`, with seconds that grow from 0.
-
-    A header line is allowed.
-    """
-    rows: list[tuple[float, float, float]] = []
-    for number, row in enumerate(csv.reader(io.StringIO(text)), 1):
-        if not row or (number == 1 and row[0].strip().lower() in ("seconds", "time")):
-            continue
-        try:
-            seconds, price, rate = (float(cell) for cell in row)
-        except ValueError:
-            raise WorkloadError(
-                f"{source}: line {number}: needs seconds,price,interruptions_per_hour"
-            ) from None
-        earlier = rows[-1][0] if rows else -1.0
-        if not (earlier < seconds < math.inf and 0 <= price < math.inf and 0 <= rate < math.inf):
-            raise WorkloadError(
-                f"{source}: line {number}: seconds must grow from line to line, and nothing may be "
-                "negative, infinite or nan"
-            )
-        rows.append((seconds, price, rate))
-    if not rows or rows[0][0] != 0:
-        raise WorkloadError(f"{source}: the first row must be at 0 seconds")
-    columns = np.array(rows).T
-    return SimulatedMarket(columns[0], columns[1], columns[2])
+    """Read a market from a CSV file without a header, whose seconds grow from 0."""
+    return SimulatedMarket(*np.loadtxt(path, delimiter=",", ndmin=2, unpack=True))
 
 
 Scaler = Callable[[Observation, Memory], Step]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,8 +75,6 @@ class SimJob:
         self.profiles: dict[str, Profile] = {}  # by node type
         self.node_type = ""  # type of the present nodes; the names of several types are joined by a plus sign
         self.grad_params: GradParams | None = None
-        self.node_speeds: Mapping[str, float] = {}  # speeds of nodes that their type does not say
-        self.node_times: dict[str, tuple[int, float, float]] = {}  # by node
         self.allocation: Allocation = NOTHING
         self.parts: tuple[int, ...] = ()
         self.atomic_bsz = 0
@@ -90,7 +87,6 @@ class SimJob:
         self.starts = 0
         self.waiting_since: float | None = submission.time
         self.last_change: float | None = None
-        self.gpu_seconds = 0.0
         self.ran_since = 0.0  # seconds of training since the allocation changed
         self.longest_wait = 0.0
         self._configuration: tuple[object, ...] | None = None
@@ -171,19 +167,12 @@ class SimJob:
     def rate(self) -> float:
         """Return the true progress per second, and record the job's measurements in this configuration."""
         app, replicas = self.speed, self.replicas
-        speeds = [self.node_speeds.get(node, 1.0) for node in self.allocation]
-        configuration = (
-            self.node_type, self.parts, self.atomic_bsz, self.accumulation_steps, self.epoch, *speeds
-        )  # fmt: skip
+        configuration = self.node_type, self.parts, self.atomic_bsz, self.accumulation_steps, self.epoch
         if configuration == self._configuration:
             return self._rate
         batch_size = replicas * self.atomic_bsz * (self.accumulation_steps + 1)
         scale = batch_size / app.init_batch_size
         step_time, sync_time = app.throughput(self.parts, self.atomic_bsz)
-        for node, speed in zip(self.allocation, speeds, strict=True):
-            seconds = max(step_time - sync_time, 1e-6) / speed
-            self.node_times[node] = self.atomic_bsz, seconds, self.now
-        step_time, sync_time = step_time / min(speeds), sync_time / min(speeds)
         sqr, var = app.grad_stats(batch_size, self.epoch)
         gain = (var + sqr) / (var / scale + sqr)
         self.profile.add(len(self.parts), replicas, self.atomic_bsz, step_time, sync_time)
@@ -199,7 +188,7 @@ class SimJob:
             return
         delay = min(self.pause_left, seconds)
         self.pause_left -= delay
-        self._pass(delay)
+        self.now += delay
         seconds -= delay
         while seconds > 0 and self.completed is None:
             rate = self.rate()
@@ -207,23 +196,19 @@ class SimJob:
             if self.progress + rate * seconds < end:
                 self.progress += rate * seconds
                 self.ran_since += seconds
-                self._pass(seconds)
+                self.now += seconds
                 return
             delta = min(round((end - self.progress) / rate), seconds)
             self.epoch += 1
             self.progress = end
             self.ran_since += delta
-            self._pass(delta)
+            self.now += delta
             seconds -= delta
             if self.epoch > self.app.epochs - 1:
                 self.completed = self.now
                 break
             self._choose_batch()
         self.now += seconds
-
-    def _pass(self, seconds: float) -> None:
-        self.now += seconds
-        self.gpu_seconds += seconds * self.replicas
 
     def next_stop(self, within: float) -> float:
         """Return the seconds until the job may complete; infinite if surely more than `within`."""

@@ -9,15 +9,13 @@ metric, grad_sqr, grad_var; one row per epoch).
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from simulator.workload import WorkloadError
 
 Array = NDArray[np.float64]
 
@@ -74,14 +72,6 @@ class Application:
             self.types[node_type] = max(several, key=lambda app: float(np.median(app.times[:, 0])))
         return self.types.get(node_type, self)
 
-    def slowed(self, speed: float) -> Application:
-        """Return the application on nodes with `speed` times the speed of this object's."""
-        slower = {
-            parts: (sizes, step / speed, sync / speed)
-            for parts, (sizes, step, sync) in self.placements.items()
-        }
-        return replace(self, placements=slower, times=self.times / speed, types={})
-
     @property
     def total_progress(self) -> float:
         """Number of steps of the initial batch in all epochs."""
@@ -110,12 +100,8 @@ class Application:
             return float(np.interp(local_bsz, sizes, step)), float(np.interp(local_bsz, sizes, sync))
         if self._interpolator is None:
             from scipy.interpolate import LinearNDInterpolator
-            from scipy.spatial import QhullError
 
-            try:
-                self._interpolator = LinearNDInterpolator(self.points, self.times)
-            except QhullError:  # too few measurements, or all in one plane
-                self._interpolator = _nowhere
+            self._interpolator = LinearNDInterpolator(self.points, self.times)
         nodes = min(len(parts), _MOST_NODES)
         step_time, sync_time = self._interpolator((nodes, sum(parts), local_bsz))
         # outside the measured range: use the nearest measurement on a logarithmic scale
@@ -138,35 +124,20 @@ class Application:
         return self._stats[key]
 
 
-def _nowhere(_: tuple[float, ...]) -> tuple[float, float]:
-    """Return no values: the interpolation when the measurements do not span a volume."""
-    return np.nan, np.nan
-
-
 def read_application(folder: Path, node_type: str = "") -> Application:
     """Read the application measured in `folder`.
 
     Args:
         folder: The folder with the traces.
         node_type: Read the step times in `placements-<node_type>.csv` and `scalability-<node_type>.csv`.
-
-    Raises:
-        WorkloadError: If the traces are missing or wrong; the message names the file.
     """
-    if not folder.is_dir():
-        raise WorkloadError(f"no application {folder.name!r} in {folder.parent}: it needs a folder of traces")
     suffix = f"-{node_type}.csv" if node_type else ".csv"
     times = "step_time", "sync_time"
     placements = _read(folder / f"placements{suffix}", ("placement", "local_bsz", *times))
     scaling = _read(folder / f"scalability{suffix}", ("num_nodes", "num_replicas", "local_bsz", *times))
-    files = {_batch_size(file): file for file in sorted(folder.glob("validation-*.csv"))}
-    if not files:
-        raise WorkloadError(f"{folder}: needs at least one validation-<batch>.csv")
+    files = {int(file.stem.removeprefix("validation-")): file for file in folder.glob("validation-*.csv")}
     sizes = sorted(files)
     tables = [_read(files[size], ("progress", "grad_sqr", "grad_var")) for size in sizes]
-    for size, table in zip(sizes, tables, strict=True):
-        if (np.diff(table[:, 0], prepend=0.0) <= 0).any():
-            raise WorkloadError(f"{files[size]}: progress must grow from row to row, above 0")
     length = min(len(table) for table in tables)
     stacked = np.stack([table[:length] for table in tables])
     by_placement, triples = _placements(placements)
@@ -207,71 +178,7 @@ def _placements(rows: Array) -> tuple[dict[tuple[int, ...], tuple[Array, Array, 
     return curves, np.array(means)
 
 
-@dataclass(frozen=True)
-class _Column:
-    """The bounds of the values in a column."""
-
-    least: float = 0.0
-    above: bool = False  # whether values must exceed `least`
-    most: float = 1e30
-
-
-_COLUMNS = {
-    "placement": _Column(1, most=1e15),
-    "local_bsz": _Column(1, most=1e9),
-    "num_nodes": _Column(1, most=1e6),
-    "num_replicas": _Column(1, most=1e6),
-    "step_time": _Column(0, above=True, most=1e9),
-}
-
-
 def _read(path: Path, columns: tuple[str, ...]) -> Array:
     """Read the named columns of a CSV file of numbers, shape (rows, columns)."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise WorkloadError(f"cannot read {path}: {error}") from None
-    if not rows:
-        raise WorkloadError(f"{path}: holds no rows")
-    missing = [column for column in columns if column not in rows[0]]
-    if missing:
-        raise WorkloadError(f"{path}: column {missing[0]!r} is missing")
-    table = [[_number(path, line, row, column) for column in columns] for line, row in enumerate(rows, 2)]
-    if "sync_time" in columns:
-        step, sync = columns.index("step_time"), columns.index("sync_time")
-        for line, values in enumerate(table, 2):
-            if values[sync] > values[step]:
-                raise WorkloadError(
-                    f"{path}:{line}: sync_time {values[sync]:g} is more than step_time {values[step]:g}, "
-                    f"which it is a part of"
-                )
-    return np.array(table)
-
-
-def _number(path: Path, line: int, row: Mapping[str, str | None], column: str) -> float:
-    text, bounds = row[column], _COLUMNS.get(column, _Column())
-    where = f"{path}:{line}: {column} is"
-    try:
-        value = float(text or "")
-    except ValueError:
-        raise WorkloadError(f"{where} {text!r}, need a number") from None
-    if column == "placement" and not (text or "").strip("123456789") == "":
-        raise WorkloadError(f"{where} {text}, need digits above 0: the replicas on each node")
-    if not np.isfinite(value):
-        raise WorkloadError(f"{where} {text}, need a finite number")
-    if value < bounds.least or (bounds.above and value == bounds.least):
-        raise WorkloadError(
-            f"{where} {text}, need {'more than' if bounds.above else 'at least'} {bounds.least:g}"
-        )
-    if value > bounds.most:
-        raise WorkloadError(f"{where} {text}, need at most {bounds.most:g}")
-    return value
-
-
-def _batch_size(file: Path) -> int:
-    """Return the batch size in the name of a validation file."""
-    text = file.stem.removeprefix("validation-")
-    if not text.isdecimal() or int(text) < 1:
-        raise WorkloadError(f"{file}: the name must say the batch size, as validation-128.csv")
-    return int(text)
+    with path.open(newline="", encoding="utf-8") as file:
+        return np.array([[float(row[column]) for column in columns] for row in csv.DictReader(file)])

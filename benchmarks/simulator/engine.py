@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from adaptdl_elastic.autoscaler.coordinator.job_models import DeclaredEnd
@@ -18,7 +18,7 @@ from adaptdl_elastic.autoscaler.policy.policy_types import (
 from simulator.application import Application
 from simulator.reported import Reports, TrueModels
 from simulator.simulated_job import SimJob
-from simulator.workload import Submission, WorkloadError
+from simulator.workload import Submission
 
 PolicyFunction = Callable[
     [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, PolicySettings], Decision
@@ -76,23 +76,11 @@ class SimulationOptions:
     report_delay: float = 5.0  # with events: seconds of training after which a new size counts as measured
     min_gap: float = 1.0  # with events: least seconds between two decisions
     tuned: bool = False  # use requested replicas and batch sizes instead of adaptive ones
-    shared_curves: bool = True  # jobs of an application share step times and lengths
     # by job, the factor of error of its declared length; None: exact
     declared: Mapping[str, float] | None = None
     undeclared: bool = False  # jobs do not declare how much work is left
     clairvoyant: bool = False  # the policy knows every step time on every type from the start
-    node_speeds: Mapping[str, float] = field(default_factory=dict)  # of nodes whose type does not say it
     max_time: float = 30 * 86400.0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The cluster after a decision."""
-
-    time: float
-    slots: int
-    replicas: Mapping[str, int]  # by running job
-    waiting: int
 
 
 @dataclass
@@ -100,12 +88,7 @@ class Outcome:
     """The result of a simulation."""
 
     jobs: Sequence[SimJob]
-    samples: list[Sample] = field(default_factory=list)
     policy_seconds: float = 0.0
-    decisions: int = 0
-
-
-Observer = Callable[[float, Sequence[NodeInfo], Sequence[SimJob], Decision], None]
 
 
 class Simulation:
@@ -119,14 +102,8 @@ class Simulation:
         policy: PolicyFunction,
         settings: PolicySettings = PolicySettings(),  # noqa: B008 (frozen)
         options: SimulationOptions = SimulationOptions(),
-        observer: Observer | None = None,
     ) -> None:
-        missing = sorted({job.application for job in workload} - set(apps))
-        if missing:
-            raise WorkloadError(
-                f"no traces for application {', '.join(missing)}; there are {', '.join(apps)}"
-            )
-        self.cluster, self.policy, self.options, self.observer = cluster, policy, options, observer
+        self.cluster, self.policy, self.options = cluster, policy, options
         self.settings = replace(settings, default_pause=options.pause)
         self.jobs = [self._job(submission, apps[submission.application]) for submission in workload]
         self.now = 0.0
@@ -135,22 +112,20 @@ class Simulation:
         self._active: list[SimJob] = []  # in the workload's order
         self._order = {job.name: i for i, job in enumerate(self.jobs)}
         reports = TrueModels if options.clairvoyant else Reports
-        self._reports = reports(self.jobs, options.shared_curves, self._remaining)
+        self._reports = reports(self.jobs, self._remaining)
         self._ends: dict[str, DeclaredEnd] = {}  # by job
         self._seen: set[tuple[str, str, int]] = set()  # (job, node type, replicas) already measured
         self._types: tuple[str, ...] = ("",)  # types of the present nodes
 
     def _job(self, submission: Submission, app: Application) -> SimJob:
         fixed = submission.batch_size if self.options.tuned else app.fixed_batch_size
-        job = SimJob(submission, app, fixed)
-        job.node_speeds = self.options.node_speeds
-        return job
+        return SimJob(submission, app, fixed)
 
     def run(self) -> Outcome:
         """Simulate until every job is done.
 
         Raises:
-            WorkloadError: If jobs are not done after `max_time`.
+            RuntimeError: If jobs are not done after `max_time`.
         """
         tick = self.options.interval
         while self._waiting or self._active:
@@ -164,9 +139,9 @@ class Simulation:
             if self.now > self.options.max_time:
                 stuck = [job.name for job in (*self._active, *self._waiting)]
                 days = self.options.max_time / 86400
-                raise WorkloadError(
+                raise RuntimeError(
                     f"{len(stuck)} of {len(self.jobs)} jobs are not done after {days:.0f} simulated days, "
-                    f"the first is {stuck[0]}; give more --nodes, or fewer jobs"
+                    f"the first is {stuck[0]}"
                 )
         return self.outcome
 
@@ -216,31 +191,19 @@ class Simulation:
         active = self._active
         nodes = self.cluster.nodes(self.now)
         if not active:
-            self.outcome.samples.append(Sample(self.now, sum(node.slots for node in nodes), {}, 0))
             return
         types = {node.name: node.node_type for node in nodes}
-        if self.options.node_speeds:
-            self._reports.compare_nodes(types, self.now)
-            names = self._reports.node_classes.type_of
-            nodes = [replace(node, node_type=names[node.name]) for node in nodes]
         self._types = tuple(sorted({node.node_type for node in nodes}))
         current = {job.name: job.allocation for job in active}
         infos = [self.info(job) for job in active]
         started = time.process_time()
         decided = self.policy(infos, nodes, current, self.now, self.settings)
         self.outcome.policy_seconds += time.process_time() - started
-        self.outcome.decisions += 1
         for job in active:
             allocation = decided.allocations.get(job.name, {})
             if dict(allocation) != dict(job.allocation):
                 there = {types[node] for node in allocation if node in types}
-                slowest = self._reports.node_classes.slowest(allocation)
-                job.allocate(allocation, self.options.pause, slowest or "+".join(sorted(there)))
-        slots = sum(node.slots for node in nodes)
-        running = {job.name: job.replicas for job in active if job.parts}
-        self.outcome.samples.append(Sample(self.now, slots, running, len(active) - len(running)))
-        if self.observer:
-            self.observer(self.now, nodes, active, decided)
+                job.allocate(allocation, self.options.pause, "+".join(sorted(there)))
 
     def info(self, job: SimJob) -> JobInfo:
         """Return what a coordinator would know about a job."""

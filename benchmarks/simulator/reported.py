@@ -12,13 +12,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from adaptdl_elastic.autoscaler.coordinator.job_models import Report
-from adaptdl_elastic.autoscaler.coordinator.node_speeds import (
-    NodeClasses,
-    Observation,
-    classes,
-    observations,
-    slowness,
-)
 from adaptdl_elastic.autoscaler.coordinator.node_types import (
     ScriptProfile,
     TypeRatios,
@@ -60,14 +53,10 @@ class Reports:
 
     Args:
         jobs: All jobs of the simulation.
-        shared: Whether jobs of one application share their measurements.
         remaining: Returns the samples of a job to its declared end; None if it declares none.
     """
 
-    def __init__(
-        self, jobs: Sequence[SimJob], shared: bool, remaining: Callable[[SimJob], float | None]
-    ) -> None:
-        self._shared = shared
+    def __init__(self, jobs: Sequence[SimJob], remaining: Callable[[SimJob], float | None]) -> None:
         self._remaining = remaining
         self._kinds: dict[str, list[SimJob]] = {}
         for job in jobs:
@@ -77,22 +66,6 @@ class Reports:
         self._ratios: tuple[object, TypeRatios] = None, TypeRatios()  # with the state it was computed from
         self._known: dict[str, tuple[object, Known]] = {}  # by job, with the state it was computed from
         self._entries: dict[tuple[str, str], tuple[int, tuple[ProfileEntry, ...]]] = {}  # by job and type
-        self.node_classes = NodeClasses()
-        self._version = 0  # of the classes
-
-    def compare_nodes(self, type_of: Mapping[str, str], now: float) -> None:
-        """Find the class of each node, as measured by now."""
-        found: list[Observation] = []
-        machines = {node: (kind, node) for node, kind in type_of.items()}
-        for name, jobs in self._kinds.items():
-            for job in jobs:
-                hints, seen = self._hints(job, labels=False), now if job.completed is None else job.completed
-                if hints is not None:
-                    report = Report(job.name, replace(hints, time=seen), seen)
-                    found += observations(name, report, machines, machines, now)
-        before = self.node_classes
-        self.node_classes = classes(type_of, slowness(found), before.type_of)
-        self._version += before != self.node_classes
 
     def known(self, job: SimJob, now: float, types: Sequence[str]) -> Known:
         """Return what a coordinator would know about `job` on nodes of these types."""
@@ -105,12 +78,10 @@ class Reports:
             job.node_type,
             None if len(types) == 1 else of_all.known,
             types,
-            self._version,
-            job.allocation if self.node_classes.slower else None,
         )
         cached = self._known.get(job.name)
         if cached is None or cached[0] != state:
-            profile = script.profile if self._shared else None
+            profile = script.profile
             model, models = typed_models(
                 job.name, self._hints(job, types), profile, types, script.ratios, of_all
             )
@@ -135,7 +106,7 @@ class Reports:
             return self._scripts[application]
         self._asked[application] = now
         jobs = [job for job in self._kinds[application] if any(p.times for p in job.profiles.values())]
-        state = self._version, *((job.name, _measured(job), job.completed is not None) for job in jobs)
+        state = tuple((job.name, _measured(job), job.completed is not None) for job in jobs)
         cached = self._scripts.get(application)
         if cached is None or cached.state != state:
             reports = []
@@ -153,20 +124,20 @@ class Reports:
         if len(types) == 1:
             return TypeRatios()
         scripts = [self._script(name, now) for name in self._kinds]
-        state = self._version, *(script.state for script in scripts)
+        state = tuple(script.state for script in scripts)
         if self._ratios[0] != state:
             profiles = [script.profile for script in scripts if script.profile is not None]
-            self._ratios = state, TypeRatios(self.node_classes.ratios | dict(ratios(profiles).known))
+            self._ratios = state, ratios(profiles)
         return self._ratios[1]
 
-    def _hints(self, job: SimJob, types: Sequence[str] = (), labels: bool = True) -> JobHints | None:
+    def _hints(self, job: SimJob, types: Sequence[str] = ()) -> JobHints | None:
         """Return the report of a job; None before its first measurement."""
         grads, app = job.grad_params, job.app
         if grads is None or job.measured.theta is None:
             return None
         fixed = job.fixed_batch_size
         here = self._type_profile(job, job.node_type)
-        hints = JobHints(
+        return JobHints(
             job=job.name,
             generation=0,
             nodes=max(1, len(job.parts)),
@@ -187,9 +158,7 @@ class Reports:
             ),
             samples_done=job.progress * app.init_batch_size,
             remaining_samples=self._remaining(job),
-            node_times=job.node_times if job.node_speeds else {},
         )
-        return self.node_classes.labelled(hints, job.allocation) if labels else hints
 
     def _type_profile(self, job: SimJob, node_type: str) -> TypeProfile:
         """Return what a job knows of a type of node: its batch sizes, and what it has measured there."""
@@ -232,10 +201,8 @@ class TrueModels(Reports):
     Lengths of others are known as in `Reports`.
     """
 
-    def __init__(
-        self, jobs: Sequence[SimJob], shared: bool, remaining: Callable[[SimJob], float | None]
-    ) -> None:
-        super().__init__(jobs, shared, remaining)
+    def __init__(self, jobs: Sequence[SimJob], remaining: Callable[[SimJob], float | None]) -> None:
+        super().__init__(jobs, remaining)
         self._true: dict[tuple[str, str], GoodputModel] = {}
 
     def known(self, job: SimJob, now: float, types: Sequence[str]) -> Known:

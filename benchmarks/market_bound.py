@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from simulator.application import Application
-from simulator.workload import Submission, WorkloadError
+from simulator.workload import Submission
 
 Array = NDArray[np.float64]
 _LOCAL_SIZES = 40  # number of batch sizes per replica that are tried, geometrically between the bounds
@@ -65,10 +65,7 @@ def epoch_seconds(app: Application, sizes: Sequence[int], slots: int) -> Array:
         whole, rest = divmod(replicas, slots)
         parts = (slots,) * whole + ((rest,) if rest else ())
         for local in np.unique(np.geomspace(low, high, _LOCAL_SIZES).astype(int)):
-            try:
-                step_time, sync_time = app.throughput(parts, int(local))
-            except WorkloadError:
-                continue
+            step_time, sync_time = app.throughput(parts, int(local))
             for accumulation in range(_MOST_ACCUMULATION + 1):
                 batch = replicas * int(local) * (accumulation + 1)
                 if not app.init_batch_size <= batch <= app.max_batch_size:
