@@ -6,48 +6,66 @@ runs (`held`: the replicas of one generation, or None). An event first changes w
 reads a clock, the store or a process. Whatever takes time is requested by an action and reported by an event.
 `deadline(state)` says when the next `Tick` is due.
 
-A generation on a node::
+The generation held on a node::
 
  none ──plan names this node, `leaving` are gone──► rank 0 here: OpenMaster ─► MasterSeen ─► StartReplicas
  ▲                                                                                     │
- │                                                                            running ◄┘
+ │                                          Training, Joining, Changing or Recovering ◄┘
  │   newer plan (restart), drain, timer      newer plan (abort), a failure │ │
- │        ┌─────── stopping ◄──────────────────────────────────────────────┘ │
- │        │ all exited, or checkpoint_timeout ──► killing ◄──────────────────┘
+ │        ┌─────── Stopping ◄──────────────────────────────────────────────┘ │
+ │        │ all exited, or checkpoint_timeout ──► Killing ◄──────────────────┘
  └────────┴──────────── all exited: WriteEnded ◄────┘
+
+`course` says what its replicas do, and stays known while they are ended, because it says which generations
+have ended then. `inplace_change` and `peer_loss` make the steps from one course to another::
+
+ Training ──plan (in place): TellPlan──► Changing ──all here switched: Adopt──► Training
+    ▲  ▲                                   │ given up before a replica has switched: Withdraw
+    │  └───────────────────────────────────┘
+ Joining (newcomers only)      Training ──a death, plan (recover): TellPlan──► Recovering ──Adopt──► Training
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from adaptdl_elastic.agent.core import generation_end, hang_detection, inplace_change, peer_loss
 from adaptdl_elastic.agent.core.states import (
+    Absence,
     Action,
     AskToStop,
+    Changing,
     Departure,
     EndedSeen,
     Event,
     Exit,
     FromReplica,
+    Joining,
     Kill,
+    Killing,
     Leave,
     LeaveNow,
+    LocalEnd,
     LocalGeneration,
     MasterSeen,
     NodesSeen,
     OpenMaster,
-    Phase,
     PlanSeen,
+    Recovering,
     Replica,
     ReplicaExited,
-    ReplicaStarted,
     SpecSeen,
     StartReplicas,
     State,
     StatusSeen,
+    Step,
+    Stopping,
     StoreAway,
     StoreBack,
+    Tick,
+    Training,
     Unfit,
     WriteDraining,
     WriteEnded,
@@ -55,6 +73,7 @@ from adaptdl_elastic.agent.core.states import (
     WriteRunning,
     failure_of,
 )
+from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.protocol.messages import (
     EpochsFinished,
@@ -66,7 +85,6 @@ from adaptdl_elastic.protocol.messages import (
     Ready,
     Resilient,
     StepFinished,
-    Stopping,
     Switched,
 )
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -83,7 +101,7 @@ PATIENCE = 60.0  # seconds that an agent without replicas waits for a store that
 KILL_AGAIN_AFTER = 5.0  # seconds between two SIGKILLs to processes that do not end
 
 
-def decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
+def decide(state: State, event: Event, now: float) -> Step:
     """Return the new state and the actions for an event.
 
     Args:
@@ -94,37 +112,40 @@ def decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]
     if state.exiting:
         return state, []
     state, actions = _learn(state, event, now)
-    while True:
+    before = None
+    while state is not before and not state.exiting:
+        before = state
         state, more = _reconcile(state, now)
         actions += more
-        if not more or state.exiting:
-            return state, actions
+    return state, actions
 
 
 def deadline(state: State) -> float | None:
     """Return when the next `Tick` is due at the latest; None: no time limit is running."""
-    times = []
-    held = state.held
-    if held is None and state.away is not None and state.outcome is not None:
-        times.append(_give_up_at(state, state.away))
-    if held is None and state.departure is not None:
-        times.append(state.outcome_at + OWN_STOP_AFTER)
-    if held is not None and held.until is not None:
-        times.append(held.until)
-    if held is not None and held.phase is Phase.RUNNING:
-        if held.change is not None and not held.change.announced and not held.change.switched:
-            times.append(held.change.until)
-        if held.join_by is not None:
-            times.append(held.join_by)
-        if state.departure is not None and not _follows_newer_plan(state, held):
-            times.append(max(state.departure.since, held.since) + OWN_STOP_AFTER)
+    times, held = [], state.held
+    if held is None:
+        if state.last is not None and state.away is not None:
+            times.append(_give_up_at(state.last, state.away))
+        if state.last is not None and state.departure is not None:
+            times.append(state.last.at + OWN_STOP_AFTER)
+        return min(times, default=None)
+    match held.end or held.course:
+        case Joining(until) | Stopping(until) | Killing(again=until):
+            times.append(until)
+        case Changing(until=until, switched=switched) if not switched:
+            times.append(until)
+    if held.end is None:
+        if state.departure is not None and not _is_followed(held, _newest(state)):
+            times.append(_own_stop_at(state.departure, held))
         times += hang_detection.due(state, held)
-    return min(times, default=None)
+    return min((when for when in times if when < math.inf), default=None)
 
 
-def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
+def _learn(state: State, event: Event, now: float) -> Step:
     """Change what is known by an event."""
     match event:
+        case Tick():
+            return hang_detection.watch(state, now)
         case PlanSeen(plan):
             return _learn_plan(state, plan)
         case StatusSeen(status):
@@ -133,7 +154,7 @@ def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]
             if agents.get(state.me.node, state.me.agent) == state.me.agent:
                 return replace(state, agents=agents), []
             why = f"the node name {state.me.node!r} was taken by {holder} while this agent could not be heard"
-            return _exit_now(state, 1, f"{why}: it has our place now")
+            return _exit(state, 1, f"{why}: it has our place now")
         case EndedSeen(generation, node, outcome):
             return replace(state, ended={**state.ended, (generation, node): outcome}), []
         case MasterSeen(master):
@@ -145,26 +166,27 @@ def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]
             state = replace(state, departure=Departure(reason, now, when))
             return state, [WriteDraining(reason, when)]
         case LeaveNow(reason):
-            return _exit_now(state, STOPPED, reason)
+            return _exit(state, STOPPED, reason)
         case Unfit(reason):
-            return _exit_now(state, 1, reason)
+            return _exit(state, 1, reason)
         case StoreAway(refused):
-            return replace(state, away=now if state.away is None else state.away, refused=refused), []
+            since = now if state.away is None else state.away.since
+            return replace(state, away=Absence(since, refused)), []
         case StoreBack():
             return replace(state, away=None), []
         case SpecSeen(run):
             if run == state.me.spec.run:
                 return state, []
-            return _exit_now(
-                state,
-                1,
-                f"job {state.me.spec.job!r} was started again as run {run}: this agent is of an older run",
-            )
-        case _:
-            return _learn_replica(state, event, now)
+            why = f"job {state.me.spec.job!r} was started again as run {run}: this agent is of an older run"
+            return _exit(state, 1, why)
+        case FromReplica() if state.held is not None:
+            return _learn_message(state, state.held, event, now)
+        case ReplicaExited() if state.held is not None:
+            return _learn_exit(state, state.held, event, now)
+    return state, []
 
 
-def _learn_plan(state: State, plan: Plan) -> tuple[State, list[Action]]:
+def _learn_plan(state: State, plan: Plan) -> Step:
     if plan.run != state.me.spec.run or plan.claim:
         return state, []
     before = state.plan
@@ -174,115 +196,85 @@ def _learn_plan(state: State, plan: Plan) -> tuple[State, list[Action]]:
     actions: list[Action] = []
     # Generations that were replaced before they began here, or that this agent never saw, must be answered,
     # too: the next generation starts only when every node has reported that none of them runs.
-    counted_on = {gone.generation for gone in plan.leaving if (gone.node, gone.agent) == _name(state)}
+    me, held = state.me, state.held
+    counted_on = {gone.generation for gone in plan.leaving if (gone.node, gone.agent) == (me.node, me.agent)}
     if before is not None and before.generation > state.acted and _names_us(state, before):
         counted_on.add(before.generation)
-    for generation in sorted(counted_on):
-        if generation not in _under_way(state) and (generation, state.me.node) not in state.ended:
+    under_way = set() if held is None else {held.generation}
+    if held is not None and isinstance(held.course, Changing | Recovering):
+        under_way.add(held.course.plan.generation)
+    for generation in sorted(counted_on - under_way):
+        if (generation, me.node) not in state.ended:
             state, answer = _answer(state, generation, Outcome.STOPPED)
-            actions.append(answer)
+            actions += answer
     return state, actions
 
 
-def _under_way(state: State) -> set[int]:
-    """Return the generations that run here or are about to."""
-    held = state.held
-    if held is None:
-        return set()
-    return {held.generation, held.change.plan.generation if held.change is not None else held.generation}
-
-
-def _name(state: State) -> tuple[str, str]:
-    return state.me.node, state.me.agent
-
-
-def _answer(state: State, generation: int, outcome: Outcome) -> tuple[State, Action]:
+def _answer(state: State, generation: int, outcome: Outcome) -> Step:
     """Report the end of a generation that does not run here."""
-    me = state.me
-    record = EndedRecord(me.node, generation, outcome, 0 if outcome is Outcome.DONE else STOPPED)
+    me, last, done = state.me, state.last, outcome is Outcome.DONE
+    record = EndedRecord(me.node, generation, outcome, 0 if done else STOPPED)
+    if done:
+        last = replace(last or LocalEnd(outcome), outcome=outcome)
     ended = {**state.ended, (generation, me.node): outcome}
-    return replace(state, ended=ended, acted=max(state.acted, generation)), WriteEnded(record)
+    acted = max(state.acted, generation)
+    return replace(state, ended=ended, acted=acted, last=last), [WriteEnded(record)]
 
 
-def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
-    held = state.held
-    if held is None:
-        return state, []
-    match event:
-        case FromReplica():
-            return _learn_message(state, held, event, now)
-        case ReplicaStarted(generation, local_rank, pid) if generation == held.generation:
-            held = _change(held, local_rank, pid=pid)
-        case ReplicaExited(generation, local_rank):
-            for replica in held.replicas:
-                if replica.hanging and replica.local_rank == local_rank:
-                    why = replica.hang_reason or hang_detection.hang_message(state)
-                    event = replace(event, message=why)
-            if peer_loss.survived(held, event):
-                return peer_loss.record_death(state, held, event, now)
-            mine = generation == held.generation
-            held = _learn_exit(held, event) if mine else inplace_change.learn_end(held, event)
-    return replace(state, held=held), []
-
-
-def _learn_message(
-    state: State, held: LocalGeneration, event: FromReplica, now: float
-) -> tuple[State, list[Action]]:
+def _learn_message(state: State, held: LocalGeneration, event: FromReplica, now: float) -> Step:
     local_rank, present = event.local_rank, event.generation == held.generation
     match event.message:
         case Ready() | Switched():
             held = inplace_change.learn(held, event, now)
         case Resilient():
-            return peer_loss.record_resilient(state, held, local_rank)
+            known = all(r.resilient for r in held.replicas)
+            held = held.update(local_rank, resilient=True)
+            if not known and all(r.resilient for r in held.replicas) and not isinstance(held.course, Joining):
+                running = WriteRunning(held.generation, library=True, resilient=True)
+                return replace(state, held=held), [running]
         case EpochsFinished(finished):
-            held = peer_loss.record_report(held, local_rank, epochs_finished=finished)
+            held = held.update(local_rank, epochs_finished=finished)
         case Finished():
-            held = peer_loss.record_report(held, local_rank, finished=True)
-        case Stopping(unsaved):
-            held = peer_loss.record_report(held, local_rank, stopping=True, unsaved=unsaved)
+            held = held.update(local_rank, finished=True)
+        case messages.Stopping(unsaved):
+            held = held.update(local_rank, stopping=True, unsaved=unsaved)
         case PeerLost():
             return peer_loss.handle_report(state, held, event, now)
         # a newcomer is ready only after `ready`, and runs nothing before it has joined
-        case Hello() if present and not held.joining:
-            held = replace(_change(held, local_rank, library=True), plain=False)
+        case Hello() if present and not isinstance(held.course, Joining):
+            held = held.update(local_rank, library=True)
             if all(r.library for r in held.replicas):  # the node can change its replicas in place from now on
                 return replace(state, held=held), [WriteRunning(held.generation, library=True)]
         case StepFinished(step) if present:
-            held = _change(held, local_rank, step=step, stepped=now, heard=now, pinged=None)
+            held = held.update(local_rank, step=step, stepped=now, heard=now, pinged=None)
         case Pong() if present:
-            held = _change(held, local_rank, heard=now, pinged=None)
+            held = held.update(local_rank, heard=now, pinged=None)
         case Hanging(reason) if present:
-            held, actions = hang_detection.kill_reported(state, held, local_rank, reason)
-            return replace(state, held=held), actions
+            return hang_detection.kill_reported(state, held, local_rank, reason)
     return replace(state, held=held), []
 
 
-def _learn_exit(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
-    local_rank, code = event.local_rank, event.exit_code
-    replica = next((r for r in held.replicas if r.local_rank == local_rank), None)
-    # other replicas died in the new generation before this one had joined (`adopt_after_peer_loss`)
-    if replica is None:
-        return peer_loss.orphan_ended(held, local_rank, code)
-    if replica.exit_code is not None:
-        return held
+def _learn_exit(state: State, held: LocalGeneration, event: ReplicaExited, now: float) -> Step:
+    replica = next((r for r in held.replicas if r.local_rank == event.local_rank), None)
+    if replica is not None and replica.hanging:
+        event = replace(event, message=replica.hanging)
+    step = peer_loss.handle_death(state, held, event, now)
+    if step is not None:
+        return step
+    # other replicas died in the new generation before this one had joined (`peer_loss`)
+    if event.generation != held.generation or replica is None:
+        return replace(state, held=inplace_change.learn_end(held, event)), []
+    if replica.exit is not None:
+        return state, []
     stopped = _was_stopped(replica, event)
-    held = _change(
-        held,
-        local_rank,
-        exit_code=code,
-        exited=event.time,
-        message=event.message,
-        evidence=event.evidence,
-        unsignalled=not event.signal_arrived,
-        stopped=stopped,
-    )
-    if held.joining:
-        return held  # `inplace_change` handles it
-    if stopped or held.phase is Phase.KILLING or held.failure is not None:
-        return held
-    if code == 0:
-        return peer_loss.fail_if_left_early(held) if held.loss_reported >= held.generation else held
-    return replace(held, failure=failure_of(replica.rank, code, event.message, event.time, event.evidence))
+    held = held.update(event.local_rank, exit=event, stopped=stopped)
+    # `inplace_change` handles the end of a newcomer
+    if not stopped and not isinstance(held.course, Joining) and not isinstance(held.end, Killing):
+        if event.exit_code != 0:
+            held = held.fail(failure_of(replica.rank, event))
+        elif held.loss_reported >= held.generation:
+            held = peer_loss.fail_if_left_early(held)
+    return replace(state, held=held), []
 
 
 def _was_stopped(replica: Replica, event: ReplicaExited) -> bool:
@@ -296,34 +288,23 @@ def _was_stopped(replica: Replica, event: ReplicaExited) -> bool:
     return replica.signalled and event.signal_arrived and not replica.finished
 
 
-def _change(held: LocalGeneration, local_rank: int, **fields: object) -> LocalGeneration:
-    return replace(
-        held,
-        replicas=tuple(
-            replace(r, **fields) if r.local_rank == local_rank else r  # type: ignore[arg-type]
-            for r in held.replicas
-        ),
-    )
-
-
-def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
-    """Make one step from what runs towards what is wanted; no actions: nothing is to be done now."""
+def _reconcile(state: State, now: float) -> Step:
+    """Make one step from what runs towards what is wanted; the same state: nothing is to be done now."""
     if state.held is not None:
         return _reconcile_held(state, state.held, now)
-    plan, status = state.plan, state.status
+    status, last, plan = state.status, state.last, _newest(state)
     if status is not None and status.state.ended:
         return _exit(state, status.process_exit_code, _reason_of(status))
-    if state.away is not None and state.outcome is not None and now >= _give_up_at(state, state.away):
-        code = {Outcome.DONE: 0, Outcome.STOPPED: STOPPED}.get(state.outcome, 1)
-        what = "has refused us" if state.refused else "has been away"
+    if state.away is not None and last is not None and now >= _give_up_at(last, state.away):
+        code = {Outcome.DONE: 0, Outcome.STOPPED: STOPPED}.get(last.outcome, 1)
+        what = "has refused us" if state.away.refused else "has been away"
         why = f"the store {what} for {PATIENCE:g} s: nobody says what became of the job"
-        return _exit(state, code, f"{state.outcome.value} here; {why}")
-    newest = plan is not None and plan.generation > state.acted
+        return _exit(state, code, f"{last.outcome.value} here; {why}")
     if state.departure is not None:
-        return _depart(state, newest, now)
-    if state.me.on_demand and plan is not None and not _names_us(state, plan):
-        return _exit(state, 0, f"generation {plan.generation} has no replica on this node")
-    if plan is None or not newest or state.lapsed or not _names_us(state, plan):
+        return _depart(state, state.departure, plan, now)
+    if state.me.on_demand and state.plan is not None and not _names_us(state, state.plan):
+        return _exit(state, 0, f"generation {state.plan.generation} has no replica on this node")
+    if plan is None or state.lapsed or not _names_us(state, plan):
         return state, []
     # this node's survivors, which the plan counts on, have ended meanwhile
     if plan.transition is Transition.RECOVER:
@@ -335,156 +316,149 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
     if not join and not _all_gone(state, plan):
         return state, []
     if not join and _was_done(state, plan):
-        state, answer = _answer(replace(state, outcome=Outcome.DONE), plan.generation, Outcome.DONE)
-        return state, [answer]
+        return _answer(state, plan.generation, Outcome.DONE)
     if state.master is None or state.master.generation != plan.generation:
         return _open_master(state, plan)
     named = plan.rank_by_slot(state.me.node)
-    held = LocalGeneration(
-        plan.generation, tuple(Replica(slot, rank) for slot, rank in named.items()), since=now
-    )
+    replicas = tuple(Replica(slot, rank) for slot, rank in named.items())
+    course = Joining(now + state.me.spec.rescale_timeout) if join else Training()
+    held = LocalGeneration(plan.generation, replicas, course, since=now)
     actions: list[Action] = [StartReplicas(plan, state.master, tuple(named), join)]
-    if join:
-        held = replace(held, joining=True, join_by=now + state.me.spec.rescale_timeout)
-    else:
+    if not join:
         actions.append(WriteRunning(plan.generation))
     return replace(state, held=held, acted=plan.generation), actions
 
 
-def _answer_for_the_ended(state: State, plan: Plan) -> tuple[State, list[Action]]:
+def _newest(state: State) -> Plan | None:
+    """Return the newest plan if it was neither started nor given up here yet."""
+    return state.plan if state.plan is not None and state.plan.generation > state.acted else None
+
+
+def _answer_for_the_ended(state: State, plan: Plan) -> Step:
     """Report that this node's survivors came to the end of their script, or that they have died."""
     me = state.me
     last = max((g for g, node in state.ended if node == me.node and g < plan.generation), default=-1)
     if state.ended.get((last, me.node)) is Outcome.DONE:
-        state, answer = _answer(replace(state, outcome=Outcome.DONE), plan.generation, Outcome.DONE)
-        return state, [answer]
+        return _answer(state, plan.generation, Outcome.DONE)
     state, answer = _answer(state, plan.generation, Outcome.ABORTED)
-    return state, [WritePeerLoss(PeerLossRecord(me.node, plan.generation, plan.slots(me.node))), answer]
+    return state, [WritePeerLoss(PeerLossRecord(me.node, plan.generation, plan.slots(me.node))), *answer]
 
 
-def _give_up_at(state: State, away: float) -> float:
-    return max(away, state.outcome_at) + PATIENCE
+def _give_up_at(last: LocalEnd, away: Absence) -> float:
+    return max(away.since, last.at) + PATIENCE
 
 
-def _open_master(state: State, plan: Plan) -> tuple[State, list[Action]]:
+def _own_stop_at(departure: Departure, held: LocalGeneration) -> float:
+    return max(departure.since, held.since) + OWN_STOP_AFTER
+
+
+def _open_master(state: State, plan: Plan) -> Step:
     """Open the store of a generation if this node has rank 0; at most once."""
-    if plan.ranks(state.me.node).start != 0 or not len(plan.ranks(state.me.node)):
-        return state, []
-    if state.opening == plan.generation:
+    first = plan.placements and plan.placements[0].node == state.me.node
+    if not first or state.opening == plan.generation:
         return state, []
     return replace(state, opening=plan.generation), [OpenMaster(plan.generation)]
 
 
-def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[State, list[Action]]:
-    alive = tuple(r.local_rank for r in held.alive)
-    step = inplace_change.reconcile(state, held, now)
+def _reconcile_held(state: State, held: LocalGeneration, now: float) -> Step:
+    """Make one step for the held generation."""
+    step = None
+    match held.end or held.course:
+        case Joining() as joining:
+            step = inplace_change.reconcile_joining(state, held, joining, now)
+        case Changing() as change:
+            step = inplace_change.reconcile(state, held, change, now)
+        case Recovering() as recovery:
+            step = peer_loss.reconcile(state, held, recovery, now)
     if step is not None:
         return step
-    if not alive:
+    if not alive(held):
         return generation_end.report_end(state, held, now)
-    if held.phase is Phase.KILLING:
-        if held.until is not None and now >= held.until:
-            return _kill(state, held, "it does not go", now)
-        return state, []
-    why = _why_kill(state, held, now)
-    if why is not None:
-        return _kill(state, held, why, now)
-    if held.phase is Phase.RUNNING:
-        step = hang_detection.watch(state, held, now)
-        if step is not None:
-            return step
-        plan = state.plan
-        if plan is not None and _follows_newer_plan(state, held):
-            if held.change is not None and held.change.plan is plan:
-                return state, []
-            recovers = plan.transition is Transition.RECOVER
-            return (_recover if recovers else _begin_inplace)(state, held, plan, now)
-        why = _why_stop(state, held, now)
-        if why is not None:
-            held = replace(held, phase=Phase.STOPPING, until=now + state.me.spec.checkpoint_timeout)
-            plain = tuple(r.local_rank for r in held.alive if not r.library)
-            for local_rank in plain:
-                held = _change(held, local_rank, signalled=True)
-            asked = tuple(local_rank for local_rank in alive if local_rank not in plain)
-            return replace(state, held=held), [AskToStop(asked, plain, why)]
+    end = held.end
+    if not isinstance(end, Killing) and (why := _why_kill(state, held, now)) is not None:
+        end = Killing(why, asked=end is not None)
+    match end:
+        case None:
+            return _reconcile_running(state, held, now)
+        case Killing(why, again=again) if now >= again:
+            held = replace(held, end=replace(end, again=now + KILL_AGAIN_AFTER))
+            why = why if again == -math.inf else "it does not go"
+            return replace(state, held=held), [Kill(_slots(alive(held)), why)]
     return state, []
 
 
-def _follows_newer_plan(state: State, held: LocalGeneration) -> bool:
-    """Return whether the held replicas follow a newer plan without leaving their processes.
-
-    Meanwhile nothing else stops them, so the time limit of a departing node does not apply.
-    """
-    plan = state.plan
-    if plan is None or plan.generation <= max(held.generation, held.withdrawn):
-        return False
-    if held.change is not None and held.change.plan is plan:
-        return True
-    if plan.transition is Transition.RECOVER:
-        return peer_loss.possible(held, plan)
-    return held.change is None and inplace_change.possible(held, plan)
+def alive(held: LocalGeneration) -> tuple[Replica, ...]:
+    """Return the replicas that have not exited, newcomers and orphans included."""
+    newcomers = held.course.newcomers if isinstance(held.course, Changing) else ()
+    return tuple(r for r in (*held.replicas, *newcomers, *held.orphans) if r.exit is None)
 
 
-def _begin_inplace(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
-    """Begin a change in place once the address of the new generation's store is known."""
-    if state.lapsed:
-        return state, []
-    if held.orphans and any(r.exit_code is None for r in held.orphans):
-        return state, []  # orphans still use their slots
-    if state.master is None or state.master.generation != plan.generation:
-        return _open_master(state, plan)
-    return inplace_change.begin(state, held, plan, state.master, now)
-
-
-def _recover(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
-    """Begin to go on without the dead once the address of the new generation's store is known."""
-    master = state.master
-    if master is None or master.generation != plan.generation:
-        return _open_master(state, plan)
-    # some replicas have already switched to the planned change
-    if held.change is not None and not held.recovering:
-        state, held, actions = peer_loss.adopt_after_peer_loss(state, held, held.change, now)
-        return state, actions
-    return peer_loss.begin(state, held, plan, master)
+def _slots(replicas: Iterable[Replica]) -> tuple[int, ...]:
+    return tuple(r.local_rank for r in replicas)
 
 
 def _why_kill(state: State, held: LocalGeneration, now: float) -> str | None:
     """Return why the held replicas are to be killed, or None."""
-    plan, status = state.plan, state.status
-    if held.failure is not None:
-        return f"replica {held.failure.rank} failed"
-    newer = plan is not None and plan.generation > held.generation
-    if plan is not None and newer and plan.transition is Transition.ABORT:
+    plan, status = _newest(state), state.status
+    if plan is not None and plan.transition is Transition.ABORT:
         return f"generation {plan.generation} begins anew: {plan.reason}"
-    recover = plan is not None and newer and plan.transition is Transition.RECOVER
-    if plan is not None and recover and held.phase is Phase.RUNNING and not peer_loss.possible(held, plan):
+    resilient = all(r.resilient for r in held.replicas if r.exit is None)
+    if plan is not None and plan.transition is Transition.RECOVER and held.end is None and not resilient:
         return f"generation {plan.generation} goes on without the dead, which these replicas cannot"
     if status is not None and status.state.ended:
         return f"the job has {status.state.value}: {status.reason}"
-    if held.phase is Phase.STOPPING and held.until is not None and now >= held.until:
+    if isinstance(held.end, Stopping) and now >= held.end.until:
         return f"no checkpoint within {state.me.spec.checkpoint_timeout:g} s"
     return None
 
 
-def _why_stop(state: State, held: LocalGeneration, now: float) -> str | None:
-    """Return why the held replicas are to save and exit, or None."""
-    plan = state.plan
-    newer = plan is not None and plan.generation > max(held.generation, held.withdrawn)
-    if plan is not None and newer and not inplace_change.waits(held, plan):
-        return plan.reason or plan.cause.value
-    if state.departure is not None and now >= max(state.departure.since, held.since) + OWN_STOP_AFTER:
-        return state.departure.reason
+def _reconcile_running(state: State, held: LocalGeneration, now: float) -> Step:
+    """Follow a newer plan, or ask the replicas to save and exit."""
+    plan, departure = _newest(state), state.departure
+    if plan is not None and _is_followed(held, plan):
+        return _follow_plan(state, held, plan, now)
+    if plan is not None and not isinstance(held.course, Joining):
+        why = plan.reason or plan.cause.value
+    elif departure is not None and now >= _own_stop_at(departure, held):
+        why = departure.reason
     # one replica was stopped from outside: the others have agreed to stop with it, or will fail without it
-    if any(r.stopped for r in held.replicas):
-        return "another replica stopped"
-    return None
+    elif any(r.stopped for r in held.replicas):
+        why = "another replica stopped"
+    else:
+        return state, []
+    asked = _slots(r for r in alive(held) if r.library)
+    plain = _slots(r for r in alive(held) if not r.library)
+    for slot in plain:
+        held = held.update(slot, signalled=True)
+    held = replace(held, end=Stopping(now + state.me.spec.checkpoint_timeout))
+    return replace(state, held=held), [AskToStop(asked, plain, why)]
 
 
-def _kill(state: State, held: LocalGeneration, why: str, now: float) -> tuple[State, list[Action]]:
-    alive = tuple(r.local_rank for r in held.alive)
-    killed = why if held.phase is Phase.STOPPING else held.killed
-    held = replace(held, phase=Phase.KILLING, until=now + KILL_AGAIN_AFTER, killed=killed)
-    return replace(state, held=held), [Kill(alive, why)]
+def _is_followed(held: LocalGeneration, plan: Plan | None) -> bool:
+    """Return whether the held replicas follow a newer plan without leaving their processes.
+
+    Meanwhile nothing else stops them, so the time limit of a departing node does not apply.
+    """
+    match held.course:
+        case Changing(under_way) | Recovering(under_way) if under_way is plan:
+            return True
+        case Training() if plan is not None and plan.transition is Transition.INPLACE:
+            return bool(plan.placements) and all(r.library for r in held.replicas if r.exit is None)
+    return plan is not None and plan.transition is Transition.RECOVER
+
+
+def _follow_plan(state: State, held: LocalGeneration, plan: Plan, now: float) -> Step:
+    """Begin to follow a plan once the address of the new generation's store is known."""
+    course, master, recovers = held.course, state.master, plan.transition is Transition.RECOVER
+    if isinstance(course, Changing | Recovering) and course.plan is plan:
+        return state, []
+    # orphans still use their slots
+    if not recovers and (state.lapsed or any(r.exit is None for r in held.orphans)):
+        return state, []
+    if master is None or master.generation != plan.generation:
+        return _open_master(state, plan)
+    begin = peer_loss.begin if recovers else inplace_change.begin
+    return begin(state, held, plan, master, now)
 
 
 def _names_us(state: State, plan: Plan) -> bool:
@@ -493,14 +467,12 @@ def _names_us(state: State, plan: Plan) -> bool:
 
 
 def _all_gone(state: State, plan: Plan) -> bool:
-    return all(_gone(state, leaving.generation, leaving.node, leaving.agent) for leaving in plan.leaving)
-
-
-def _gone(state: State, generation: int, node: str, agent: str) -> bool:
-    """Return whether a node's replicas of a generation can no longer be running."""
-    if (generation, node) in state.ended:
-        return True
-    return state.agents is not None and state.agents.get(node) != agent
+    """Return whether no replica of the generations before can be running any more."""
+    return all(
+        (one.generation, one.node) in state.ended
+        or (state.agents is not None and state.agents.get(one.node) != one.agent)
+        for one in plan.leaving
+    )
 
 
 def _was_done(state: State, plan: Plan) -> bool:
@@ -520,33 +492,26 @@ def _was_done(state: State, plan: Plan) -> bool:
     return False
 
 
-def _depart(state: State, newest: bool, now: float) -> tuple[State, list[Action]]:
+def _depart(state: State, departure: Departure, newest: Plan | None, now: float) -> Step:
     """Exit because this node leaves and runs nothing; first answer a newer plan that counts on it."""
-    plan, departure = state.plan, state.departure
-    if departure is None:
-        return state, []
-    if plan is not None and newest and _names_us(state, plan):
-        state, answer = _answer(state, plan.generation, Outcome.STOPPED)
-        return state, [answer]
-    if state.outcome is Outcome.DONE and now < state.outcome_at + OWN_STOP_AFTER:
+    last = state.last
+    if newest is not None and _names_us(state, newest):
+        return _answer(state, newest.generation, Outcome.STOPPED)
+    if last is not None and last.outcome is Outcome.DONE and now < last.at + OWN_STOP_AFTER:
         # this may have been the last node, so the coordinator may be about to report the job as done
         return state, []
     others = any(agent != state.me.agent for agent in (state.agents or {}).values())
     if others:
         return _exit(state, 0, f"drained: {departure.reason}")
-    saved = f"; its state is not saved: {state.unsaved}" if state.unsaved else ""
+    saved = f"; its state is not saved: {last.unsaved}" if last is not None and last.unsaved else ""
     return _exit(state, STOPPED, f"stopped: {departure.reason}{saved}")
 
 
-def _exit(state: State, code: int, reason: str) -> tuple[State, list[Action]]:
-    return replace(state, exiting=True), [Exit(code, reason)]
-
-
-def _exit_now(state: State, code: int, reason: str) -> tuple[State, list[Action]]:
-    actions: list[Action] = []
-    if state.held is not None and state.held.alive:
-        actions.append(Kill(tuple(r.local_rank for r in state.held.alive), reason))
-    return replace(state, exiting=True), [*actions, Exit(code, reason)]
+def _exit(state: State, code: int, reason: str) -> Step:
+    """End the agent, and at once what runs here."""
+    living = () if state.held is None else alive(state.held)
+    kill = [Kill(_slots(living), reason)] if living else []
+    return replace(state, exiting=True), [*kill, Exit(code, reason)]
 
 
 def _reason_of(status: JobStatus) -> str:

@@ -15,28 +15,34 @@ end of a process is an end in g+1. `peer_loss` handles deaths.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from adaptdl_elastic.agent.core import peer_loss
 from adaptdl_elastic.agent.core.states import (
     Action,
+    Adopt,
+    Changing,
     FromReplica,
+    Joining,
     Kill,
+    Killing,
     LocalGeneration,
-    Phase,
+    Recovering,
     Replica,
     ReplicaExited,
     StartReplicas,
     State,
-    StateChange,
+    Step,
     TellPlan,
+    Training,
     Withdraw,
     WriteEnded,
     WriteReady,
     WriteRunning,
     failure_of,
 )
-from adaptdl_elastic.protocol.messages import ChangePlan, Ready, RecoveryPlan, Switched
+from adaptdl_elastic.protocol.messages import Ready
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
@@ -45,8 +51,6 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     Transition,
 )
-
-Step = tuple[State, list[Action]]
 
 
 @dataclass(frozen=True)
@@ -70,190 +74,134 @@ def renumber(old: Plan, new: Plan) -> Renumbering:
     return Renumbering(tuple(ranks), tuple(r for r in range(new.replicas) if r not in survivors))
 
 
-def plan_message(plan: Plan, master: MasterRecord, numbers: Renumbering) -> ChangePlan:
-    """Return the message to a replica of the previous generation, without its `environ`."""
-    return ChangePlan(
-        plan.generation, plan.replicas, plan.nodes, numbers.ranks, numbers.newcomers, master.host, master.port
-    )
-
-
-def recovery_message(plan: Plan, master: MasterRecord, rank: int | None) -> RecoveryPlan:
-    """Return the message to a survivor of deaths, without its `environ`.
-
-    Args:
-        plan: the plan without the dead.
-        master: the store of the new generation.
-        rank: the replica's new rank; None: it leaves.
-    """
-    return RecoveryPlan(plan.generation, rank, plan.replicas, plan.nodes, master.host, master.port)
-
-
-def possible(held: LocalGeneration, plan: Plan) -> bool:
-    """Return whether the held replicas can follow this plan in place."""
-    return (
-        plan.transition is Transition.INPLACE
-        and bool(plan.placements)
-        and held.phase is Phase.RUNNING
-        and not held.joining
-        and all(r.library for r in held.replicas if r.exit_code is None)
-    )
-
-
-def waits(held: LocalGeneration, plan: Plan) -> bool:
-    """Return whether this plan applies once the newcomers here have joined, which is about to happen."""
-    return held.joining and plan.transition is Transition.INPLACE and plan.base == held.generation
-
-
 def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord, now: float) -> Step:
     """Send the plan to the replicas, and start those that join them."""
     here = {r.local_rank for r in held.replicas}
     named = plan.rank_by_slot(state.me.node)
     fresh = tuple(Replica(slot, rank) for slot, rank in named.items() if slot not in here)
-    change = StateChange(plan, fresh, now + state.me.spec.rescale_timeout, announced=not fresh)
+    change = Changing(plan, fresh, now + state.me.spec.rescale_timeout if fresh else math.inf)
     actions: list[Action] = [TellPlan(plan, master)]
     if fresh:
         actions.append(StartReplicas(plan, master, tuple(r.local_rank for r in fresh), join=True))
-    return replace(state, held=replace(held, change=change)), actions
+    return replace(state, held=replace(held, course=change)), actions
 
 
 def learn(held: LocalGeneration, event: FromReplica, now: float) -> LocalGeneration:
     """Record that a replica is ready for the change, or has made it."""
-    change = held.change
-    if held.joining and event.generation == held.generation:
-        return _learn_joining(held, event, now)
-    if change is None or event.generation != change.plan.generation:
-        return held
-    if isinstance(event.message, Ready):
-        change = replace(change, ready=change.ready | {event.local_rank})
-    else:
-        change = replace(
-            change,
-            switched=change.switched | {event.local_rank},
-            newcomers=_heard(change.newcomers, event.local_rank, now),
-        )
-    return replace(held, change=change)
-
-
-def _heard(replicas: tuple[Replica, ...], local_rank: int, now: float) -> tuple[Replica, ...]:
-    """Record a newcomer's first sign of life: from now on it is watched for hangs (`hang_detection`)."""
-    return tuple(replace(r, heard=now) if r.local_rank == local_rank else r for r in replicas)
-
-
-def _learn_joining(held: LocalGeneration, event: FromReplica, now: float) -> LocalGeneration:
-    joined = tuple(replace(r, library=True) if r.local_rank == event.local_rank else r for r in held.replicas)
-    if isinstance(event.message, Switched):
-        joined = tuple(
-            replace(r, switched=True) if r.local_rank == event.local_rank else r
-            for r in _heard(joined, event.local_rank, now)
-        )
-    return replace(held, replicas=joined)
-
-
-def learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
-    """Record the end of a newcomer, or of a replica that is on its way out."""
-
-    def ended(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
-        return tuple(
-            replace(r, exit_code=event.exit_code, message=event.message)
-            if r.local_rank == event.local_rank
-            else r
-            for r in replicas
-        )
-
-    change = held.change
-    if change is None or event.generation != change.plan.generation:
-        return replace(held, orphans=ended(held.orphans))
-    held = replace(held, change=replace(change, newcomers=ended(change.newcomers)))
-    if change.switched and event.exit_code != 0 and held.failure is None and held.phase is Phase.RUNNING:
-        rank = next((r.rank for r in change.newcomers if r.local_rank == event.local_rank), -1)
-        failure = failure_of(rank, event.exit_code, event.message, event.time, event.evidence)
-        return replace(held, failure=failure)
+    course, slot, ready = held.course, event.local_rank, isinstance(event.message, Ready)
+    match course:
+        case Joining() if event.generation == held.generation:
+            if ready:
+                return held.update(slot, library=True)
+            # from now on it is watched for hangs (`hang_detection`)
+            held = held.update(slot, library=True, heard=now)
+            return replace(held, course=replace(course, switched=course.switched | {slot}))
+        case Changing(plan) if ready and event.generation == plan.generation:
+            return replace(held, course=replace(course, ready=course.ready | {slot}))
+        case Changing(plan) | Recovering(plan) if not ready and event.generation == plan.generation:
+            return replace(held, course=replace(course, switched=course.switched | {slot}))
     return held
 
 
-def reconcile(state: State, held: LocalGeneration, now: float) -> Step | None:
+def learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
+    """Record the end of a newcomer, or of an orphan, which frees its slot."""
+    change = held.course
+    if not isinstance(change, Changing) or event.generation != change.plan.generation:
+        orphans = (replace(r, exit=event) if r.local_rank == event.local_rank else r for r in held.orphans)
+        return replace(held, orphans=tuple(orphans))
+    held = held.update(event.local_rank, exit=event)
+    if change.switched and event.exit_code != 0 and held.end is None:
+        rank = next((r.rank for r in change.newcomers if r.local_rank == event.local_rank), -1)
+        return held.fail(failure_of(rank, event))
+    return held
+
+
+def reconcile(state: State, held: LocalGeneration, change: Changing, now: float) -> Step | None:
     """Make one step of a change that is under way; None: nothing to do now."""
-    if held.joining:
-        return _reconcile_joining(state, held, now)
-    change = held.change
-    if change is None or held.phase is not Phase.RUNNING or held.failure is not None:
-        return None
-    if held.recovering:
-        return _adopt(state, held, change, now)
+    ready = change.ready >= {r.local_rank for r in change.newcomers}
+    ended = [r for r in change.newcomers if r.exit is not None]
     if held.loss_reported >= held.generation and not change.switched:
-        return withdraw(state, held, "a replica was lost")
-    if all(r.exit_code is not None for r in held.replicas) and any(
-        r.exit_code is None for r in change.newcomers
-    ):
-        return withdraw(state, held, "the script came to its end")
-    newer = state.plan is not None and state.plan.generation > change.plan.generation
+        return _withdraw(state, held, change, "a replica was lost")
+    if all(r.exit is not None for r in held.replicas) and len(ended) < len(change.newcomers):
+        return _withdraw(state, held, change, "the script came to its end")
     if not change.switched:
-        ended = [r for r in change.newcomers if r.exit_code is not None]
         if ended:
-            return withdraw(state, held, _why(ended[0]), ended[0].exit_code)
-        if newer and state.plan is not None:
-            return withdraw(state, held, state.plan.reason)
-        if now >= change.until and not _all_ready(change):
-            return withdraw(state, held, f"newcomers not ready within {state.me.spec.rescale_timeout:g} s")
-    if not change.announced and _all_ready(change):
-        held = replace(held, change=replace(change, announced=True))
+            return _withdraw(state, held, change, *_why(ended[0]))
+        if state.plan is not None and state.plan is not change.plan:
+            return _withdraw(state, held, change, state.plan.reason)
+        if now >= change.until and not ready:
+            why = f"newcomers not ready within {state.me.spec.rescale_timeout:g} s"
+            return _withdraw(state, held, change, why)
+    if ready and change.until < math.inf:
+        held = replace(held, course=replace(change, until=math.inf))
         return replace(state, held=held), [WriteReady(change.plan.generation)]
-    return _adopt(state, held, change, now)
-
-
-def _why(newcomer: Replica) -> str:
-    return f"newcomer {newcomer.rank}: {newcomer.message or f'exit code {newcomer.exit_code}'}"
-
-
-def _all_ready(change: StateChange) -> bool:
-    return change.ready >= {r.local_rank for r in change.newcomers}
-
-
-def _adopt(state: State, held: LocalGeneration, change: StateChange, now: float) -> Step | None:
-    slots = set(change.plan.slots(state.me.node))
-    first = next((s for s, rank in change.plan.rank_by_slot(state.me.node).items() if rank == 0), None)
-    if not slots or not slots <= change.switched | _never_switching(held, change, first):
+    if not change.switched:
         return None
-    if any(r.exit_code is None for r in held.replicas if r.local_rank not in slots):
-        return None  # leavers
-    state, _, actions = peer_loss.adopt(state, held, change, now)
-    return state, actions
+    ranks = change.plan.rank_by_slot(state.me.node)
+    leavers = any(r.exit is None for r in held.replicas if r.local_rank not in ranks)
+    if not ranks or leavers or not ranks.keys() <= change.switched:
+        return None
+    return adopt(state, held, change.plan, ranks, now)
 
 
-def _never_switching(held: LocalGeneration, change: StateChange, first: int | None) -> set[int]:
-    """Return the slots that may end with the script instead of switching.
+def _why(newcomer: Replica) -> tuple[str, int]:
+    """Return why a newcomer that has ended does not join, and its exit code."""
+    code, message = (0, "") if newcomer.exit is None else (newcomer.exit.exit_code, newcomer.exit.message)
+    return f"newcomer {newcomer.rank}: {message or f'exit code {code}'}", code
+
+
+def adopt(state: State, held: LocalGeneration, plan: Plan, ranks: Mapping[int, int], now: float) -> Step:
+    """Make the new generation the held one; replicas that are not in it become orphans.
 
     Args:
+        state: the agent's state.
         held: the generation held here.
-        change: the change under way.
-        first: the slot of the new rank 0 if it is on this node, else None.
+        plan: the plan of the new generation.
+        ranks: the plan's ranks by slot on this node.
+        now: monotonic seconds.
     """
-    if not held.recovering or held.loss_reported >= held.generation:
-        return set()  # a replica here waits for the others to form the new generation
-    over = {r.local_rank for r in held.replicas if r.epochs_finished and r.exit_code is None}
-    new = next((r for r in held.replicas if r.local_rank == first), None)
-    return over if new is None or new.rank == 0 else set()
+    node, before = state.me.node, held.generation
+    ready = bool(held.replicas) and all(r.resilient for r in held.replicas)
+    have = {r.local_rank: r for r in held.replicas}
+    if isinstance(held.course, Changing):
+        for r in held.course.newcomers:  # from now on they are watched for hangs (`hang_detection`)
+            have[r.local_rank] = replace(r, resilient=r.resilient or ready, heard=now)
+    members = tuple(  # no replica could take a step meanwhile
+        replace(have[slot], rank=rank, library=True, stepped=None if have[slot].stepped is None else now)
+        for slot, rank in ranks.items()
+        if slot in have
+    )
+    leavers = (r for r in held.replicas if r.local_rank not in ranks)
+    orphans = tuple(r for r in (*held.orphans, *leavers) if r.exit is None)
+    state = replace(
+        state,
+        held=LocalGeneration(plan.generation, members, since=now, orphans=orphans),
+        acted=max(state.acted, plan.generation),
+        ended={**state.ended, (before, node): Outcome.STOPPED},
+    )
+    running = WriteRunning(plan.generation, library=True, resilient=all(r.resilient for r in members))
+    return state, [Adopt(plan), WriteEnded(EndedRecord(node, before, Outcome.STOPPED, 0)), running]
 
 
-def withdraw(state: State, held: LocalGeneration, why: str, exit_code: int | None = 0) -> Step:
+def _withdraw(state: State, held: LocalGeneration, change: Changing, why: str, exit_code: int = 0) -> Step:
     """Give the change up and go on in the held generation.
 
     Args:
         state: the agent's state.
         held: the generation held here.
+        change: the change under way.
         why: the reason, for users.
         exit_code: that of the newcomer because of which this happens, if there is one.
     """
-    change = held.change
-    assert change is not None
     plan, node = change.plan, state.me.node
-    finished = not held.lost and all(r.exit_code == 0 and not r.stopped for r in held.replicas)
+    ends = [r.exit is not None and r.exit.exit_code == 0 and not r.stopped for r in held.replicas]
+    finished = not held.lost and all(ends)
     outcome = Outcome.DONE if finished else Outcome.ABORTED
-    failure = None if finished else Failure(-1, exit_code or 0, why)
-    alive = tuple(r.local_rank for r in change.newcomers if r.exit_code is None)
+    failure = None if finished else Failure(-1, exit_code, why)
+    alive = tuple(r.local_rank for r in change.newcomers if r.exit is None)
     state = replace(
         state,
-        held=replace(held, change=None, withdrawn=plan.generation, orphans=change.newcomers),
+        held=replace(held, course=Training(), orphans=change.newcomers),
         acted=max(state.acted, plan.generation),
         ended={**state.ended, (plan.generation, node): outcome},
     )
@@ -265,23 +213,25 @@ def withdraw(state: State, held: LocalGeneration, why: str, exit_code: int | Non
     return state, actions
 
 
-def _reconcile_joining(state: State, held: LocalGeneration, now: float) -> Step | None:
+def reconcile_joining(state: State, held: LocalGeneration, joining: Joining, now: float) -> Step | None:
     """Make one step on a node that has newcomers only; None: nothing to do now."""
-    if held.phase is not Phase.RUNNING:
-        return None
-    if all(r.switched for r in held.replicas):
-        state = replace(state, held=replace(held, joining=False, join_by=None, plain=False, since=now))
+    if joining.switched >= {r.local_rank for r in held.replicas}:
+        state = replace(state, held=replace(held, course=Training(), since=now))
         resilient = all(r.resilient for r in held.replicas)
         return state, [WriteRunning(held.generation, library=True, resilient=resilient)]
-    newer = state.plan is not None and state.plan.generation > held.generation and not waits(held, state.plan)
-    ended = [r for r in held.replicas if r.exit_code is not None]
-    late = held.join_by is not None and now >= held.join_by and not all(r.library for r in held.replicas)
-    if newer or ended or late:
-        why = _why(ended[0]) if ended else "not ready in time" if late else "another plan"
-        failure = Failure(-1, (ended[0].exit_code or 0) if ended else 0, why)
-        held = replace(held, phase=Phase.KILLING, failure=failure)
-        alive = tuple(r.local_rank for r in held.alive)
-        return replace(state, held=held), [Kill(alive, why)]
-    if held.join_by is not None and all(r.library for r in held.replicas):
-        return replace(state, held=replace(held, join_by=None)), [WriteReady(held.generation)]
+    ready = all(r.library for r in held.replicas)
+    ended = next((r for r in held.replicas if r.exit is not None), None)
+    late = now >= joining.until and not ready
+    plan = state.plan
+    newer = plan is not None and plan.generation > held.generation
+    # a change in place of the generation that is about to begin here waits for it
+    if plan is not None and plan.transition is Transition.INPLACE and plan.base == held.generation:
+        newer = False
+    if ended is not None or late or newer:
+        why, code = _why(ended) if ended else ("not ready in time" if late else "another plan", 0)
+        end = Killing(why, failure=Failure(-1, code, why))
+        return replace(state, held=replace(held, end=end)), []
+    if ready and joining.until < math.inf:
+        held = replace(held, course=replace(joining, until=math.inf))
+        return replace(state, held=held), [WriteReady(held.generation)]
     return None

@@ -21,25 +21,28 @@ death belongs to the new generation, and so do all its living members.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from adaptdl_elastic.agent.core import inplace_change
 from adaptdl_elastic.agent.core.states import (
     Action,
-    Adopt,
+    Changing,
+    Evidence,
     FromReplica,
+    Joining,
     Kill,
     LocalGeneration,
     Lost,
-    Phase,
+    Recovering,
     Replica,
     ReplicaExited,
     State,
-    StateChange,
+    Step,
     TellPlan,
+    Training,
     WriteEnded,
     WritePeerLoss,
-    WriteRunning,
 )
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
@@ -48,227 +51,176 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Outcome,
     PeerLossRecord,
     Plan,
-    Transition,
 )
 
-Step = tuple[State, list[Action]]
+
+def handle_death(state: State, held: LocalGeneration, event: ReplicaExited, now: float) -> Step | None:
+    """Record an exit that the other replicas survive, and report it to the coordinator if necessary.
+
+    Return None if the exit is no such death.
+    """
+    if not _survived(held, event):
+        return None
+    actions: list[Action] = []
+    if isinstance(held.course, Changing) and held.course.switched:
+        state, held, actions = _adopt_after_peer_loss(state, held, held.course, now)
+    slot = event.local_rank
+    orphans = (replace(r, exit=event) if r.local_rank == slot else r for r in held.orphans)
+    held = replace(held, orphans=tuple(orphans))
+    dead = next((r for r in (*held.replicas, *held.lost) if r.local_rank == slot), None)
+    if dead is None:  # a replica that was about to leave
+        return replace(state, held=held), actions
+    dead = replace(dead, exit=replace(event, evidence=Evidence()))
+    left = tuple(r for r in held.replicas if r.local_rank != slot)
+    held = replace(held, replicas=left, lost=(*(r for r in held.lost if r.local_rank != slot), dead))
+    if any(r.exit is None for r in left) or (state.plan is not None and state.plan.nodes > 1):
+        actions.append(Lost(_loss_generation(held), _failure(dead)))
+    state, more = _report_peer_loss(replace(state, held=held), held, again=True)
+    return state, [*actions, *more]
 
 
-def record_resilient(state: State, held: LocalGeneration, local_rank: int) -> Step:
-    """Record that a replica survives the death of others, from now on."""
-    known = all(r.resilient for r in held.replicas)
-    held = record_report(held, local_rank, resilient=True)
-    state = replace(state, held=held)
-    if known or held.joining or not all(r.resilient for r in held.replicas):
-        return state, []
-    return state, [WriteRunning(held.generation, library=True, resilient=True)]
-
-
-def record_report(held: LocalGeneration, local_rank: int, **fields: Any) -> LocalGeneration:
-    """Record fields that a replica reported about itself; it may be a newcomer that has not joined yet."""
-
-    def heard(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
-        return tuple(replace(r, **fields) if r.local_rank == local_rank else r for r in replicas)
-
-    change = held.change
-    if change is not None:
-        change = replace(change, newcomers=heard(change.newcomers))
-    return replace(held, replicas=heard(held.replicas), change=change)
-
-
-def survived(held: LocalGeneration, event: ReplicaExited) -> bool:
+def _survived(held: LocalGeneration, event: ReplicaExited) -> bool:
     """Return whether an exit is a death that the other replicas, if there are any, survive."""
-    if held.phase is not Phase.RUNNING or held.failure is not None or held.joining:
+    course, generations, members = held.course, {held.generation}, held.replicas
+    if held.end is not None or isinstance(course, Joining):
         return False
-    change = held.change
-    if event.generation not in (held.generation, -1 if change is None else change.plan.generation):
+    if isinstance(course, Changing | Recovering):
+        generations.add(course.plan.generation)
+    if isinstance(course, Changing) and course.switched:
+        members += course.newcomers
+    if event.generation not in generations:
         return False  # a replica that is on its way out
-    replica = _find(held, event.local_rank)
-    if change is not None and change.switched and replica is None:
-        replica = next((r for r in change.newcomers if r.local_rank == event.local_rank), None)
-    if replica is None or replica.signalled or replica.stopping or replica.exit_code is not None:
+    replica = next((r for r in members if r.local_rank == event.local_rank), None)
+    if replica is None or replica.signalled or replica.stopping or replica.exit is not None:
         return False
-    others = [r for r in held.replicas if r.exit_code is None and r is not replica]
+    others = [r for r in held.replicas if r.exit is None and r is not replica]
     if not all(r.resilient for r in others or [replica]):
         # the others could not form the new generation, and this replica had not joined it yet
         return held.loss_reported >= held.generation and not replica.resilient and event.exit_code != 0
     return event.exit_code < 0
 
 
-def record_death(state: State, held: LocalGeneration, event: ReplicaExited, now: float) -> Step:
-    """Record such a death, and report it to the coordinator if necessary."""
-    actions: list[Action] = []
-    if _has_switched(held) and held.change is not None:
-        state, held, actions = adopt_after_peer_loss(state, held, held.change, now)
-    slot, held = event.local_rank, orphan_ended(held, event.local_rank, event.exit_code)
-    members = (*held.replicas, *held.lost)
-    dead = next((r for r in members if r.local_rank == slot), None)
-    if dead is None:  # a replica that was about to leave
-        return replace(state, held=held), actions
-    dead = replace(dead, exit_code=event.exit_code, message=event.message, exited=event.time)
-    left = tuple(r for r in held.replicas if r.local_rank != slot)
-    held = replace(held, replicas=left, lost=(*(r for r in held.lost if r.local_rank != slot), dead))
-    state = replace(state, held=held)
-    generation = _loss_generation(held)
-    if any(r.exit_code is None for r in left) or (state.plan is not None and state.plan.nodes > 1):
-        actions.append(Lost(generation, _failure(dead)))
-    state, more = report_peer_loss(state, held, again=True)
-    return state, [*actions, *more]
-
-
-def orphan_ended(held: LocalGeneration, local_rank: int, exit_code: int) -> LocalGeneration:
-    """Record the end of an orphan, which frees its slot."""
-    return replace(
-        held,
-        orphans=tuple(
-            replace(r, exit_code=exit_code) if r.local_rank == local_rank else r for r in held.orphans
-        ),
-    )
-
-
 def handle_report(state: State, held: LocalGeneration, event: FromReplica, now: float) -> Step:
     """Handle a replica's report that others are gone."""
-    change, actions = held.change, list[Action]()
-    if held.phase is not Phase.RUNNING or held.failure is not None or held.joining:
+    course, actions = held.course, list[Action]()
+    if held.end is not None or isinstance(course, Joining):
         return state, []
-    over = change is not None and (change.switched or event.generation == change.plan.generation)
-    if change is not None and over and not held.recovering:  # the replica had reached the new generation
-        state, held, actions = adopt_after_peer_loss(state, held, change, now)
+    if isinstance(course, Changing) and (course.switched or event.generation == course.plan.generation):
+        # the replica had reached the new generation
+        state, held, actions = _adopt_after_peer_loss(state, held, course, now)
     elif event.generation < _loss_generation(held):
         return state, []
     if (failed := fail_if_left_early(held)) is not held:
         return replace(state, held=failed), actions
     # it waits for another plan, also where a script survives deaths only while replicas switch
-    held = record_report(held, event.local_rank, resilient=True)
-    state, more = report_peer_loss(replace(state, held=held), held)
+    held = held.update(event.local_rank, resilient=True)
+    state, more = _report_peer_loss(replace(state, held=held), held)
     return state, [*actions, *more]
 
 
 def fail_if_left_early(held: LocalGeneration) -> LocalGeneration:
     """Record a failure if a replica has ended well, but not its script, and the others wait for it."""
-    early = (r for r in held.replicas if r.exit_code == 0 and r.library and held.change is None)
-    gone = next((r for r in early if not (r.stopped or r.finished or r.epochs_finished)), None)
-    if gone is None:
+    if not isinstance(held.course, Training):
         return held
-    why = "exit code 0 in the middle of training (os._exit or sys.exit), while the others train"
-    return replace(held, failure=replace(_failure(gone), message=why, kind="exit code 0", step=gone.step))
+    for r in held.replicas:
+        well = r.exit is not None and r.exit.exit_code == 0 and r.library
+        if well and not (r.stopped or r.finished or r.epochs_finished):
+            why = "exit code 0 in the middle of training (os._exit or sys.exit), while the others train"
+            return held.fail(replace(_failure(r), message=why, kind="exit code 0", step=r.step))
+    return held
 
 
-def report_peer_loss(state: State, held: LocalGeneration, again: bool = False) -> Step:
+def _report_peer_loss(state: State, held: LocalGeneration, again: bool = False) -> Step:
     """Report once that the generation has lost replicas; with `again`, report further deaths."""
     generation = _loss_generation(held)
     if held.loss_reported >= generation and not again:
         return state, []
     slots = {r.local_rank for r in held.lost}
-    if held.change is not None and held.recovering:  # every slot of the plan that is not alive
-        slots = set(held.change.plan.slots(state.me.node))
-        slots -= {r.local_rank for r in held.replicas if r.exit_code is None}
+    if isinstance(held.course, Recovering):  # every slot of the plan that is not alive
+        slots = set(held.course.plan.slots(state.me.node))
+        slots -= {r.local_rank for r in held.replicas if r.exit is None}
     first = next((_failure(r) for r in held.lost if r.local_rank in slots), None)
     record = PeerLossRecord(state.me.node, generation, tuple(sorted(slots)), first)
     return replace(state, held=replace(held, loss_reported=generation)), [WritePeerLoss(record)]
 
 
-def possible(held: LocalGeneration, plan: Plan) -> bool:
-    """Return whether the held replicas can go on as this plan says."""
-    return (
-        plan.transition is Transition.RECOVER
-        and held.phase is Phase.RUNNING
-        and not held.joining
-        and all(r.resilient for r in held.replicas if r.exit_code is None)
-    )
-
-
-def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord) -> Step:
+def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord, now: float) -> Step:
     """Tell the living replicas their new ranks, and report which of the plan's replicas have died."""
-    node, before = state.me.node, held.change
+    node = state.me.node
     actions: list[Action] = [TellPlan(plan, master)]
-    if before is not None:  # an earlier plan of this kind that was not carried out
-        g = before.plan.generation
-        if len(before.plan.ranks(node)):
-            actions.append(WriteEnded(EndedRecord(node, g, Outcome.STOPPED)))
-            state = replace(state, ended={**state.ended, (g, node): Outcome.STOPPED})
-    slots = plan.slots(node)
-    held = replace(held, change=StateChange(plan, (), float("inf"), announced=True))
-    state = replace(state, held=held, acted=max(state.acted, plan.generation))
-    if not set(slots) <= {r.local_rank for r in held.replicas if r.exit_code is None}:
-        state, more = report_peer_loss(state, held)
+    match held.course:
+        case Changing() as change:  # some replicas have already switched
+            state, held, actions = _adopt_after_peer_loss(state, held, change, now)
+            return state, actions
+        case Recovering(before) if len(before.ranks(node)):  # it was not carried out
+            actions.append(WriteEnded(EndedRecord(node, before.generation, Outcome.STOPPED)))
+            state = replace(state, ended={**state.ended, (before.generation, node): Outcome.STOPPED})
+    held = replace(held, course=Recovering(plan))
+    state = replace(state, held=held)
+    if not set(plan.slots(node)) <= {r.local_rank for r in held.replicas if r.exit is None}:
+        state, more = _report_peer_loss(state, held)
         actions += more
     return state, actions
 
 
-def adopt(
-    state: State, held: LocalGeneration, change: StateChange, now: float
-) -> tuple[State, LocalGeneration, list[Action]]:
-    """Make the new generation the held one; replicas that are not in it become orphans."""
-    plan, node = change.plan, state.me.node
-    ready = bool(held.replicas) and all(r.resilient for r in held.replicas)
-    newcomers = (replace(r, resilient=r.resilient or ready) for r in change.newcomers)
-    have = {r.local_rank: r for r in (*held.replicas, *newcomers)}
-    members = tuple(  # no replica could take a step meanwhile
-        replace(have[slot], rank=rank, library=True, stepped=None if have[slot].stepped is None else now)
-        for slot, rank in plan.rank_by_slot(node).items()
-        if slot in have
-    )
-    leavers = (r for r in held.replicas if r.local_rank not in plan.slots(node))
-    orphans = tuple(r for r in (*held.orphans, *leavers) if r.exit_code is None)
-    before = held.generation
-    held = LocalGeneration(plan.generation, members, plain=False, orphans=orphans, since=now)
-    state = replace(
-        state,
-        held=held,
-        acted=max(state.acted, plan.generation),
-        ended={**state.ended, (before, node): Outcome.STOPPED},
-    )
-    record = EndedRecord(node, before, Outcome.STOPPED, 0)
-    running = WriteRunning(plan.generation, library=True, resilient=all(r.resilient for r in members))
-    return state, held, [Adopt(plan), WriteEnded(record), running]
+def reconcile(state: State, held: LocalGeneration, recovery: Recovering, now: float) -> Step | None:
+    """Adopt the generation without the dead once all of its replicas here have switched; None: not yet."""
+    ranks = recovery.plan.rank_by_slot(state.me.node)
+    leavers = any(r.exit is None for r in held.replicas if r.local_rank not in ranks)
+    if not ranks or leavers or not ranks.keys() <= recovery.switched | _never_switching(held, ranks):
+        return None
+    return inplace_change.adopt(state, held, recovery.plan, ranks, now)
 
 
-def adopt_after_peer_loss(
-    state: State, held: LocalGeneration, change: StateChange, now: float
+def _never_switching(held: LocalGeneration, ranks: Mapping[int, int]) -> set[int]:
+    """Return the slots that may end with the script instead of switching; `ranks`: the new ones by slot."""
+    if held.loss_reported >= held.generation:
+        return set()  # a replica here waits for the others to form the new generation
+    first = next((r for r in held.replicas if ranks.get(r.local_rank) == 0), None)
+    if first is not None and first.rank != 0:
+        return set()
+    return {r.local_rank for r in held.replicas if r.epochs_finished and r.exit is None}
+
+
+def _adopt_after_peer_loss(
+    state: State, held: LocalGeneration, change: Changing, now: float
 ) -> tuple[State, LocalGeneration, list[Action]]:
-    """Do the same after a death during the change: newcomers that had not joined are dropped.
+    """Adopt the new generation after a death during the change; newcomers that had not joined are dropped.
 
     A node that the change leaves out has nothing to adopt.
     """
-    if not change.plan.slots(state.me.node):
+    ranks = change.plan.rank_by_slot(state.me.node)
+    if not ranks:
         return state, held, []
-    state, held, actions = adopt(state, held, change, now)
-    late = tuple(
-        replace(r, exit_code=-9, message="was not in it yet") if r.exit_code is None else r
-        for r in held.replicas
-        if r.local_rank in {new.local_rank for new in change.newcomers} - change.switched
-    )
+    state, actions = inplace_change.adopt(state, held, change.plan, ranks, now)
+    assert state.held is not None
+    held = state.held
+    slots = {new.local_rank for new in change.newcomers} - change.switched
+    late = tuple(r for r in held.replicas if r.local_rank in slots)
     if not late:
         return state, held, actions
-    slots = tuple(r.local_rank for r in late)
-    living = tuple(r.local_rank for r in held.replicas if r.local_rank in slots and r.exit_code is None)
+    living = tuple(r for r in late if r.exit is None)
     held = replace(
         held,
         replicas=tuple(r for r in held.replicas if r.local_rank not in slots),
-        lost=(*held.lost, *late),
-        orphans=(*held.orphans, *(r for r in held.replicas if r.local_rank in living)),
+        lost=(*held.lost, *(_not_joined(r, held.generation) for r in late)),
+        orphans=(*held.orphans, *living),
     )
     if living:
-        actions.append(Kill(living, "somebody died while they joined"))
+        actions.append(Kill(tuple(r.local_rank for r in living), "somebody died while they joined"))
     return replace(state, held=held), held, actions
 
 
-def _has_switched(held: LocalGeneration) -> bool:
-    """Return whether a replica here has switched to the generation of a planned change."""
-    return held.change is not None and bool(held.change.switched) and not held.recovering
+def _not_joined(late: Replica, generation: int) -> Replica:
+    gone = ReplicaExited(generation, late.local_rank, -9, 0.0, "was not in it yet")
+    return replace(late, exit=late.exit or gone)
 
 
 def _loss_generation(held: LocalGeneration) -> int:
     """Return the generation to which a death belongs."""
-    if held.change is not None and held.recovering:
-        return held.change.plan.generation
-    return held.generation
-
-
-def _find(held: LocalGeneration, local_rank: int) -> Replica | None:
-    return next((r for r in held.replicas if r.local_rank == local_rank), None)
+    return held.course.plan.generation if isinstance(held.course, Recovering) else held.generation
 
 
 def _failure(dead: Replica) -> Failure:
-    return Failure(dead.rank, dead.exit_code or 0, dead.message, dead.exited)
+    assert dead.exit is not None
+    return Failure(dead.rank, dead.exit.exit_code, dead.exit.message, dead.exit.time)

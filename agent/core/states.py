@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from adaptdl_elastic.protocol.messages import ReplicaMessage
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -16,7 +17,6 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Outcome,
     PeerLossRecord,
     Plan,
-    Transition,
 )
 
 
@@ -44,86 +44,138 @@ class Evidence:
     exit_code: int = 1  # of the error, if the replica was killed before it could end
 
 
+class Event:
+    """What has happened."""
+
+
+@dataclass(frozen=True)
+class ReplicaExited(Event):
+    """A process has ended. `message` says what is known about the reason."""
+
+    generation: int
+    local_rank: int
+    exit_code: int
+    time: float  # wall clock
+    message: str = ""
+    signal_arrived: bool = True  # False: it had ended before the agent's signal was delivered
+    evidence: Evidence = Evidence()
+
+
 @dataclass(frozen=True)
 class Replica:
     """One process of a generation."""
 
     local_rank: int  # its slot: never changes, while the rank may
     rank: int
-    pid: int | None = None
-    library: bool = False  # it has said hello, so it is stopped by a message
+    library: bool = False  # it has said hello (a newcomer of `Joining`: it is ready): a message can stop it
     resilient: bool = False  # it survives the death of others
     epochs_finished: bool = False  # it has finished all epochs and runs to the script's end
     signalled: bool = False  # it was sent SIGTERM
     finished: bool = False  # its script had ended before any SIGTERM could reach it
     stopping: bool = False  # it has carried out a stop and leaves the script with SystemExit(143)
     unsaved: str = ""  # why it could not save then
+    exit: ReplicaExited | None = None
     stopped: bool = False  # it has exited because it was asked to, with any exit code
-    switched: bool = False  # a newcomer that has joined
-    exit_code: int | None = None
-    exited: float = 0.0  # wall clock
-    message: str = ""  # what is known about the reason of the exit
-    evidence: Evidence = Evidence()
-    unsignalled: bool = False  # it exited before any signal from its agent reached it
     step: int | None = None
     stepped: float | None = None  # monotonic time of its newest step
     # monotonic time of its newest sign of life since its first step, or since it joined
     heard: float | None = None
     pinged: float | None = None  # monotonic time of a ping that it has not answered
-    hanging: bool = False  # it did not answer a ping, or the others wait for it, and it is killed
-    hang_reason: str = ""  # why, if it has said so itself
+    hanging: str = ""  # why it is killed: it did not answer a ping, or the others wait for it
 
 
-class Phase(str, Enum):
-    """What the held generation is doing."""
-
-    RUNNING = "running"
-    STOPPING = "stopping"  # asked to save and exit
-    KILLING = "killing"
+# What the replicas of a generation do
 
 
 @dataclass(frozen=True)
-class StateChange:
-    """A change in place that is under way here: a planned one, or the survivors' change after a death."""
+class Training:
+    """The replicas start or train."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """The replicas are newcomers, which get ready to join replicas of other nodes."""
+
+    until: float  # monotonic time by which they must be ready; infinite: WriteReady was sent
+    switched: frozenset[int] = frozenset()  # local ranks of those that have joined
+
+
+@dataclass(frozen=True)
+class Changing:
+    """The replicas change to another generation in place, as planned."""
 
     plan: Plan
     newcomers: tuple[Replica, ...]  # processes of the new generation on this node
-    until: float  # monotonic time by which they must be ready
+    # monotonic time by which they must be ready; infinite: WriteReady was sent, or there are none
+    until: float
     ready: frozenset[int] = frozenset()  # local ranks of newcomers that are ready
     switched: frozenset[int] = frozenset()  # local ranks that are already in the new generation
-    announced: bool = False  # WriteReady was sent
+
+
+@dataclass(frozen=True)
+class Recovering:
+    """The survivors change to a generation without the dead."""
+
+    plan: Plan
+    switched: frozenset[int] = frozenset()  # local ranks that are already in the new generation
+
+
+# How the replicas of a generation are ended
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The replicas were asked to save and exit."""
+
+    until: float  # monotonic time when they are killed
+
+
+@dataclass(frozen=True)
+class Killing:
+    """The replicas are killed."""
+
+    why: str
+    asked: bool = False  # they had been asked to save and exit before
+    failure: Failure | None = None  # the first failure, because of which the others are killed
+    again: float = -math.inf  # monotonic time of the next SIGKILL
 
 
 @dataclass(frozen=True)
 class LocalGeneration:
-    """The replicas of one generation on this node."""
+    """The replicas of a generation on this node: what they do (`course`), and how they are ended (`end`)."""
 
     generation: int
     replicas: tuple[Replica, ...]
-    phase: Phase = Phase.RUNNING
-    until: float | None = None  # monotonic time: if stopping, when to kill; if killing, when to kill again
-    failure: Failure | None = None  # the first failure, because of which the others are killed
-    plain: bool = True  # no replica has said hello
-    change: StateChange | None = None
-    withdrawn: int = -1  # generation of a change in place that was given up
-    orphans: tuple[Replica, ...] = ()  # processes outside of any generation that are on their way out
-    joining: bool = False  # newcomers only: they get ready to join replicas of other nodes
-    join_by: float | None = None
+    course: Training | Joining | Changing | Recovering = Training()
+    end: Stopping | Killing | None = None  # None: nothing ends them
     since: float = 0.0  # monotonic time when it became the held generation
+    orphans: tuple[Replica, ...] = ()  # processes outside of any generation that are on their way out
     lost: tuple[Replica, ...] = ()  # replicas that died while the others live on
     loss_reported: int = -1  # newest generation whose loss of replicas was reported
-    killed: str = ""  # why its replicas are killed although they were asked to stop
 
-    @property
-    def recovering(self) -> bool:
-        """Whether the survivors are changing to a generation without the dead."""
-        return self.change is not None and self.change.plan.transition is Transition.RECOVER
+    def update(self, local_rank: int, **fields: Any) -> LocalGeneration:
+        """Return the generation with changed fields of a replica, which may be a newcomer."""
 
-    @property
-    def alive(self) -> tuple[Replica, ...]:
-        """The replicas that have not exited, newcomers and orphans included."""
-        newcomers = self.change.newcomers if self.change is not None else ()
-        return tuple(r for r in (*self.replicas, *newcomers, *self.orphans) if r.exit_code is None)
+        def updated(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+            return tuple(replace(r, **fields) if r.local_rank == local_rank else r for r in replicas)
+
+        course = self.course
+        if isinstance(course, Changing):
+            course = replace(course, newcomers=updated(course.newcomers))
+        return replace(self, replicas=updated(self.replicas), course=course)
+
+    def fail(self, failure: Failure) -> LocalGeneration:
+        """Return the generation with its first failure, because of which the others are to be killed."""
+        why = f"replica {failure.rank} failed"
+        return replace(self, end=Killing(why, asked=self.end is not None, failure=failure))
+
+
+def failure_of(rank: int, end: ReplicaExited) -> Failure:
+    """Return the end of a replica as a failure."""
+    evidence = end.evidence
+    when = end.time if evidence.raised is None else evidence.raised
+    known = (evidence.kind, evidence.lost_peer, evidence.final, evidence.step, evidence.worked_batch)
+    return Failure(rank, end.exit_code, end.message, when, *known)
 
 
 @dataclass(frozen=True)
@@ -133,6 +185,23 @@ class Departure:
     reason: str
     since: float  # monotonic time
     deadline: float | None = None  # wall clock when the node will be gone
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Since when the store is away, or refuses the agent although it answers."""
+
+    since: float  # monotonic time
+    refused: bool
+
+
+@dataclass(frozen=True)
+class LocalEnd:
+    """How the last generation on this node ended."""
+
+    outcome: Outcome
+    at: float = 0.0  # monotonic time
+    unsaved: str = ""  # why the state at its end is not saved
 
 
 @dataclass(frozen=True)
@@ -149,11 +218,8 @@ class State:
     opening: int = -1  # generation whose store was requested from this agent
     status: JobStatus | None = None
     departure: Departure | None = None
-    outcome: Outcome | None = None  # of the last generation held here
-    outcome_at: float = 0.0
-    unsaved: str = ""  # why the state at the end of that generation is not saved
-    away: float | None = None  # monotonic time since which the store is away or refuses the agent
-    refused: bool = False  # the store answers, but refuses the agent
+    last: LocalEnd | None = None
+    away: Absence | None = None
     lapsed: bool = False  # the registration may have run out, and other jobs may have this node's slots
     exiting: bool = False
 
@@ -162,33 +228,33 @@ class State:
 
 
 @dataclass(frozen=True)
-class Tick:
+class Tick(Event):
     """Time has passed."""
 
 
 @dataclass(frozen=True)
-class PlanSeen:
+class PlanSeen(Event):
     """The plan in the store."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
-class StatusSeen:
+class StatusSeen(Event):
     """The coordinator's status of the job."""
 
     status: JobStatus
 
 
 @dataclass(frozen=True)
-class Unfit:
+class Unfit(Event):
     """This node cannot run a replica, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class NodesSeen:
+class NodesSeen(Event):
     """The agents registered for this job, by node."""
 
     agents: Mapping[str, str]
@@ -196,7 +262,7 @@ class NodesSeen:
 
 
 @dataclass(frozen=True)
-class EndedSeen:
+class EndedSeen(Event):
     """A node's replicas of a generation are gone."""
 
     generation: int
@@ -205,23 +271,14 @@ class EndedSeen:
 
 
 @dataclass(frozen=True)
-class MasterSeen:
+class MasterSeen(Event):
     """The address of a generation's store is known."""
 
     master: MasterRecord
 
 
 @dataclass(frozen=True)
-class ReplicaStarted:
-    """A replica's process exists."""
-
-    generation: int
-    local_rank: int
-    pid: int
-
-
-@dataclass(frozen=True)
-class FromReplica:
+class FromReplica(Event):
     """A message of a replica.
 
     `generation`: the one that the message names, else the one in which the agent has started or adopted it.
@@ -233,27 +290,7 @@ class FromReplica:
 
 
 @dataclass(frozen=True)
-class ReplicaExited:
-    """A process has ended. `message` says what is known about the reason."""
-
-    generation: int
-    local_rank: int
-    exit_code: int
-    time: float  # wall clock
-    message: str = ""
-    signal_arrived: bool = True  # False: it had ended before the agent's signal was delivered
-    evidence: Evidence = Evidence()
-
-
-def failure_of(rank: int, exit_code: int, message: str, exited: float, evidence: Evidence) -> Failure:
-    """Return an exit as a failure."""
-    when = exited if evidence.raised is None else evidence.raised
-    known = (evidence.kind, evidence.lost_peer, evidence.final, evidence.step, evidence.worked_batch)
-    return Failure(rank, exit_code, message, when, *known)
-
-
-@dataclass(frozen=True)
-class Leave:
+class Leave(Event):
     """This node is to leave in order, after a signal, a notice or a drain request."""
 
     reason: str
@@ -261,62 +298,47 @@ class Leave:
 
 
 @dataclass(frozen=True)
-class LeaveNow:
+class LeaveNow(Event):
     """This agent is to end at once, after a second signal."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class StoreAway:
+class StoreAway(Event):
     """The store is away, or it refuses the agent."""
 
     refused: bool = False
 
 
 @dataclass(frozen=True)
-class StoreBack:
+class StoreBack(Event):
     """The store can be used again."""
 
 
 @dataclass(frozen=True)
-class SpecSeen:
+class SpecSeen(Event):
     """The run that the job's specification in the store belongs to."""
 
     run: str
 
 
-Event = (
-    Tick
-    | PlanSeen
-    | StatusSeen
-    | NodesSeen
-    | Unfit
-    | EndedSeen
-    | MasterSeen
-    | ReplicaStarted
-    | FromReplica
-    | ReplicaExited
-    | Leave
-    | LeaveNow
-    | SpecSeen
-    | StoreAway
-    | StoreBack
-)
-
-
 # Actions
 
 
+class Action:
+    """What the agent is to do."""
+
+
 @dataclass(frozen=True)
-class OpenMaster:
+class OpenMaster(Action):
     """Serve a TCPStore for this generation and publish its address."""
 
     generation: int
 
 
 @dataclass(frozen=True)
-class StartReplicas:
+class StartReplicas(Action):
     """Start this node's replicas of a plan: all of them, or newcomers that join running ones."""
 
     plan: Plan
@@ -326,7 +348,7 @@ class StartReplicas:
 
 
 @dataclass(frozen=True)
-class TellPlan:
+class TellPlan(Action):
     """Tell the replicas of the held generation their change in place."""
 
     plan: Plan
@@ -334,7 +356,7 @@ class TellPlan:
 
 
 @dataclass(frozen=True)
-class Withdraw:
+class Withdraw(Action):
     """Tell the replicas of the held generation that a change was given up."""
 
     plan: Plan
@@ -342,21 +364,21 @@ class Withdraw:
 
 
 @dataclass(frozen=True)
-class Adopt:
+class Adopt(Action):
     """Make this plan's generation the held one: survivors get new ranks, newcomers belong to it."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
-class WriteReady:
+class WriteReady(Action):
     """Report that this node's newcomers are ready."""
 
     generation: int
 
 
 @dataclass(frozen=True)
-class AskToStop:
+class AskToStop(Action):
     """Ask replicas to save and exit: with the library by a message, `plain` ones by SIGTERM."""
 
     local_ranks: tuple[int, ...]
@@ -365,14 +387,14 @@ class AskToStop:
 
 
 @dataclass(frozen=True)
-class Ping:
+class Ping(Action):
     """Ask replicas for a sign of life."""
 
     local_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Kill:
+class Kill(Action):
     """Send SIGKILL to replicas and the processes that they started."""
 
     local_ranks: tuple[int, ...]
@@ -380,7 +402,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class WriteRunning:
+class WriteRunning(Action):
     """Report that this node's replicas have started."""
 
     generation: int
@@ -389,14 +411,14 @@ class WriteRunning:
 
 
 @dataclass(frozen=True)
-class WritePeerLoss:
+class WritePeerLoss(Action):
     """Report the dead of this node, and that the living wait to go on without them."""
 
     record: PeerLossRecord
 
 
 @dataclass(frozen=True)
-class Lost:
+class Lost(Action):
     """Tell the user, and the event log, that a replica died and the others live on."""
 
     generation: int
@@ -404,14 +426,14 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class WriteEnded:
+class WriteEnded(Action):
     """Report that this node's slots are free."""
 
     record: EndedRecord
 
 
 @dataclass(frozen=True)
-class WriteDraining:
+class WriteDraining(Action):
     """Mark this node's registration as draining."""
 
     reason: str
@@ -419,35 +441,18 @@ class WriteDraining:
 
 
 @dataclass(frozen=True)
-class Say:
+class Say(Action):
     """Print one line for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Exit:
+class Exit(Action):
     """End the agent."""
 
     code: int
     reason: str
 
 
-Action = (
-    OpenMaster
-    | StartReplicas
-    | TellPlan
-    | Withdraw
-    | Adopt
-    | AskToStop
-    | Ping
-    | Kill
-    | WriteReady
-    | WriteRunning
-    | WritePeerLoss
-    | Lost
-    | WriteEnded
-    | WriteDraining
-    | Say
-    | Exit
-)
+Step = tuple[State, list[Action]]

@@ -365,6 +365,7 @@ class ElasticAgent(SimpleElasticAgent):
         """Tell every replica of the held generation its new rank and the address of the new store."""
         if self._plan is None:
             return
+        size, place = (plan.replicas, plan.nodes), (master.host, master.port)
         mine = plan.rank_by_slot(self._config.me.node)
         recover = plan.transition is Transition.RECOVER
         numbers = None if recover else inplace_change.renumber(self._plan, plan)
@@ -377,11 +378,12 @@ class ElasticAgent(SimpleElasticAgent):
                 )
             message: messages.Plan
             if numbers is None:
-                message = inplace_change.recovery_message(plan, master, rank)
+                message = messages.RecoveryPlan(plan.generation, rank, *size, *place, environment)
                 handle.switched, handle.early_step = False, None
             else:
-                message = inplace_change.plan_message(plan, master, numbers)
-            handle.send(replace(message, environ=environment))
+                ranks = numbers.ranks, numbers.newcomers
+                message = messages.ChangePlan(plan.generation, *size, *ranks, *place, environment)
+            handle.send(message)
 
     def _withdraw(self, plan: Plan, reason: str) -> None:
         newcomers = self._ended_in(plan.generation)
@@ -494,7 +496,6 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _spawned(self, handle: ReplicaHandle, pid: int) -> None:
         handle.pid = pid
-        self._decide(states.ReplicaStarted(handle.generation, handle.local_rank, pid))
         plan = self._plan
         living = [h for h in self._replicas.values() if h.generation == handle.generation]
         mine = [*living, *self._ended_in(handle.generation)]  # some have ended before the last has started

@@ -322,6 +322,7 @@ def test_a_newcomer_that_said_hello_and_is_not_ready_in_time_is_late() -> None:
     agent(master(1))
     agent(said(0, HELLO, 1))
     assert agent.later(60.0) == [d.Kill((0,), "not ready in time")]
+    assert agent.later(KILL_AGAIN_AFTER) == [d.Kill((0,), "it does not go")]
 
 
 def test_a_leaving_node_is_taken_out_by_the_coordinator() -> None:
@@ -472,7 +473,7 @@ def test_every_generation_starts_once_in_order_and_is_answered_for(script: list[
         if event == "the next replica exits":
             if held is None:
                 continue
-            event = d.ReplicaExited(held.generation, held.alive[0].local_rank, number, agent.now)
+            event = d.ReplicaExited(held.generation, agent.alive[0].local_rank, number, agent.now)
         exiting = agent.state.exiting
         if isinstance(event, d.PlanSeen):
             seen.append(event.plan.generation)
@@ -705,6 +706,10 @@ def test_replicas_keep_their_slots_and_get_their_new_ranks() -> None:
     assert numbers.newcomers == (1, 4)
 
 
+def newcomers_of(held: d.LocalGeneration | None) -> tuple[d.Replica, ...]:
+    return held.course.newcomers if held is not None and isinstance(held.course, d.Changing) else ()
+
+
 in_place = st.one_of(
     events,
     st.builds(lambda p: d.PlanSeen(replace(p, transition=Transition.INPLACE)), plans()),
@@ -725,22 +730,19 @@ def test_with_changes_in_place_too_each_generation_is_answered_for_once(
         agent.now += 10.0
         held = agent.state.held
         if isinstance(event, str):
-            newcomers = held.change.newcomers if held is not None and held.change is not None else ()
-            pool = newcomers if event == "a newcomer exits" else held.alive if held else ()
-            pool = tuple(r for r in pool if r.exit_code is None)
-            if held is None or not pool:
+            pool = newcomers_of(held) if event == "a newcomer exits" else agent.alive
+            one = next((r for r in pool if r.exit is None), None)
+            if held is None or one is None:
                 continue
-            fresh = held.change is not None and pool[0] in held.change.newcomers
-            orphan = pool[0] in held.orphans
-            generation = held.change.plan.generation if fresh and held.change else held.generation
-            event = d.ReplicaExited(
-                held.withdrawn if orphan else generation, pool[0].local_rank, number, agent.now
-            )
+            course, generation = held.course, held.generation
+            if isinstance(course, d.Changing) and one in course.newcomers:
+                generation = course.plan.generation
+            elif one in held.orphans:
+                generation = agent.state.acted
+            event = d.ReplicaExited(generation, one.local_rank, number, agent.now)
         if isinstance(event, d.FromReplica) and isinstance(event.message, (Ready, Switched)):
-            local = [r.local_rank for r in held.replicas] if held is not None else []
-            change = held.change if held is not None else None
-            local += [r.local_rank for r in change.newcomers] if change is not None else []
-            if event.local_rank not in local:
+            members = (*(held.replicas if held is not None else ()), *newcomers_of(held))
+            if event.local_rank not in {r.local_rank for r in members}:
                 continue
         for action in agent(event):  # type: ignore[arg-type]
             if isinstance(action, d.WriteEnded):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from adaptdl_elastic.agent.core import states as d
-from adaptdl_elastic.agent.core.decisions import decide
+from adaptdl_elastic.agent.core.decisions import alive, decide
 from adaptdl_elastic.protocol.messages import Hello, Pong, ReplicaMessage
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
@@ -56,12 +56,16 @@ class Agent:
         self.state, actions = decide(self.state, event, self.now)
         return actions
 
+    @property
+    def alive(self) -> tuple[d.Replica, ...]:
+        """The processes that have not exited."""
+        return () if self.state.held is None else alive(self.state.held)
+
     def running(self, generation: int = 0, count: int = 2, library: bool = True) -> Agent:
         """With the replicas of a generation."""
         self(d.PlanSeen(plan(generation, ("here", count))))
         self(master(generation))
         for local_rank in range(count):
-            self(d.ReplicaStarted(generation, local_rank, 100 + local_rank))
             if library:
                 self(said(local_rank, HELLO, generation))
         return self
