@@ -1,0 +1,46 @@
+"""The notebook examples/quickstart.ipynb, cell by cell in one process, as Jupyter runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_notebook_runs_and_its_batch_grows(tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
+    lines = [
+        f"import subprocess\nsubprocess.run({text[1:]!r}, shell=True, check=True)" if text[0] == "!" else text
+        for text in code
+    ]
+    script = tmp_path / "notebook.py"
+    script.write_text("\n".join([*lines, "assert sizes[-1] > sizes[0] == 32, sizes"]))
+    for name in ("image_classification.py", "image_data.py"):
+        (tmp_path / name).symlink_to(ROOT / "examples" / name)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "critical batch size" in done.stdout
