@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,10 +121,13 @@ def text_block(text: str) -> str:
 
 def commands() -> Iterator[str]:
     """Yield a section for each subcommand of `adaptdl`."""
-    from adaptdl_elastic.autoscaler.cli import HEADINGS
+    from adaptdl_elastic.autoscaler.cli import COMMANDS, HEADINGS
 
     yield text_block(help_of("autoscaler"))
     for heading, names in HEADINGS.items():
         yield f"## {heading}\n"
         for name in names.split():
             yield f"### {name}\n\n{text_block(help_of('autoscaler', name))}"
+            command = COMMANDS.load(name)
+            for below in command.commands if isinstance(command, click.Group) else ():
+                yield f"#### {name} {below}\n\n{text_block(help_of('autoscaler', name, below))}"
