@@ -46,10 +46,13 @@ def job(replicas: int, *more: str) -> list[str]:
     return [*arguments, *more, SCRIPT, "30", "0.05"]
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("replicas", "killed"), [(2, [1]), (2, [0]), (4, [0, 2])], ids=["the last", "rank 0", "two of four"]
 )
-def test_who_is_killed_is_not_missed(tmp_path: Path, replicas: int, killed: list[int]) -> None:
+def test_the_replicas_that_are_killed_are_not_missed(
+    tmp_path: Path, replicas: int, killed: list[int]
+) -> None:
     with ElasticRun(job(replicas, "--max-restarts=0"), tmp_path) as run:
         before = start(run, replicas)
         seen = len(run.events)

@@ -210,7 +210,10 @@ thetas = st.builds(
 @given(thetas, st.integers(0, 100))
 def test_fit_predicts_what_it_was_shown(theta: PerfParams, seed: int) -> None:
     data = profile(theta, 50, seed)
-    assert error(fit_perf_params(*data), data) < 0.03
+    fitted = fit_perf_params(*data)
+    assert error(fitted, data) < 0.03
+    more = [np.append(x, y) for x, y in zip(data, profile(theta, 10, seed + 1), strict=True)]
+    assert error(fit_perf_params(*more, guess=fitted), more) < 0.03
 
 
 def test_a_slow_first_step_does_not_bend_the_fit() -> None:
