@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -267,12 +266,10 @@ def test_what_a_killed_server_leaves_is_no_trouble() -> None:
     with run(SERVER) as server:
         path = socket_path(said(server))
         store = LocalStore(path, PATIENCE)
-        store.lease(60)
+        store.lease(1e6)
         server.kill()
         server.wait()
-    started = time.monotonic()
-    store.close()
-    assert time.monotonic() - started < 50, "it waited for a lease that had ended with its server"
+    store.close()  # it does not wait for a lease that has ended with its server
     assert path.exists()
     with LocalServer():
         assert not path.parent.exists()

@@ -5,8 +5,8 @@ import json
 
 import pytest
 import scaling_world
+from fake_provider import FakeProvider
 from scaling_cluster import KEYS, POOL, Cluster
-from static_provider import StaticProvider
 
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.agent.own_records import job_spec
@@ -292,8 +292,8 @@ def test_only_one_rules(store: MemoryStore) -> None:
 
 
 def test_a_static_cluster_is_watched_and_left_alone(store: MemoryStore) -> None:
-    cluster = Cluster(store, provider=StaticProvider()).submit(nodes=2).ticks(1)
-    assert cluster.status().provider == "static"
+    cluster = Cluster(store, provider=FakeProvider({}, lambda: 0.0)).submit(nodes=2).ticks(1)
+    assert cluster.status().provider == "fake"
     assert "needs 2 nodes to run, and 0 can be had now" in cluster.status().warnings[0]
 
 
