@@ -20,7 +20,7 @@ def listening(process: psutil.Process) -> list[int]:
 
 
 @pytest.mark.exhaustive
-def test_what_agents_and_the_library_listen_on_is_in_the_range(cluster: Cluster) -> None:
+def test_agents_and_the_library_listen_in_the_given_range_of_ports_only(cluster: Cluster) -> None:
     low = next(port for port in free_ports(50) if port < 65000)
     ports = f"--port-range={low}:{low + 40}"
     first = cluster.train("first", ports)

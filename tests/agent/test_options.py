@@ -129,7 +129,7 @@ def test_cores_are_divided_unless_the_environment_has_the_number_of_threads() ->
     assert parse("--nproc-per-node=1:2", OMP_NUM_THREADS="3").cores == 0
 
 
-def test_what_has_no_meaning_here_gets_one_line_each() -> None:
+def test_each_option_without_meaning_here_gets_one_line() -> None:
     assert parse("--max-restarts=2", "--role=x").notes == ()
     notes = parse("--rdzv-backend=etcd", "--node_rank", "1", "--start-method=fork").notes
     assert len(notes) == 3
@@ -273,7 +273,7 @@ def test_an_interval_of_nothing_means_no_periodic_checkpoints() -> None:
     assert parse("--checkpoint-interval=0").checkpoint_interval == 0
 
 
-def test_what_the_job_is_beside_others_reaches_its_spec() -> None:
+def test_weight_and_preemption_reach_the_spec_of_the_job() -> None:
     plain = job_spec(parse("--standalone"))
     assert (plain.weight, plain.preemptible, plain.avoid_preemptible_nodes) == (1.0, True, False)
     found = job_spec(parse("--standalone", "--weight=2.5", "--no-preempt", "--avoid-preemptible-nodes"))
@@ -391,14 +391,14 @@ def test_streams_are_torchruns() -> None:
             )
 
 
-def test_what_replicas_share_is_nobody_elses(tmp_path: Path) -> None:
+def test_the_directory_that_replicas_share_is_closed_to_other_users(tmp_path: Path) -> None:
     runtime = tmp_path / "adaptdl-0"
     share = SharePath({}, "job", runtime)
     assert [found.stat().st_mode & 0o777 for found in (runtime, share.path)] == [0o700, 0o700]
     share.close(done=False)
 
 
-def test_what_replicas_shared_goes_with_the_job_or_after_a_day_without_an_agent(tmp_path: Path) -> None:
+def test_the_shared_directory_goes_with_the_job_or_after_a_day_without_an_agent(tmp_path: Path) -> None:
     used, left = SharePath({}, "used", tmp_path), SharePath({}, "left", tmp_path)
     left.close(done=False)  # as when its agent is killed
     second = SharePath({}, "used", tmp_path)

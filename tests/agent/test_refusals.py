@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]
         ("ADAPTDL_ETCD=127.0.0.1:1", ["127.0.0.1:1", "--etcd"]),
     ],
 )
-def test_what_the_machine_does_not_let_it_use_is_named_in_one_line(
+def test_a_directory_or_address_that_cannot_be_used_is_named_in_one_line(
     given: str, words: list[str], tmp_path: Path
 ) -> None:
     name, _, value = given.partition("=")

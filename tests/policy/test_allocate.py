@@ -360,7 +360,7 @@ def test_nobody_waits_while_another_has_two() -> None:
     assert all(sum(found.allocations[j.name].values()) == 1 for j in jobs)
 
 
-def test_who_has_waited_too_long_comes_first() -> None:
+def test_a_job_that_has_waited_too_long_comes_first() -> None:
     jobs = [job(f"short{i}", remaining=1e4) for i in range(4)]
     late = job("late", remaining=1e12, waiting_since=0.0)
     current = {j.name: {"node-0": 1} for j in jobs}
@@ -432,7 +432,7 @@ def test_survivors_come_first_so_that_rank_zero_stays() -> None:
         (job(requested_replicas=65), "needs 65 replicas"),
     ],
 )
-def test_what_can_not_run_says_why_and_harms_nobody(wanted: JobInfo, why: str) -> None:
+def test_a_job_that_cannot_run_says_why_and_harms_no_other(wanted: JobInfo, why: str) -> None:
     found = allocate([wanted, job("other")], cluster(4, 4), {}, 0.0)
     assert found.allocations["job"] == {}
     assert why in found.pending["job"]

@@ -112,7 +112,7 @@ def test_a_number_that_is_none_names_its_option(value: str) -> None:
         (("--asg", "workers", "--region", "us-west-2", "--price", "g5.xlarge=1"), "in us-west-2"),
     ],
 )
-def test_what_only_the_cloud_can_tell_is_one_clear_line(
+def test_an_error_that_only_the_cloud_can_tell_is_one_clear_line(
     moto: Moto, store: MemoryStore, arguments: tuple[str, ...], words: str
 ) -> None:
     make_group(moto, "workers")

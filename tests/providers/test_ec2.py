@@ -192,7 +192,7 @@ def test_ruling_is_undone_even_after_a_crash(moto: Moto) -> None:
     assert RULED_TAG not in {tag["Key"] for tag in after["Tags"]}
 
 
-def test_what_somebody_else_suspended_stays_suspended(moto: Moto) -> None:
+def test_processes_that_somebody_else_suspended_stay_suspended(moto: Moto) -> None:
     make_group(moto, "workers", NewInstancesProtectedFromScaleIn=True)
     moto.client("autoscaling").suspend_processes(
         AutoScalingGroupName="workers", ScalingProcesses=["AZRebalance"]
@@ -248,7 +248,7 @@ MADE: list[tuple[dict[str, Any] | None, dict[str, str], type[ProviderError], str
 
 
 @pytest.mark.parametrize(("group", "given", "kind", "said"), MADE)
-def test_what_cannot_be_used_is_refused_with_the_remedy(
+def test_a_group_or_setting_that_cannot_be_used_is_refused_with_the_remedy(
     moto: Moto, group: dict[str, Any] | None, given: dict[str, str], kind: type[ProviderError], said: str
 ) -> None:
     if group is not None:

@@ -141,7 +141,7 @@ def test_notices_read_before_the_queue_failed_count(moto: Moto) -> None:
 # -- late, and twice
 
 
-def test_what_is_released_and_still_shown_is_not_released_again(moto: Moto) -> None:
+def test_an_instance_that_is_released_and_still_shown_is_not_released_again(moto: Moto) -> None:
     """Twice would lower the desired capacity twice."""
     make_group(moto, "workers", desired=3)
     clock = Clock()

@@ -262,7 +262,7 @@ def test_a_lease_that_has_run_out_on_the_server_is_lost(store: LocalStore) -> No
 
 
 @pytest.mark.processes
-def test_what_a_killed_server_leaves_is_no_trouble() -> None:
+def test_the_files_of_a_killed_server_are_no_trouble() -> None:
     with run(SERVER) as server:
         path = socket_path(said(server))
         store = LocalStore(path, PATIENCE)

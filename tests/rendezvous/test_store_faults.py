@@ -49,7 +49,7 @@ def test_a_watch_loses_nothing_when_the_server_is_killed(own_world, collect):
     assert set(written) <= {(change.revision, change.value) for change in changes}
 
 
-def test_what_was_written_while_a_watch_was_cut_off_comes(own_world, collect):
+def test_changes_made_while_a_watch_was_cut_off_arrive_later(own_world, collect):
     with CuttingProxy(own_world.real.endpoint) as proxy, own_world.client(proxy.endpoint) as reader:
         seen = collect(reader.watch(own_world.prefix))
         writer = own_world.client()
