@@ -13,29 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cluster import LONG, PLAIN, TRAIN
 from elastic_run import ElasticRun, run_agent
 
-SCRIPTS = Path(__file__).parent / "scripts"
-TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
 pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.timeout(600)]
 
-LONG = ("60", "0.1")  # epochs, seconds per step: it lasts until somebody lets it `hurry`
 ELASTIC = ("--standalone", "--no-autoscale", "--nproc-per-node=2", "--checkpoint-path=saved")
-
-
-def pids(run: ElasticRun, generation: int) -> dict[int, int]:
-    event = run.wait_for_event("started", generation=generation)
-    return {int(rank): pid for rank, pid in event["pids"].items()}
-
-
-def hurry(run: ElasticRun) -> None:
-    """What the test is about has been seen: the job may come to its end."""
-    (run.directory / "hurry").touch()
-
-
-def samples(run: ElasticRun) -> dict[int, int]:
-    """Samples of each finished epoch."""
-    return {event["epoch"]: event["samples"] for event in run.of("epoch")}
 
 
 def lines_of_ours(text: str) -> list[str]:
@@ -194,7 +177,7 @@ def test_a_crash_has_its_signal_as_exit_code(tmp_path: Path) -> None:
 @pytest.mark.essential
 def test_a_killed_agent_leaves_nothing_behind(tmp_path: Path) -> None:
     with ElasticRun(["--standalone", "--nproc-per-node=2", PLAIN, "sleep"], tmp_path) as run:
-        pids(run, 0)
+        run.pids(0)
         run.process.kill()
         run.process.wait()
         assert run.orphans() == []
@@ -234,12 +217,12 @@ def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
         run.interrupt()  # at once: delivered twice, as `timeout` does it
         assert run.wait() == 143
         assert run.of("checkpoint")[-1]["kind"] == "stop"
-        assert 59 not in samples(run)
-    hurry(run)
+        assert 59 not in run.samples()
+    run.hurry()
     with ElasticRun(command, tmp_path) as run:
         assert run.wait() == 0
-        assert 0 not in samples(run)
-        assert samples(run)[59] == 200
+        assert 0 not in run.samples()
+        assert run.samples()[59] == 200
     with ElasticRun(command, tmp_path) as run:
         assert run.wait() == 0
         assert "job 'train' is done: every replica ended well" in run.text()
@@ -251,7 +234,7 @@ def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, "--anew", TRAIN, "1", "0"], tmp_path) as run:
         assert run.wait() == 0
         assert f"--anew: what was in {tmp_path / 'saved'} is kept in" in run.text()
-        assert samples(run) == {0: 200}
+        assert run.samples() == {0: 200}
 
 
 def test_a_standalone_job_that_has_ended_stays_so_with_once(tmp_path: Path) -> None:
@@ -273,19 +256,19 @@ def test_the_coordinator_may_die_without_touching_training(tmp_path: Path) -> No
         child(run, "coordinator").kill()
         seen = len(run.events)
         run.wait_for_event("epoch", after=seen)
-        hurry(run)
+        run.hurry()
         assert run.wait() == 0
         assert len(run.of("generation")) == 1
-        assert samples(run) == dict.fromkeys(range(60), 200)
+        assert run.samples() == dict.fromkeys(range(60), 200)
 
 
 def test_the_fork_server_may_die(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, TRAIN, *LONG], tmp_path, fresh=True) as run:
         run.wait_for_event("epoch", epoch=0)
         child(run, "fork_server").kill()
-        hurry(run)
+        run.hurry()
         assert run.wait() == 0
-        assert samples(run)[59] == 200
+        assert run.samples()[59] == 200
 
 
 def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None:
@@ -293,7 +276,7 @@ def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None
 
     directory = tmp_path / f"adaptdl-{os.getuid()}"
     runtime_file.write(runtime_file.RuntimeFile("127.0.0.1:1", "default", "twice", os.getpid()), directory)
-    with ElasticRun(["--standalone", "--rdzv-id=twice", str(SCRIPTS / "plain.py")], tmp_path) as run:
+    with ElasticRun(["--standalone", "--rdzv-id=twice", PLAIN], tmp_path) as run:
         assert run.wait() == 1
         assert run.text().count("\n") == 1
         assert f"a standalone job 'twice' runs already (process {os.getpid()})" in run.text()
@@ -304,7 +287,7 @@ def test_of_two_that_are_started_at_once_one_runs(tmp_path: Path) -> None:
 
     with runtime_file.locked("twice", tmp_path / f"adaptdl-{os.getuid()}") as mine:
         assert mine
-        done = run_agent(tmp_path, "--standalone", "--rdzv-id=twice", str(SCRIPTS / "plain.py"))
+        done = run_agent(tmp_path, "--standalone", "--rdzv-id=twice", PLAIN)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "a standalone job 'twice' runs already: `adaptdl stop twice` ends it" in line
@@ -335,7 +318,7 @@ def test_the_time_out_of_the_store_reaches_the_coordinator(tmp_path: Path) -> No
     with ElasticRun(arguments, tmp_path) as run:
         run.wait_for_event("generation")
         assert child(run, "coordinator").environ()["ADAPTDL_ETCD_TIMEOUT"] == "17"
-        hurry(run)
+        run.hurry()
         assert run.wait() == 0
 
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from cluster import JOB, PLAIN, Cluster
-from elastic_run import ElasticRun, marked
+from cluster import JOB, Cluster
+from elastic_run import marked
 
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 
@@ -104,7 +104,7 @@ def test_one_replica_of_each_node_dies_at_once(cluster: Cluster) -> None:
     first.wait_for_event("generation")
     whole = cluster.scale(4, first)
     names = {run: name for name, run in cluster.agents.items()}
-    before = {run: pids(run, whole["generation"]) for run in names}
+    before = {run: run.pids(whole["generation"]) for run in names}
     assert sorted(rank for ranks in before.values() for rank in ranks) == [0, 1, 2, 3]
     seen = len(first.events)
     dead = {run: ranks[min(ranks)] for run, ranks in before.items()}
@@ -115,32 +115,10 @@ def test_one_replica_of_each_node_dies_at_once(cluster: Cluster) -> None:
     lost = generations[generations.index(again) - 1]["transition"]
     assert (lost, again["transition"]) == ("recover", "inplace")
     for run, ranks in before.items():
-        assert set(ranks.values()) - {dead[run]} <= set(pids(run, again["generation"]).values())
+        assert set(ranks.values()) - {dead[run]} <= set(run.pids(again["generation"]).values())
     cluster.finish(first, second)
     assert [*first.of("failure"), *second.of("failure")] == []
     cluster.check(epochs=60, replicas=4)
-
-
-def pids(run: ElasticRun, generation: int) -> dict[int, int]:
-    """{rank: pid} of that agent's replicas of a generation."""
-    event = run.wait_for_event("started", generation=generation)
-    return {int(rank): pid for rank, pid in event["pids"].items()}
-
-
-@pytest.mark.exhaustive
-def test_a_node_that_comes_when_the_job_is_done_does_not_train_it_again(cluster: Cluster) -> None:
-    assert cluster.start("first", PLAIN, nodes="1").wait() == 0
-    late = cluster.start("late", PLAIN, nodes="1")
-    assert late.wait() == 0
-    (line,) = late.text().splitlines()
-    assert "job 'job' is done: every replica ended well" in line
-    assert "--anew" in line
-    assert [event["event"] for event in late.events] == ["exit"]
-    again = cluster.start("first", "--anew", PLAIN, nodes="1")
-    assert again.wait() == 0
-    assert "another run begins" in again.text()
-    assert "rank 0 of 1" in again.text()
-    assert cluster.violations() == []
 
 
 @pytest.mark.exhaustive

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
-from cluster import JOB, PLAIN, TRAIN, Cluster
+from cluster import JOB, PLAIN, Cluster
 from elastic_run import run_agent
-
-import adaptdl_elastic
 
 pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]
 
@@ -43,28 +40,6 @@ def test_a_directory_or_address_that_cannot_be_used_is_named_in_one_line(
     assert line.startswith("adaptdl-run: error: ")
     for word in words:
         assert word in line
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_another_command_or_version_does_not_join(cluster: Cluster, tmp_path: Path) -> None:
-    first = cluster.train("first")
-    first.wait_for_event("generation")
-    other = cluster.start("second", TRAIN, "60", "0.2")
-    assert other.wait() == 1
-    (line,) = other.text().splitlines()
-    runs, was = (shlex.join([TRAIN, "60", seconds]) for seconds in ("0.1", "0.2"))
-    assert f"runs `{runs}`, and this node was to run `{was}`" in line
-    patched = tmp_path / "later" / "sitecustomize.py"
-    patched.parent.mkdir()
-    patched.write_text("import adaptdl_elastic; adaptdl_elastic.__version__ = '99.0'\n")
-    later = cluster.train("third", env={"PYTHONPATH": str(patched.parent)})
-    assert later.wait() == 1
-    (line,) = later.text().splitlines()
-    assert f"runs adaptdl-elastic {adaptdl_elastic.__version__} on node first, this node 99.0" in line
-    cluster.finish(first)
-    assert [event["replicas"] for event in first.of("generation")] == [1]
-    cluster.check(epochs=60, replicas=1)
 
 
 @pytest.mark.slow
