@@ -10,44 +10,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import Cluster
+from cluster import PLAIN, Cluster
 from cutting_proxy import CuttingProxy
 
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobStatus, LeaderRecord, decode, encode
 
-SCRIPTS = Path(__file__).parent / "scripts"
-TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
 WRONG_CLOCK = Path(__file__).parents[1] / "support" / "wrong_clock.c"
-LONG = ("60", "0.1")  # epochs, seconds per step
 pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def test_rank_0s_node_and_another_are_killed_at_once(cluster: Cluster) -> None:
-    names = ("first", "second", "third")
-    first = cluster.start("first", TRAIN, *LONG)
-    first.wait_for_event("generation")  # and so it has rank 0
-    second, third = (cluster.start(name, TRAIN, *LONG) for name in names[1:])
-    grown = cluster.scale(3, third)
-    assert grown["placements"] == dict.fromkeys(names, 1)
-    third.wait_for_event("started", generation=grown["generation"])
-    seen = len(third.events)
-    first.process.kill()
-    second.process.kill()
-    third.wait_for_event("generation", after=seen, replicas=1)
-    cluster.finish(third)
-    last = third.of("generation")[-1]
-    assert (last["replicas"], last["cause"]) == (1, "node_lost")
-    assert third.of("failure") == []
-    cluster.check(epochs=60, replicas=1)
 
 
 @pytest.mark.essential
 def test_the_coordinators_node_is_killed_and_who_stood_by_leads(cluster: Cluster) -> None:
-    names = ("first", "second", "third")
-    first = cluster.start("first", TRAIN, *LONG)
-    first.wait_for_event("generation")
-    others = [cluster.start(name, TRAIN, *LONG) for name in names[1:]]
-    cluster.scale(3, others[0])
+    first, *others = cluster.together("first", "second", "third")
     keys = cluster.recorder.keys
     prefix = keys.coordinator_standby("")
     with cluster.store.watch(prefix, 1) as changes:  # from the first change that there was
@@ -73,13 +47,10 @@ def test_the_coordinators_node_is_killed_and_who_stood_by_leads(cluster: Cluster
 
 
 def test_a_node_comes_back_under_its_name(cluster: Cluster) -> None:
-    first = cluster.start("first", TRAIN, *LONG)
-    first.wait_for_event("generation")
-    second = cluster.start("second", TRAIN, *LONG)
-    cluster.scale(2, first)
+    first, second = cluster.together("first", "second")
     seen = len(first.events)
     second.process.kill()
-    again = cluster.start("second", TRAIN, *LONG)
+    again = cluster.train("second")
     # alone at first, or at once with the new one
     first.wait_for_event("generation", cause="node_lost", after=seen)
     again.wait_for_event("generation", replicas=2, placements={"first": 1, "second": 1})
@@ -88,10 +59,7 @@ def test_a_node_comes_back_under_its_name(cluster: Cluster) -> None:
 
 
 def test_a_pause_of_etcd_evicts_nobody(cluster: Cluster) -> None:
-    first = cluster.start("first", TRAIN, *LONG)
-    first.wait_for_event("generation")
-    second = cluster.start("second", TRAIN, *LONG)
-    cluster.scale(2, first)
+    first, second = cluster.together("first", "second")
     began = len(first.of("generation"))
     cluster.etcd.pause()
     seen = len(first.events)
@@ -105,9 +73,9 @@ def test_a_pause_of_etcd_evicts_nobody(cluster: Cluster) -> None:
 
 def test_a_node_that_is_cut_off_is_planned_without_and_used_again(cluster: Cluster) -> None:
     with CuttingProxy(cluster.etcd.endpoint) as proxy:
-        first = cluster.start("first", TRAIN, *LONG)
+        first = cluster.train("first")
         first.wait_for_event("generation")
-        second = cluster.start("second", TRAIN, *LONG, endpoint=proxy.endpoint)
+        second = cluster.train("second", endpoint=proxy.endpoint)
         cluster.scale(2, first)
         seen = len(first.events)
         proxy.freeze()
@@ -120,7 +88,7 @@ def test_a_node_that_is_cut_off_is_planned_without_and_used_again(cluster: Clust
 
 
 def test_an_agent_of_an_earlier_run_is_harmless(cluster: Cluster) -> None:
-    stale = cluster.start("first", TRAIN, *LONG)
+    stale = cluster.train("first")
     stale.wait_for_event("generation")
     stopped = [stale.process, *(child for child in _family(stale.process.pid))]
     key = cluster.recorder.keys.node("first", "job")
@@ -128,7 +96,7 @@ def test_an_agent_of_an_earlier_run_is_harmless(cluster: Cluster) -> None:
         for process in stopped:
             process.send_signal(signal.SIGSTOP)
         assert any(change.kind == "delete" for change in changes)  # else the second one joins its run
-    fresh = cluster.start("second", TRAIN, *LONG)
+    fresh = cluster.train("second")
     fresh.wait_for_event("generation")
     for process in stopped:
         process.send_signal(signal.SIGCONT)
@@ -163,9 +131,9 @@ def test_garbage_under_our_prefix_is_ignored(cluster: Cluster) -> None:
             cluster.store.put(root + name, '{"v": 1, "no": "record"}' if len(name) % 2 else "\x00garbage")
 
     litter()
-    first = cluster.start("first", TRAIN, *LONG)
+    first = cluster.train("first")
     first.wait_for_event("generation")
-    second = cluster.start("second", TRAIN, *LONG)
+    second = cluster.train("second")
     litter()
     cluster.store.put(f"{job}plan", "garbage")
     cluster.scale(2, first)
@@ -180,9 +148,9 @@ def test_clocks_that_differ_by_minutes_decide_nothing(cluster: Cluster, wrong: s
     library = tmp_path / "wrong_clock.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, WRONG_CLOCK, "-ldl"], check=True)
     skew = {"LD_PRELOAD": str(library), "WRONG_CLOCK": "420"}
-    first = cluster.start("first", TRAIN, *LONG, env=skew if wrong == "first" else None)
+    first = cluster.train("first", env=skew if wrong == "first" else None)
     began = first.wait_for_event("generation")
-    second = cluster.start("second", TRAIN, *LONG, env=skew if wrong == "second" else None)
+    second = cluster.train("second", env=skew if wrong == "second" else None)
     cluster.scale(2, first)
     theirs = second.wait_for_event("started")
     # by one clock the first is earlier
@@ -205,9 +173,9 @@ def test_clusters_that_share_an_etcd_do_not_meet(cluster: Cluster) -> None:
 
 
 def test_a_node_that_does_not_get_ready_in_time_is_planned_without(cluster: Cluster) -> None:
-    first = cluster.start("first", "--rescale-timeout=2", "--rescale=restart", TRAIN, *LONG)
+    first = cluster.train("first", "--rescale-timeout=2", "--rescale=restart")
     first.wait_for_event("generation")
-    second = cluster.start("second", "--rescale-timeout=2", "--rescale=restart", TRAIN, *LONG)
+    second = cluster.train("second", "--rescale-timeout=2", "--rescale=restart")
     run = cluster.wait_for_node("second", like="first")
     second.process.send_signal(signal.SIGSTOP)
     seen = len(first.events)

@@ -31,7 +31,6 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
-TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 HEARD, AWAY = Look(autoscaler=True), Look(trouble="no answer")
 HOUR, INTERVAL = 3600.0, 30.0
 
@@ -299,8 +298,7 @@ def test_the_whole_process_runs_its_command_and_ends_the_instance_it_is_on(
 @pytest.mark.exhaustive
 def test_a_job_that_trains_without_its_store_is_saved_before_its_node_ends(cluster: Cluster) -> None:
     """The node is accounted for while its coordinator leads; then the store falls silent."""
-    options = ("--checkpoint-interval=0", TRAIN, "60", "0.1")
-    run = cluster.start("first", *options, env={"ADAPTDL_INSTANCE_ID": "i-1"})
+    run = cluster.train("first", "--checkpoint-interval=0", env={"ADAPTDL_INSTANCE_ID": "i-1"})
     run.wait_for_event("generation")
     endpoint, away, now = cluster.etcd.endpoint, {"ADAPTDL_ETCD_TIMEOUT": "0.5"}, [0.0]
     group, said = Group(), list[str]()

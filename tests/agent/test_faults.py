@@ -8,36 +8,17 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from cluster import LONG, PLAIN, TRAIN
 from elastic_run import ElasticRun, run_agent
-from etcd_server import EtcdServer
 
-SCRIPTS = Path(__file__).parent / "scripts"
-TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
 pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.timeout(600)]
 
-LONG = ("60", "0.1")  # epochs, seconds per step: it lasts until somebody lets it `hurry`
 ELASTIC = ("--standalone", "--no-autoscale", "--nproc-per-node=2", "--checkpoint-path=saved")
-
-
-def pids(run: ElasticRun, generation: int) -> dict[int, int]:
-    event = run.wait_for_event("started", generation=generation)
-    return {int(rank): pid for rank, pid in event["pids"].items()}
-
-
-def hurry(run: ElasticRun) -> None:
-    """What the test is about has been seen: the job may come to its end."""
-    (run.directory / "hurry").touch()
-
-
-def samples(run: ElasticRun) -> dict[int, int]:
-    """Samples of each finished epoch."""
-    return {event["epoch"]: event["samples"] for event in run.of("epoch")}
 
 
 def lines_of_ours(text: str) -> list[str]:
@@ -51,44 +32,6 @@ def child(run: ElasticRun, word: str) -> psutil.Process:
             if word in " ".join(process.cmdline()):
                 return process
     raise AssertionError(f"no {word} among the processes of the run")
-
-
-# What cannot start ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--nnodes=8:1", PLAIN], ["--nnodes=8:1", "--nnodes=1:8"]),
-        (["--nnodes=1:8", PLAIN], ["--rdzv-endpoint HOST:PORT"]),
-        (["--nproc-per-node=some", PLAIN], ["--nproc-per-node=some", "MIN:MAX"]),
-        (["--nosuch", PLAIN], ["--nosuch", "--help"]),
-        (["--nnode-range=3", PLAIN], ["--nnode-range"]),
-        (["missing.py"], ["missing.py"]),
-        ([], ["SCRIPT"]),
-        (["--no-python", "nosuchprogram"], ["nosuchprogram"]),
-        (["--tee=9", PLAIN], ["--tee=9", "0:3,1:2"]),
-        (["--port-range=1:2", PLAIN], ["--port-range=1:2"]),
-        (["--checkpoint-path=/proc/nowhere", PLAIN], ["/proc/nowhere", "--checkpoint-path"]),
-        (["--event-log=/proc/nowhere/log", PLAIN], ["--event-log"]),
-        (["--max-restarts=-1", PLAIN], ["--max-restarts=-1"]),
-        (["--rdzv-endpoint=127.0.0.1:1", "--etcd-timeout=0.5", PLAIN], ["127.0.0.1:1", "--etcd"]),
-    ],
-)
-@pytest.mark.essential
-def test_what_can_not_start_says_so_in_one_line(
-    arguments: list[str], words: list[str], tmp_path: Path
-) -> None:
-    done = run_agent(tmp_path, *arguments)
-    assert done.returncode in (1, 2)
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("adaptdl-run: error: ")
-    for word in words:
-        assert word in line
-
-
-# Scripts without the library ---------------------------------------------------------------------
 
 
 @pytest.mark.essential
@@ -212,15 +155,6 @@ def test_a_script_that_cannot_be_loaded_is_tried_once(script: str, error: str, t
     assert end.startswith(f"adaptdl-run: failed, and a restart would not help: rank 0: {error}: ")
 
 
-def test_a_directory_is_refused_before_anything_is_started(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    done = run_agent(tmp_path, "--standalone", "folder")
-    assert (done.returncode, done.stdout) == (2, "")
-    what = "adaptdl-run: error: 'folder' is a directory without a __main__.py: name a script\n"
-    assert done.stderr == what
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
 def test_the_survivors_of_a_killed_replica_show_no_traceback(tmp_path: Path) -> None:
     with ElasticRun(["--standalone", "--nproc-per-node=2", "--log-dir=logs", PLAIN, "peer"], tmp_path) as run:
         assert run.wait() == 0
@@ -243,7 +177,7 @@ def test_a_crash_has_its_signal_as_exit_code(tmp_path: Path) -> None:
 @pytest.mark.essential
 def test_a_killed_agent_leaves_nothing_behind(tmp_path: Path) -> None:
     with ElasticRun(["--standalone", "--nproc-per-node=2", PLAIN, "sleep"], tmp_path) as run:
-        pids(run, 0)
+        run.pids(0)
         run.process.kill()
         run.process.wait()
         assert run.orphans() == []
@@ -274,24 +208,6 @@ def test_signals_that_come_when_all_is_over_change_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.essential
-def test_a_killed_replica_goes_on_from_the_periodic_checkpoint(tmp_path: Path) -> None:
-    with ElasticRun([*ELASTIC, "--checkpoint-interval=0.3", TRAIN, *LONG], tmp_path) as run:
-        victim = pids(run, 0)[1]
-        run.wait_for_event("epoch", epoch=1)
-        run.wait_for_event("checkpoint")
-        psutil.Process(victim).kill()
-        lost = run.wait_for_event("replica_lost")
-        assert (lost["rank"], lost["exit_code"]) == (1, -9)
-        hurry(run)
-        assert run.wait() == 0
-        assert samples(run) == dict.fromkeys(range(60), 200)
-        assert [g["cause"] for g in run.of("generation")] == ["start", "replica_lost"]
-        weights = [line.split()[1] for line in run.said().splitlines() if line.startswith("weights")]
-        assert len(weights) == 2
-        assert len(set(weights)) == 1
-
-
-@pytest.mark.essential
 def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
     command = [*ELASTIC, TRAIN, *LONG]
     with ElasticRun(command, tmp_path) as run:
@@ -301,12 +217,12 @@ def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
         run.interrupt()  # at once: delivered twice, as `timeout` does it
         assert run.wait() == 143
         assert run.of("checkpoint")[-1]["kind"] == "stop"
-        assert 59 not in samples(run)
-    hurry(run)
+        assert 59 not in run.samples()
+    run.hurry()
     with ElasticRun(command, tmp_path) as run:
         assert run.wait() == 0
-        assert 0 not in samples(run)
-        assert samples(run)[59] == 200
+        assert 0 not in run.samples()
+        assert run.samples()[59] == 200
     with ElasticRun(command, tmp_path) as run:
         assert run.wait() == 0
         assert "job 'train' is done: every replica ended well" in run.text()
@@ -318,7 +234,7 @@ def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, "--anew", TRAIN, "1", "0"], tmp_path) as run:
         assert run.wait() == 0
         assert f"--anew: what was in {tmp_path / 'saved'} is kept in" in run.text()
-        assert samples(run) == {0: 200}
+        assert run.samples() == {0: 200}
 
 
 def test_a_standalone_job_that_has_ended_stays_so_with_once(tmp_path: Path) -> None:
@@ -334,60 +250,25 @@ def test_a_standalone_job_that_has_ended_stays_so_with_once(tmp_path: Path) -> N
         shutil.rmtree(tmp_path / ".adaptdl")
 
 
-def test_a_stopped_replica_is_found_out(tmp_path: Path) -> None:
-    with ElasticRun([*ELASTIC, "--hang-timeout=8", TRAIN, *LONG], tmp_path) as run:
-        victim = pids(run, 0)[1]
-        run.wait_for_event("generation", generation=0)
-        psutil.Process(victim).suspend()
-        # the other one goes on without it, or both start again if neither was in its loop yet
-        found = run.wait_for(lambda event: event["event"] in ("replica_lost", "failure"))
-        assert "--hang-timeout" in found["message"]
-        hurry(run)
-        assert run.wait() == 0
-        assert samples(run) == dict.fromkeys(range(60), 200)
-
-
 def test_the_coordinator_may_die_without_touching_training(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, TRAIN, *LONG], tmp_path) as run:
         run.wait_for_event("generation", generation=0)
         child(run, "coordinator").kill()
         seen = len(run.events)
         run.wait_for_event("epoch", after=seen)
-        hurry(run)
+        run.hurry()
         assert run.wait() == 0
         assert len(run.of("generation")) == 1
-        assert samples(run) == dict.fromkeys(range(60), 200)
+        assert run.samples() == dict.fromkeys(range(60), 200)
 
 
 def test_the_fork_server_may_die(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, TRAIN, *LONG], tmp_path, fresh=True) as run:
         run.wait_for_event("epoch", epoch=0)
         child(run, "fork_server").kill()
-        hurry(run)
+        run.hurry()
         assert run.wait() == 0
-        assert samples(run)[59] == 200
-
-
-@pytest.fixture
-def etcd() -> Iterator[EtcdServer]:
-    with EtcdServer() as server:
-        yield server
-
-
-def test_etcd_may_be_killed_and_started_again(etcd: EtcdServer, tmp_path: Path) -> None:
-    arguments = [f"--rdzv-endpoint={etcd.endpoint}", *ELASTIC[1:], TRAIN, *LONG]
-    with ElasticRun(arguments, tmp_path) as run:
-        run.wait_for_event("epoch", epoch=0)
-        etcd.kill()
-        seen = len(run.events)
-        for _ in range(2):
-            run.wait_for_event("epoch", after=seen)
-            seen = len(run.events)
-        etcd.start()
-        hurry(run)
-        assert run.wait() == 0
-        assert samples(run) == dict.fromkeys(range(60), 200)
-        assert len(run.of("generation")) == 1
+        assert run.samples()[59] == 200
 
 
 def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None:
@@ -395,7 +276,7 @@ def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None
 
     directory = tmp_path / f"adaptdl-{os.getuid()}"
     runtime_file.write(runtime_file.RuntimeFile("127.0.0.1:1", "default", "twice", os.getpid()), directory)
-    with ElasticRun(["--standalone", "--rdzv-id=twice", str(SCRIPTS / "plain.py")], tmp_path) as run:
+    with ElasticRun(["--standalone", "--rdzv-id=twice", PLAIN], tmp_path) as run:
         assert run.wait() == 1
         assert run.text().count("\n") == 1
         assert f"a standalone job 'twice' runs already (process {os.getpid()})" in run.text()
@@ -406,7 +287,7 @@ def test_of_two_that_are_started_at_once_one_runs(tmp_path: Path) -> None:
 
     with runtime_file.locked("twice", tmp_path / f"adaptdl-{os.getuid()}") as mine:
         assert mine
-        done = run_agent(tmp_path, "--standalone", "--rdzv-id=twice", str(SCRIPTS / "plain.py"))
+        done = run_agent(tmp_path, "--standalone", "--rdzv-id=twice", PLAIN)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "a standalone job 'twice' runs already: `adaptdl stop twice` ends it" in line
@@ -437,7 +318,7 @@ def test_the_time_out_of_the_store_reaches_the_coordinator(tmp_path: Path) -> No
     with ElasticRun(arguments, tmp_path) as run:
         run.wait_for_event("generation")
         assert child(run, "coordinator").environ()["ADAPTDL_ETCD_TIMEOUT"] == "17"
-        hurry(run)
+        run.hurry()
         assert run.wait() == 0
 
 

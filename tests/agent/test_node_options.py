@@ -12,8 +12,6 @@ from etcd_server import free_ports
 
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, MasterRecord, decode
 
-TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
-LONG = ("60", "0.1")  # epochs, seconds per step
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -22,12 +20,12 @@ def listening(process: psutil.Process) -> list[int]:
 
 
 @pytest.mark.exhaustive
-def test_what_agents_and_the_library_listen_on_is_in_the_range(cluster: Cluster) -> None:
+def test_agents_and_the_library_listen_in_the_given_range_of_ports_only(cluster: Cluster) -> None:
     low = next(port for port in free_ports(50) if port < 65000)
     ports = f"--port-range={low}:{low + 40}"
-    first = cluster.start("first", ports, TRAIN, *LONG)
+    first = cluster.train("first", ports)
     first.wait_for_event("generation")
-    second = cluster.start("second", ports, TRAIN, *LONG)
+    second = cluster.train("second", ports)
     cluster.scale(2, first)
     second.wait_for_event("started")
     replicas = {rank: pid for run in (first, second) for rank, pid in run.of("started")[-1]["pids"].items()}
@@ -48,10 +46,10 @@ def test_a_directory_that_is_not_shared_is_found_out(cluster: Cluster, tmp_path:
     restart = "--rescale=restart"
     # otherwise the second agent does not find the secret of the job, and is refused
     env = {"ADAPTDL_SECRET": "given"}
-    first = cluster.start("first", restart, "--max-restarts=0", TRAIN, *LONG, env=env)
+    first = cluster.train("first", restart, "--max-restarts=0", env=env)
     first.wait_for_event("checkpoint")
     elsewhere = f"--checkpoint-path={tmp_path / 'elsewhere'}"
-    second = cluster.start("second", restart, elsewhere, TRAIN, *LONG, env=env)
+    second = cluster.train("second", restart, elsewhere, env=env)
     cluster.ask("scale", JOB, "--replicas", "2")
     first.wait_for(lambda event: "must be shared" in str(event))
     cluster.finish(first, second)
@@ -62,7 +60,7 @@ def test_a_directory_that_is_not_shared_is_found_out(cluster: Cluster, tmp_path:
 
 
 def test_a_checkpoint_on_demand_is_there_when_the_command_returns(cluster: Cluster) -> None:
-    first = cluster.start("first", "--checkpoint-interval=0", TRAIN, *LONG)
+    first = cluster.train("first", "--checkpoint-interval=0")
     first.wait_for_event("generation")
     assert first.of("checkpoint") == []
     cluster.ask("checkpoint", JOB, "--wait")

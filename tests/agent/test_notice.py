@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from cluster import JOB, Cluster
@@ -21,8 +20,6 @@ from adaptdl_elastic.agent.machine import interruption
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, Plan, decode
 
-TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
-LONG = ("60", "0.1")  # epochs, seconds per step
 WARNING = 120.0  # seconds from a notice to the end of the node
 
 
@@ -49,10 +46,8 @@ def test_a_notice_is_a_plan_within_seconds_and_nothing_is_lost(
     try:
         runs = {}
         for name, service in services.items():
-            runs[name] = cluster.start(
+            runs[name] = cluster.train(
                 name,
-                TRAIN,
-                *LONG,
                 env={
                     "AWS_EC2_METADATA_SERVICE_ENDPOINT": service.endpoint,
                     "AWS_EC2_METADATA_DISABLED": "false",

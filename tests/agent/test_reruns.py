@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import psutil
 import pytest
 from cluster import JOB, Cluster
 from elastic_run import ElasticRun
 
-SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def first_run(cluster: Cluster, end: str) -> None:
     """Run the job until it is done, or until a person stops it."""
-    run = cluster.start("a", "--nproc-per-node=1:2", SCRIPT, "60", "0.1")
+    run = cluster.train("a", "--nproc-per-node=1:2")
     run.wait_for_event("generation")
     cluster.scale(2, run)
     if end == "stopped":
@@ -41,7 +38,7 @@ def is_after(run: ElasticRun, generation: int, **fields: object) -> dict[str, ob
 def test_another_run_changes_in_place_and_survives_deaths(cluster: Cluster, end: str) -> None:
     first_run(cluster, end)
     again = ("--anew",) if end == "done" else ()
-    run = cluster.start("a", "--nproc-per-node=1:2", *again, SCRIPT, "60", "0.1")
+    run = cluster.train("a", "--nproc-per-node=1:2", *again)
     begun = run.wait_for_event("generation")
     assert begun["generation"] > 0
     grown = cluster.scale(2, run)

@@ -12,8 +12,6 @@ from cluster import JOB, Cluster
 from elastic_run import ElasticRun
 from guarded_etcd import GuardedEtcd
 
-TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
-LONG = ("60", "0.1")  # epochs, seconds per step
 NODES = ("first", "second")
 NEXT_PASSWORD = "second-password"
 pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -68,9 +66,9 @@ def two_agents(folder: Path, own_files: bool = False) -> Iterator[Job]:
         files = [{}, {"ADAPTDL_ETCD_PASSWORD_FILE": str(folder / "password-of-second")} if own_files else {}]
         if own_files:
             (folder / "password-of-second").write_text(guarded.password_file.read_text())
-        first = cluster.start("first", TRAIN, *LONG, env=files[0])
+        first = cluster.train("first", env=files[0])
         first.wait_for_event("generation")
-        second = cluster.start("second", TRAIN, *LONG, env=files[1])
+        second = cluster.train("second", env=files[1])
         cluster.scale(2, second)
         yield Job(guarded, cluster, [first, second])
         for agent in (first, second):  # pytest shows it when the test has failed

@@ -12,22 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cluster import LONG, TRAIN
 from elastic_run import PATIENCE, ElasticRun
 
-TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
-LONG = ("60", "0.1")  # epochs, seconds per step: it lasts until it is let `hurry`
 ELASTIC = ("--standalone", "--no-autoscale", "--nproc-per-node=1:2", "--checkpoint-path=saved")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def hurry(run: ElasticRun) -> None:
-    """What the test is about has been seen: the job may come to its end."""
-    (run.directory / "hurry").touch()
-
-
-def samples(run: ElasticRun) -> dict[int, int]:
-    """Samples of each finished epoch."""
-    return {event["epoch"]: event["samples"] for event in run.of("epoch")}
 
 
 def helpers(run: ElasticRun) -> Iterator[psutil.Process]:
@@ -76,9 +65,9 @@ def test_no_process_beside_the_agent_is_needed_for_good(seed: int, tmp_path: Pat
             run.wait_for_event("generation", replicas=2, after=seen)
             seen = len(run.events)
             run.wait_for_event("epoch", after=seen)
-        hurry(run)
+        run.hurry()
         assert run.wait() == 0, run.text()
-        assert samples(run) == dict.fromkeys(range(60), 200)
+        assert run.samples() == dict.fromkeys(range(60), 200)
         assert "store" not in run.text()
 
 
@@ -155,7 +144,7 @@ def test_a_change_that_fails_says_that_training_goes_on(tmp_path: Path) -> None:
         # or a later one: two seconds may be too short for the second, too
         run.wait_for(lambda event: event["event"] == "generation" and event["generation"] >= 2)
         assert "generation 1 is withdrawn, training goes on: " in run.text()
-        hurry(run)
+        run.hurry()
 
 
 def test_two_jobs_of_one_user(tmp_path: Path) -> None:

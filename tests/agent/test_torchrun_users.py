@@ -76,15 +76,6 @@ def test_a_script_that_names_where_it_meets(launcher: str, method: str, tmp_path
     assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in given(text)} == {("localhost", str(port))}
 
 
-def test_torchruns_old_way_of_one_node_runs(tmp_path: Path) -> None:
-    port = free_port()
-    options = ("--nnodes=1", "--nproc-per-node=2", "--node-rank=0", "--master-addr=127.0.0.1")
-    done = run_agent(tmp_path, *options, f"--master_port={port}", USER, f"tcp://127.0.0.1:{port}")
-    assert said(done).count("sum 3") == 2
-    (note,) = ours(done)
-    assert "--node-rank has no effect" in note
-
-
 def test_after_a_failure_replicas_meet_at_the_same_port(tmp_path: Path) -> None:
     port = free_port()
     options = ("--nproc-per-node=2", "--max-restarts=1")
@@ -181,14 +172,6 @@ def test_everything_from_torchruns_variables(tmp_path: Path) -> None:
         "rank 0 of 2 as trainer\n",
         "rank 1 of 2 as trainer\n",
     ]
-
-
-def test_torchruns_way_to_be_alone_with_shortened_options(tmp_path: Path) -> None:
-    way = ("--nnodes=1", "--nproc_per=2", "--rdzv-b=c10d", "--rdzv_e=localhost:0", "--rdzv_i=alone")
-    done = run_agent(tmp_path, *way, "--max-r=0", USER)
-    assert said(done).count("sum 3") == 2
-    assert ours(done) == []
-    assert {one["TORCHELASTIC_RUN_ID"] for one in given(done.stdout)} == {"alone"}
 
 
 def test_a_module_and_a_path(tmp_path: Path) -> None:

@@ -16,15 +16,9 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "survive.py")
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(600)]
 
 
-def pids(run: ElasticRun, generation: int) -> dict[int, int]:
-    """{rank: pid} of a generation on one node."""
-    event = run.wait_for_event("started", generation=generation)
-    return {int(rank): pid for rank, pid in event["pids"].items()}
-
-
 def finish(run: ElasticRun) -> dict[int, int]:
     """Let the job come to its end; {rank: pid} of who came there, with equal parameters."""
-    (run.directory / "hurry").touch()
+    run.hurry()
     assert run.wait() == 0, run.text()
     said = re.findall(r"weights (\S+) of rank (\d+) in (\d+)", run.text())
     assert len({weights for weights, _, _ in said}) == 1
@@ -38,7 +32,7 @@ def start(run: ElasticRun, replicas: int) -> dict[int, int]:
     grown = run.wait_for_event("generation", replicas=replicas)
     seen = len(run.events)
     run.wait_for_event("metrics", after=seen)
-    return pids(run, grown["generation"])
+    return run.pids(grown["generation"])
 
 
 def job(replicas: int, *more: str) -> list[str]:
@@ -46,10 +40,13 @@ def job(replicas: int, *more: str) -> list[str]:
     return [*arguments, *more, SCRIPT, "30", "0.05"]
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("replicas", "killed"), [(2, [1]), (2, [0]), (4, [0, 2])], ids=["the last", "rank 0", "two of four"]
 )
-def test_who_is_killed_is_not_missed(tmp_path: Path, replicas: int, killed: list[int]) -> None:
+def test_the_replicas_that_are_killed_are_not_missed(
+    tmp_path: Path, replicas: int, killed: list[int]
+) -> None:
     with ElasticRun(job(replicas, "--max-restarts=0"), tmp_path) as run:
         before = start(run, replicas)
         seen = len(run.events)
@@ -60,12 +57,12 @@ def test_who_is_killed_is_not_missed(tmp_path: Path, replicas: int, killed: list
         assert (again["cause"], again["transition"]) == ("replica_lost", "recover")
         assert again["pause_s"] is not None
         survivors = [pid for rank, pid in before.items() if rank not in killed]
-        assert list(pids(run, again["generation"]).values()) == survivors
+        assert list(run.pids(again["generation"]).values()) == survivors
         assert whole["transition"] == "inplace"
-        assert list(pids(run, whole["generation"]).values())[: len(survivors)] == survivors
+        assert list(run.pids(whole["generation"]).values())[: len(survivors)] == survivors
         status = json.loads(run.adaptdl("status", "survive", "--json").stdout)
         assert status["restarts_used"] == 0
-        assert finish(run) == pids(run, whole["generation"])
+        assert finish(run) == run.pids(whole["generation"])
         assert run.of("failure") == []
         assert len(run.of("replica_lost")) == len(killed)
         assert f"replica {killed[0]} is lost (SIGKILL" in run.text()
@@ -79,7 +76,7 @@ def test_a_replica_that_breaks_its_channel_is_killed_and_the_others_go_on(tmp_pa
         (tmp_path / "new").write_text(str(before[1]))
         (tmp_path / "new").rename(tmp_path / "broken")
         whole = run.wait_for_event("generation", after=seen, replicas=2)
-        assert (whole["transition"], pids(run, whole["generation"])[0]) == ("inplace", before[0])
+        assert (whole["transition"], run.pids(whole["generation"])[0]) == ("inplace", before[0])
         [lost] = run.of("replica_lost")
         assert (lost["rank"], lost["message"]) == (1, "a message of more than 16 MiB to the agent")
         finish(run)
@@ -96,7 +93,7 @@ def test_a_death_during_the_recovery(tmp_path: Path) -> None:
         run.wait_for_event("replica_lost", after=seen)
         os.kill(before[1], signal.SIGKILL)
         whole = run.wait_for_event("generation", after=seen, replicas=3)
-        assert pids(run, whole["generation"])[0] == before[2]
+        assert run.pids(whole["generation"])[0] == before[2]
         finish(run)
         assert run.of("failure") == []
 
@@ -126,7 +123,7 @@ def test_a_death_while_a_newcomer_warms_up(tmp_path: Path) -> None:
             os.kill(before[0], signal.SIGKILL)
             again = run.wait_for_event("generation", after=seen, cause="replica_lost")
         assert again["replicas"] == 1
-        assert list(pids(run, again["generation"]).values()) == [before[1]]
+        assert list(run.pids(again["generation"]).values()) == [before[1]]
         (tmp_path / "quick").touch()
         run.wait_for_event("generation", after=seen, replicas=3)
         finish(run)
@@ -139,7 +136,7 @@ def test_a_stopped_replica_is_dropped_and_the_others_go_on(tmp_path: Path) -> No
         seen = len(run.events)
         os.kill(before[1], signal.SIGSTOP)
         again = run.wait_for_event("generation", after=seen, cause="replica_lost")
-        assert list(pids(run, again["generation"]).values()) == [before[0]]
+        assert list(run.pids(again["generation"]).values()) == [before[0]]
         [lost] = run.of("replica_lost")
         assert lost["rank"] == 1
         assert "does not answer for 30 s" in lost["message"]

@@ -131,7 +131,7 @@ def test_nothing_fits() -> None:
     assert GoodputFunction(THETA, GRADS, 64).optimize(2, 8, 64, (16, 32), True)[0] == 0.0
 
 
-def test_what_fits_no_bounds_accumulates_nothing() -> None:
+def test_a_batch_size_that_fits_no_bounds_accumulates_nothing() -> None:
     fn = GoodputFunction(THETA, GRADS, 64)
     assert fn.optimize(1, 1, 64, (100, 200), True)[::2] == (0.0, 0)
     goodput, _, accum = fn.optimize([1, 1], [1, 8], 640, (100, 200), True)
@@ -210,7 +210,10 @@ thetas = st.builds(
 @given(thetas, st.integers(0, 100))
 def test_fit_predicts_what_it_was_shown(theta: PerfParams, seed: int) -> None:
     data = profile(theta, 50, seed)
-    assert error(fit_perf_params(*data), data) < 0.03
+    fitted = fit_perf_params(*data)
+    assert error(fitted, data) < 0.03
+    more = [np.append(x, y) for x, y in zip(data, profile(theta, 10, seed + 1), strict=True)]
+    assert error(fit_perf_params(*more, guess=fitted), more) < 0.03
 
 
 def test_a_slow_first_step_does_not_bend_the_fit() -> None:
@@ -241,7 +244,7 @@ def test_units_do_not_matter() -> None:
     assert slow.gamma == pytest.approx(fast.gamma, rel=1e-3)
 
 
-def test_what_was_not_measured_costs_nothing() -> None:
+def test_a_term_that_was_not_measured_costs_nothing() -> None:
     one = fit_perf_params([1, 1], [1, 1], [32, 64], [0.2, 0.3], [0.2, 0.3])
     for nodes, replicas in ((1, 2), (1, 8), (2, 8)):
         assert optim_time(one, nodes, replicas, 32) == pytest.approx(0.2, rel=0.05)

@@ -308,6 +308,11 @@ def test_a_change_that_never_pays_is_not_said_to_pay() -> None:
     text = allocate([ending], cluster(2), {"job": {"node-0": 1}}, 0.0).reasons["job"].text
     assert text.endswith("with 2 replicas")
     assert "→" in text
+    # nor is a step to a size that would
+    growing = job(max_profiled_replicas=1, pause=30.0, remaining=1e4)
+    other = job("other", max_replicas=1, remaining=1e4)
+    text = allocate([growing, other], cluster(4, 4), {"job": {"node-0": 1}}, 0.0).reasons["job"].text
+    assert text.endswith("with 2 replicas: on the way to 7 replicas")
 
 
 def test_a_change_that_does_not_pay_is_not_made() -> None:
@@ -355,7 +360,7 @@ def test_nobody_waits_while_another_has_two() -> None:
     assert all(sum(found.allocations[j.name].values()) == 1 for j in jobs)
 
 
-def test_who_has_waited_too_long_comes_first() -> None:
+def test_a_job_that_has_waited_too_long_comes_first() -> None:
     jobs = [job(f"short{i}", remaining=1e4) for i in range(4)]
     late = job("late", remaining=1e12, waiting_since=0.0)
     current = {j.name: {"node-0": 1} for j in jobs}
@@ -400,16 +405,15 @@ def test_scattered_replicas_are_brought_together_when_that_pays() -> None:
     assert sum(found.allocations["job"].values()) == 2
 
 
-def test_small_jobs_move_to_make_room_for_a_large_one() -> None:
-    jobs = [
-        job("a", max_replicas=1),
-        job("b", max_replicas=1),
-        job("big", model=SLOW_NETWORK, max_replicas=2),
-    ]
-    current = {"a": {"node-0": 1}, "b": {"node-1": 1}}
-    found = allocate(jobs, cluster(2, 2), current, 0.0, replace(PLAIN_SUM, default_pause=0.1))
-    assert sum(found.allocations["big"].values()) == 2
-    assert len(found.allocations["big"]) == 1
+@pytest.mark.parametrize("slots", [2, 3])
+def test_small_jobs_move_to_make_room_for_a_large_one_and_no_more_than_must(slots: int) -> None:
+    current = {f"{node}-{n}": {f"node-{node}": 1} for node in (0, 1) for n in range(slots - 1)}
+    jobs = [*(job(name, max_replicas=1) for name in current), job("big", model=SLOW_NETWORK, max_replicas=2)]
+    found = allocate(jobs, cluster(slots, slots), current, 0.0, replace(PLAIN_SUM, default_pause=0.1))
+    assert list(found.allocations["big"].values()) == [2]
+    moved = [name for name in current if dict(found.allocations[name]) != current[name]]
+    assert len(moved) == 1
+    assert found.allocations[moved[0]] or slots == 2
 
 
 def test_survivors_come_first_so_that_rank_zero_stays() -> None:
@@ -428,7 +432,7 @@ def test_survivors_come_first_so_that_rank_zero_stays() -> None:
         (job(requested_replicas=65), "needs 65 replicas"),
     ],
 )
-def test_what_can_not_run_says_why_and_harms_nobody(wanted: JobInfo, why: str) -> None:
+def test_a_job_that_cannot_run_says_why_and_harms_no_other(wanted: JobInfo, why: str) -> None:
     found = allocate([wanted, job("other")], cluster(4, 4), {}, 0.0)
     assert found.allocations["job"] == {}
     assert why in found.pending["job"]

@@ -88,6 +88,9 @@ def test_a_job_leaves_a_slow_node_only_if_that_pays_for_the_change() -> None:
     assert allocate([ending], nodes, current, 0.0).allocations["job"] == {"slow-0": 4}
     cheap = replace(ending, remaining=1e7, move_pause=0.1)
     assert types_of(allocate([cheap], nodes, current, 0.0).allocations["job"]) == {"fast"}
+    # one that lies on both, from before types were known, could not come back to that size
+    both: dict[str, Allocation] = {"job": {"fast-0": 1, "slow-0": 1}}
+    assert allocate([job(pause=1e5)], nodes, both, 0.0).allocations == both
 
 
 def test_a_job_without_a_profile_starts_on_the_fastest_type() -> None:

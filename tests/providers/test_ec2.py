@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import replace
+import re
 from typing import Any
 
 import boto3
@@ -193,7 +192,7 @@ def test_ruling_is_undone_even_after_a_crash(moto: Moto) -> None:
     assert RULED_TAG not in {tag["Key"] for tag in after["Tags"]}
 
 
-def test_what_somebody_else_suspended_stays_suspended(moto: Moto) -> None:
+def test_processes_that_somebody_else_suspended_stay_suspended(moto: Moto) -> None:
     make_group(moto, "workers", NewInstancesProtectedFromScaleIn=True)
     moto.client("autoscaling").suspend_processes(
         AutoScalingGroupName="workers", ScalingProcesses=["AZRebalance"]
@@ -236,15 +235,33 @@ def test_a_hook_is_kept_waiting_and_completed(moto: Moto) -> None:
     assert ours.capacity().instance(leaving) is None
 
 
-def test_a_group_that_does_not_exist(moto: Moto) -> None:
-    with pytest.raises(UnknownPoolError, match=f"no auto-scaling group 'workers' in {REGION}"):
-        provider(moto).capacity()
+MADE: list[tuple[dict[str, Any] | None, dict[str, str], type[ProviderError], str]] = [
+    (None, {}, UnknownPoolError, f"no auto-scaling group 'workers' in {REGION}"),
+    ({}, {"region": "us-west-2"}, UnknownPoolError, "us-west-2"),
+    ({}, {"profile": "nobody"}, ProviderError, "--profile"),
+    ({}, {"queue_url": "ENDPOINT/123456789012/none"}, ProviderError, "check --queue-url"),
+    ({"types": ("p4d.24xlarge",)}, {}, ProviderError, "--price p4d.24xlarge=PRICE"),
+    # moto lets it pass; AWS does not
+    ({"low": 3, "high": 2, "desired": 2}, {}, ProviderError, "Min 3 and Max 2"),
+    ({"mixed": {"OnDemandBaseCapacity": 0}, "weight": "2"}, {}, ProviderError, "WeightedCapacity"),
+]
 
 
-def test_a_region_without_the_group(moto: Moto) -> None:
-    make_group(moto, "workers")
-    with pytest.raises(UnknownPoolError, match="us-west-2"):
-        provider(moto, region="us-west-2").capacity()
+@pytest.mark.parametrize(("group", "given", "kind", "said"), MADE)
+def test_a_group_or_setting_that_cannot_be_used_is_refused_with_the_remedy(
+    moto: Moto, group: dict[str, Any] | None, given: dict[str, str], kind: type[ProviderError], said: str
+) -> None:
+    if group is not None:
+        make_group(moto, "workers", **group)
+    more = {name: value.replace("ENDPOINT", moto.endpoint) for name, value in given.items()}
+
+    def used() -> None:
+        ours = provider(moto, **more)
+        ours.capacity()
+        ours.signals()
+
+    with pytest.raises(kind, match=re.escape(said)):
+        used()
 
 
 def test_an_instance_of_somebody_else(moto: Moto) -> None:
@@ -279,29 +296,6 @@ def test_no_region(moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(ProviderError, match="AWS_REGION"):
         provider(moto)
-
-
-def test_no_such_profile(moto: Moto) -> None:
-    with pytest.raises(ProviderError, match="--profile"):
-        provider(moto, profile="nobody")
-
-
-def test_no_price(moto: Moto) -> None:
-    make_group(moto, "workers", types=("p4d.24xlarge",))
-    with pytest.raises(ProviderError, match=r"--price p4d.24xlarge=PRICE"):
-        provider(moto).capacity()
-
-
-def test_min_above_max_is_refused(moto: Moto) -> None:
-    make_group(moto, "workers", low=3, high=2, desired=2)  # moto lets it pass; AWS does not
-    with pytest.raises(ProviderError, match="Min 3 and Max 2"):
-        provider(moto).capacity()
-
-
-def test_weights_are_refused(moto: Moto) -> None:
-    make_group(moto, "workers", mixed={"OnDemandBaseCapacity": 0}, weight="2")
-    with pytest.raises(ProviderError, match="WeightedCapacity"):
-        provider(moto).capacity()
 
 
 def test_why_a_launch_failed_is_told(moto: Moto) -> None:
@@ -381,45 +375,6 @@ def test_the_queue_brings_notices_about_our_instances(moto: Moto) -> None:
     end = next(s.deadline for s in told if s.kind is SignalKind.INTERRUPTION)
     assert end == pytest.approx(1795233720.0)
     assert ours.signals() == ()
-
-
-def test_eventbridge_delivers_into_the_queue(moto: Moto) -> None:
-    make_group(moto, "workers", desired=1, spot=True)
-    sqs, events = moto.client("sqs"), moto.client("events")
-    url = sqs.create_queue(QueueName="notices")["QueueUrl"]
-    arn = sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
-    pattern = {"source": ["test.ec2"], "detail-type": ["EC2 Spot Instance Interruption Warning"]}
-    events.put_rule(Name="spot", EventPattern=json.dumps(pattern))
-    events.put_targets(Rule="spot", Targets=[{"Id": "queue", "Arn": arn}])
-    ours = provider(moto, queue_url=url)
-    member = ours.capacity().instances[0].id
-    detail = {"instance-id": member, "instance-action": "terminate"}
-    events.put_events(
-        Entries=[
-            {
-                "Source": "test.ec2",
-                "DetailType": "EC2 Spot Instance Interruption Warning",
-                "Detail": json.dumps(detail),
-            }
-        ]
-    )
-    (notice,) = ours.signals()
-    assert (notice.kind, notice.instance) == (SignalKind.INTERRUPTION, member)
-    assert notice.deadline is not None
-    assert 60 < notice.deadline - time.time() <= 121
-
-
-def test_a_queue_that_does_not_exist(moto: Moto) -> None:
-    make_group(moto, "workers")
-    ours = provider(moto, queue_url=f"{moto.endpoint}/123456789012/none")
-    with pytest.raises(ProviderError, match="sqs:ReceiveMessage"):
-        ours.signals()
-
-
-def test_pools_are_values(moto: Moto) -> None:
-    make_group(moto, "workers")
-    pool = provider(moto).capacity().pool("workers")
-    assert replace(pool, desired=1) != pool
 
 
 def test_an_instance_that_has_ended_is_reported_with_its_launch_and_its_end(moto: Moto) -> None:

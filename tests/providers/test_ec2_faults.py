@@ -138,17 +138,10 @@ def test_notices_read_before_the_queue_failed_count(moto: Moto) -> None:
     assert any("sqs:ReceiveMessage" in text for text in ours.capacity().warnings)
 
 
-def test_a_wrong_queue_has_a_remedy(moto: Moto) -> None:
-    make_group(moto, "workers")
-    ours, _ = provider(moto, queue_url=f"{moto.endpoint}/123456789012/none")
-    with pytest.raises(ProviderError, match="check --queue-url"):
-        ours.signals()
-
-
 # -- late, and twice
 
 
-def test_what_is_released_and_still_shown_is_not_released_again(moto: Moto) -> None:
+def test_an_instance_that_is_released_and_still_shown_is_not_released_again(moto: Moto) -> None:
     """Twice would lower the desired capacity twice."""
     make_group(moto, "workers", desired=3)
     clock = Clock()

@@ -160,3 +160,13 @@ def collect() -> Iterator[type[Collector]]:
     for one in made:
         one.watch.close()
         one.wait_end()
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """Handlers of torchrun's rendezvous; the module is imported here, because it needs torch."""
+    from torchrun_group import Group
+
+    made = Group(monkeypatch)
+    yield made
+    made.close()

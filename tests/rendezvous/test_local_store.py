@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -263,16 +262,14 @@ def test_a_lease_that_has_run_out_on_the_server_is_lost(store: LocalStore) -> No
 
 
 @pytest.mark.processes
-def test_what_a_killed_server_leaves_is_no_trouble() -> None:
+def test_the_files_of_a_killed_server_are_no_trouble() -> None:
     with run(SERVER) as server:
         path = socket_path(said(server))
         store = LocalStore(path, PATIENCE)
-        store.lease(60)
+        store.lease(1e6)
         server.kill()
         server.wait()
-    started = time.monotonic()
-    store.close()
-    assert time.monotonic() - started < 50, "it waited for a lease that had ended with its server"
+    store.close()  # it does not wait for a lease that has ended with its server
     assert path.exists()
     with LocalServer():
         assert not path.parent.exists()

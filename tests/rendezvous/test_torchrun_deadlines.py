@@ -9,124 +9,30 @@ import os
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from polling import until
 from ports import free_port
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
-    RendezvousParameters,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
-from torchrun_clock import TorchrunClock, knows
+from torchrun_clock import knows
+from torchrun_group import NODES, PREFIX, ROUND, SOON, AwayStore, Group
 
-from adaptdl_elastic.rendezvous import torchrun
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord, decode, encode
-from adaptdl_elastic.rendezvous.store.base import StoreUnavailableError
-from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.rendezvous.torchrun import gathering as gathering_module
 from adaptdl_elastic.rendezvous.torchrun import handler as module
 from adaptdl_elastic.rendezvous.torchrun import membership as m
-from adaptdl_elastic.rendezvous.torchrun import roster as roster_module
 
-PREFIX = "/adaptdl/v1/default/torchrun/job/"
-SLACK = 60.0  # seconds that a busy machine may be late
-SOON = 120.0  # seconds, for what is only waited for when a test fails
 LONG = "600"  # seconds of a time-out that is over when a test has put the clock on
 MASTER = PREFIX + "rounds/1/master"
-NODES, ROUND = PREFIX + "nodes/", PREFIX + "round"
-
-
-class AwayStore(MemoryStore):
-    """A client whose writes the store does not answer while it is `away`."""
-
-    away: threading.Event
-    asked: int = 0
-
-    def put(self, *arguments: object, **named: object) -> int:
-        self._answer()
-        return super().put(*arguments, **named)  # type: ignore[arg-type]
-
-    def compare_and_swap(self, *arguments: object, **named: object) -> int | None:
-        self._answer()
-        return super().compare_and_swap(*arguments, **named)  # type: ignore[arg-type]
-
-    def _answer(self) -> None:
-        if self.away.is_set():
-            type(self).asked += 1
-            raise StoreUnavailableError("nobody answers")
-
-
-class Group:
-    """Handlers on one store, each with a thread in which torch's agent would live."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.store = MemoryStore()
-        self.away = threading.Event()
-        monkeypatch.setattr(module, "connect", lambda *_, **__: self._client())
-        self.clock = TorchrunClock(monkeypatch)
-        self.gatherings: list[gathering_module.Gathering] = []
-        monkeypatch.setattr(module, "Gathering", self._gathering)
-        self.asks_for_rank_0 = threading.Event()  # a handler is in a round
-        monkeypatch.setattr(roster_module.Roster, "master_of", self._asked(roster_module.Roster.master_of))
-        self.handlers: list[module.AdaptdlEtcdHandler] = []
-        self._pool = ThreadPoolExecutor(8)
-
-    def _client(self) -> AwayStore:
-        client = AwayStore(shared=self.store.shared)
-        client.away = self.away
-        return client
-
-    def handler(self, nodes: tuple[int, int] = (2, 2), **config: str) -> module.AdaptdlEtcdHandler:
-        settings = {"last_call": "0.1", "grace": "0.2", "timeout": "200", **config}
-        made = torchrun.create_handler(
-            RendezvousParameters("adaptdl-etcd", "127.0.0.1:1", "job", *nodes, "127.0.0.1", **settings)
-        )
-        assert isinstance(made, module.AdaptdlEtcdHandler)
-        self.handlers.append(made)
-        return made
-
-    def enter(self, *handlers: module.AdaptdlEtcdHandler) -> list[Future[RendezvousInfo]]:
-        return [self._pool.submit(handler.next_rendezvous) for handler in handlers]
-
-    def wait_for(self, reached: Callable[[], bool], what: str) -> None:
-        until(what, reached, SOON)
-
-    def _gathering(self, *given: Any) -> gathering_module.Gathering:
-        self.gatherings.append(gathering_module.Gathering(*given))
-        return self.gatherings[-1]
-
-    def _asked(self, master_of: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: (self.asks_for_rank_0.set(), master_of(*given))[1]
-
-    def members(self) -> dict[str, m.Member]:
-        found = self.store.range(NODES).items
-        return {item.key.removeprefix(NODES): decode(m.Member, item.value, item.key) for item in found}
-
-    def round(self) -> m.MembershipRound | None:
-        found = self.store.get(ROUND)
-        return decode(m.MembershipRound, found.value, ROUND) if found else None
-
-    def close(self) -> None:
-        for handler in self.handlers:
-            handler.shutdown()
-        self._pool.shutdown()
-
-
-@pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
-    made = Group(monkeypatch)
-    yield made
-    made.close()
 
 
 class Ghost:
@@ -171,19 +77,17 @@ def closed_port() -> Iterator[int]:
         yield kept.getsockname()[1]
 
 
-def outcome(entering: Future[RendezvousInfo], timeout: float, started: float) -> RendezvousError:
-    """The error that a call ended with, which was in time."""
-    error = entering.exception(timeout + SLACK)
+def outcome(entering: Future[RendezvousInfo]) -> RendezvousError:
+    """The error that a call ended with."""
+    error = entering.exception(SOON)
     assert isinstance(error, RendezvousError), error
-    assert time.monotonic() - started < timeout + SLACK
     return error
 
 
 def outcome_at_the_end(group: Group, entering: Future[RendezvousInfo]) -> RendezvousError:
     """The same of a call with LONG, from whose end on."""
-    started = time.monotonic()
     group.clock.put_on(float(LONG))
-    return outcome(entering, 0, started)
+    return outcome(entering)
 
 
 @contextlib.contextmanager
@@ -201,7 +105,7 @@ def test_the_store_of_a_living_rank_0_vanishes(
 ):
     """Seen before: 193 s and 90,000 lines."""
     ghost = Ghost(group)
-    handler, started = group.handler(timeout="15"), time.monotonic()
+    handler = group.handler(timeout="15")
     with quiet(capfd, caplog, most=100):  # torch prints one backtrace
         (entering,) = group.enter(handler)
         servers = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
@@ -209,7 +113,7 @@ def test_the_store_of_a_living_rank_0_vanishes(
         key = "/adaptdl/job/1/here/1"
         group.wait_for(lambda: servers[0].check([key]), "the other to come to the store")
         servers.clear()
-        error = outcome(entering, 15, started)
+        error = outcome(entering)
     assert isinstance(error, RendezvousTimeoutError)
     assert re.search(r"within 15 s .*rank 0's node cannot be reached at 127\.0\.0\.1", str(error))
 
@@ -276,8 +180,8 @@ def test_a_port_behind_a_wall_ends_all_members_in_time(
     with closed_port() as wall, quiet(capfd, caplog, most=60):
         serve = module.serve
         monkeypatch.setattr(module, "serve", lambda *given: (wall, serve(*given)[1]))
-        handlers, started = [group.handler(timeout="15") for _ in range(2)], time.monotonic()
-        errors = [outcome(entering, 15, started) for entering in group.enter(*handlers)]
+        handlers = [group.handler(timeout="15") for _ in range(2)]
+        errors = [outcome(entering) for entering in group.enter(*handlers)]
     assert all(isinstance(error, RendezvousTimeoutError) for error in errors), errors
     last = group.round()
     assert last is not None
@@ -341,7 +245,7 @@ def test_a_slow_member_is_waited_for(group: Group, monkeypatch: pytest.MonkeyPat
     assert group.round() == replace(group.round(), number=1), "one round was enough"
 
 
-def test_who_gave_up_is_not_waited_for_and_can_come_again(group: Group):
+def test_a_node_that_gave_up_is_not_waited_for_and_can_come_again(group: Group):
     first = group.handler(timeout=LONG)
     (entering,) = group.enter(first)
     group.wait_for(lambda: knows(first, 1), "it to come")
@@ -400,10 +304,8 @@ def test_nodes_that_trickle_in_share_the_first_round(group: Group):
 
 
 def test_the_whole_of_the_maximum_needs_no_last_call(group: Group):
-    started = time.monotonic()
     entering = group.enter(*(group.handler((1, 2), last_call="600", timeout="2000") for _ in range(2)))
     assert sorted(one.result(SOON).rank for one in entering) == [0, 1]
-    assert time.monotonic() - started < SOON
 
 
 def test_the_last_call_ends_before_the_time_does(group: Group):
@@ -452,6 +354,7 @@ def test_a_closed_run_raises_torchs_exception_which_ends_torchrun_with_0(group: 
     group.enter(one)[0].result(SOON)
     (waiting,) = group.enter(spare)
     group.wait_for(lambda: len(group.members()) == 2, "the spare to come")
+    assert one.num_nodes_waiting() == 0
     one.shutdown()
     error = waiting.exception(SOON)
     assert isinstance(error, RendezvousClosedError)
@@ -468,6 +371,7 @@ def test_a_failed_run_is_no_quiet_exit(group: Group):
     except RuntimeError:
         pair[0].shutdown()
     group.wait_for(lambda: pair[1].num_nodes_waiting() > 0, "the other to be told")
+    assert pair[1].is_closed()
     with pytest.raises(RendezvousClosedError, match="which failed") as caught:
         pair[1].next_rendezvous()
     assert not isinstance(caught.value, SystemExit)
@@ -512,12 +416,6 @@ def test_a_handler_that_is_dropped_leaves_the_run(group: Group):
     del dropped
     gc.collect()
     assert group.enter(group.handler((1, 1), leave_timeout="600"))[0].result(SOON).world_size == 1
-
-
-def test_two_handlers_of_one_process_are_two_nodes(group: Group):
-    pair = [group.handler(), group.handler()]
-    assert sorted(one.result(SOON).rank for one in group.enter(*pair)) == [0, 1]
-    assert len(group.members()) == 2
 
 
 def test_workers_may_be_told_to_keep_a_store_of_their_own(group: Group, monkeypatch: pytest.MonkeyPatch):

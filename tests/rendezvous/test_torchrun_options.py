@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -57,12 +58,6 @@ def test_is_host_is_taken_for_etcd_is_the_host(value: str):
     assert parse(f"is_host={value}").warning() is None
 
 
-def test_one_option_under_two_names_with_two_values_is_refused():
-    assert parse("last_call=3,last_call_timeout=3").last_call == 3
-    with pytest.raises(ValueError, match=r"last_call_timeout=4: last_call is the same option, give one"):
-        parse("last_call=3,last_call_timeout=4")
-
-
 def test_unknown_options_are_told_in_one_line_and_the_rest_counts(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         handler = torchrun.create_handler(
@@ -80,3 +75,39 @@ def test_unknown_options_are_told_in_one_line_and_the_rest_counts(caplog: pytest
 def test_https_is_for_every_endpoint_that_has_no_scheme():
     found = RendezvousParameters("adaptdl-etcd", "a:1,b:2", "job", 1, 1, protocol="https")
     assert torchrun.create_handler(found).urls == ("https://a:1", "https://b:2")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *(({"lease": text}, "lease=") for text in ("inf", "nan", "-1", "0")),
+        ({"lease": "soon"}, "positive number of seconds"),
+        ({"timeout": "inf"}, "timeout"),
+        ({"grace": "-0.5"}, "grace"),
+        ({"port_range": "9-3"}, "port_range"),
+        ({"port_range": "x"}, "FIRST-LAST"),
+        ({"is_host": "maybe"}, "neither true nor false"),
+        ({"protocol": "gopher"}, "protocol"),
+        ({"keep_alive_interval": "often"}, "keep_alive_interval"),
+        ({"join_timeout": "-1"}, "join_timeout"),
+        ({"last_call": "3", "last_call_timeout": "4"}, "=4: last_call is the same option, give one"),
+        ({"run_id": "a/b"}, "--rdzv-id 'a/b' cannot be used"),
+        ({"endpoint": "host:0"}, "host:0"),
+        ({"endpoint": "ftp://x"}, "not of the form HOST:PORT"),
+        ({"cluster": "a/b"}, "a/b"),
+        ({"ca": "/nowhere"}, "cannot be read"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_ends_torchrun_with_one_line(given: dict[str, str], said: str):
+    usual = {"backend": "adaptdl-etcd", "endpoint": "e:1", "run_id": "job"}
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        torchrun.create_handler(RendezvousParameters(**{**usual, **given}, min_nodes=1, max_nodes=1))
+    assert isinstance(caught.value, SystemExit)
+    line = str(caught.value.code)
+    assert line.startswith("torchrun: error: ")
+    assert "\n" not in line
+    assert "--rdzv-conf" in line or set(given) <= {"run_id", "endpoint", "cluster", "ca"}, line
+
+
+def test_one_option_under_two_names_may_have_one_value():
+    assert parse("last_call=3,last_call_timeout=3").last_call == 3

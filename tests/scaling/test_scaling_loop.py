@@ -5,8 +5,8 @@ import json
 
 import pytest
 import scaling_world
+from fake_provider import FakeProvider
 from scaling_cluster import KEYS, POOL, Cluster
-from static_provider import StaticProvider
 
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.agent.own_records import job_spec
@@ -189,7 +189,7 @@ def test_a_dry_run_says_and_does_nothing(store: MemoryStore) -> None:
     assert (would["pool"], would["desired"]) == ("workers", 3)
 
 
-def test_what_it_paid_is_remembered_by_the_next_one(store: MemoryStore) -> None:
+def test_the_next_autoscaler_remembers_the_amount_that_was_paid(store: MemoryStore) -> None:
     first = Cluster(store)
     first.submit()
     first.tick()
@@ -209,7 +209,7 @@ def test_a_garbled_memory_is_forgotten(store: MemoryStore, caplog: pytest.LogCap
     assert "forgotten" in caplog.text
 
 
-def test_what_the_provider_refuses_is_said_once_and_tried_again(store: MemoryStore) -> None:
+def test_a_request_that_the_provider_refuses_is_said_once_and_tried_again(store: MemoryStore) -> None:
     cluster = Cluster(store).submit()
     cluster.provider.errors["request"] = [ProviderError(f"throttled, {n} s") for n in range(3)]
     cluster.ticks(5)
@@ -292,8 +292,8 @@ def test_only_one_rules(store: MemoryStore) -> None:
 
 
 def test_a_static_cluster_is_watched_and_left_alone(store: MemoryStore) -> None:
-    cluster = Cluster(store, provider=StaticProvider()).submit(nodes=2).ticks(1)
-    assert cluster.status().provider == "static"
+    cluster = Cluster(store, provider=FakeProvider({}, lambda: 0.0)).submit(nodes=2).ticks(1)
+    assert cluster.status().provider == "fake"
     assert "needs 2 nodes to run, and 0 can be had now" in cluster.status().warnings[0]
 
 
@@ -339,7 +339,7 @@ def test_nodes_bought_for_a_job_stay_while_its_change_to_them_lasts(store: Memor
 
 
 @pytest.mark.parametrize("by", ["a person", "itself", "an instance", "a deadline"])
-def test_who_drains_a_node_by_hand_keeps_its_machine(store: MemoryStore, by: str) -> None:
+def test_a_node_that_was_drained_by_hand_keeps_its_machine(store: MemoryStore, by: str) -> None:
     """Only a node's own word, or a drain that is about its instance or has a deadline, gives it back."""
     cluster = Cluster(store).submit(nodes=1).ticks(2)
     (instance,), (node,) = cluster.instances, cluster.placed()
@@ -365,7 +365,7 @@ def test_who_drains_a_node_by_hand_keeps_its_machine(store: MemoryStore, by: str
         assert store.get(KEYS.drain(node)) is not None
 
 
-def test_what_a_job_costs_is_said_when_its_size_changes_and_when_it_ends(store: MemoryStore) -> None:
+def test_the_cost_of_a_job_is_said_when_its_size_changes_and_when_it_ends(store: MemoryStore) -> None:
     cluster = Cluster(store).submit(nodes=2).ticks(2)
     nodes = cluster.placed()
     cluster.tick(1800)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from elastic_run import PATIENCE, ElasticRun
 from etcd_server import EtcdServer
@@ -20,6 +21,9 @@ from adaptdl_elastic.rendezvous.store.base import Change, Store
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
 JOB = "job"
+SCRIPTS = Path(__file__).parents[1] / "agent" / "scripts"
+TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
+LONG = ("60", "0.1")  # epochs, seconds per step: it lasts until somebody lets it `hurry`
 
 
 class Cluster:
@@ -62,6 +66,22 @@ class Cluster:
         earlier = sum(label.partition("#")[0] == node for label in self.agents)
         self.agents[f"{node}#{earlier + 1}" if earlier else node] = run
         return run
+
+    def train(self, node: str, *options: str, **given: Any) -> ElasticRun:
+        """An agent whose replicas train until the end is near; `given` is as for `start`."""
+        return self.start(node, *options, TRAIN, *LONG, **given)
+
+    def together(self, *nodes: str, **given: Any) -> list[ElasticRun]:
+        """Agents of these nodes, once a replica trains on each; the first has rank 0 and the coordinator."""
+        runs = []
+        for node in nodes:
+            runs.append(self.train(node, **given))
+            if len(runs) == 1:
+                runs[0].wait_for_event("generation")
+        grown = self.scale(len(nodes), runs[-1])
+        for run in runs:
+            run.wait_for_event("started", generation=grown["generation"])
+        return runs
 
     def ask(self, *arguments: str) -> str:
         """The command `adaptdl`, as in another terminal."""

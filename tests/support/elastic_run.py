@@ -166,6 +166,19 @@ class ElasticRun:
         with self._changed:
             return [event for event in self.events if event["event"] == name]
 
+    def pids(self, generation: int) -> dict[int, int]:
+        """{rank: pid} of this agent's replicas of a generation."""
+        event = self.wait_for_event("started", generation=generation)
+        return {int(rank): pid for rank, pid in event["pids"].items()}
+
+    def samples(self) -> dict[int, int]:
+        """Samples of each finished epoch."""
+        return {event["epoch"]: event["samples"] for event in self.of("epoch")}
+
+    def hurry(self) -> None:
+        """What the test is about has been seen: the job may come to its end."""
+        (self.directory / "hurry").touch()
+
     def wait(self, timeout: float = PATIENCE) -> int:
         """The exit code."""
         try:
