@@ -178,14 +178,16 @@ class Truth:
         return found is not None and f'"agent":"{replica.agent.identity}"' in found.value  # type: ignore[attr-defined]
 
     def _was_there(self, other: Replica, replica: Replica) -> bool:
-        """Whether an agent was registered when the plan of another job's replica was made.
+        """Whether an agent with an older plan was registered when the plan of another job's replica was made.
 
         Else its devices were free. It may be back before that replica starts, which then waits for the locks
         of the devices (`agent/machine/device_locks.py`); there are none here.
         """
-        planned = self.job(replica.job).budget.written_at.get(replica.generation, float("inf"))
+        before, planned = (
+            self.job(one.job).budget.written_at.get(one.generation, float("inf")) for one in (other, replica)
+        )
         since = self.registered.get(self._world.keys.node(other.machine.name, other.job), 0.0)
-        return other.job == replica.job or since <= planned
+        return other.job == replica.job or before > planned or since <= planned
 
     def replica_ended(self, replica: Replica) -> None:
         """A process is gone."""
