@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -210,7 +210,8 @@ class ClusterCache:
         )
         # (part of the view, job or "") → node, or what else identifies an entry → entry
         self._held: dict[tuple[str, str], dict[Any, _Entry]] = defaultdict(dict)
-        self._stale: set[tuple[str, str]] = set()  # what of it has changed since the last view
+        # what of it has changed since the last view, in that order, which the view's jobs have, too
+        self._stale: dict[tuple[str, str], None] = {}
         self._nodes: dict[str, Mapping[str, Observed[records.NodeRecord]]] = {}
         self._jobs: dict[str, JobView] = {}
         self._gone: dict[tuple[str, str], Missing] = {}
@@ -243,10 +244,10 @@ class ClusterCache:
         self._now = now
         self._apply(self._cache.note(Change("put", key, text, revision)))
 
-    def forget(self, prefix: str, now: float) -> None:
-        """Apply this process's own deletion at once, before the watch reports it."""
+    def forget(self, prefix: str, now: float, but: Container[str] = ()) -> None:
+        """Apply this process's own deletion at once, before the watch reports it; the keys in `but` stay."""
         self._now = now
-        self._apply(self._cache.forget(prefix))
+        self._apply(self._cache.forget(prefix, but))
 
     def problems(self) -> list[Problem]:
         """Return the invalid values found since the last call, each message once."""
@@ -255,8 +256,9 @@ class ClusterCache:
 
     def view(self, now: float, wall: float, steady_since: float = float("-inf")) -> View:
         """Return an immutable view of what is known."""
-        while self._stale:
-            self._build(*self._stale.pop())
+        for place in self._stale:
+            self._build(*place)
+        self._stale.clear()
         return View(
             now=now,
             wall=wall,
@@ -294,7 +296,7 @@ class ClusterCache:
     def _apply(self, differences: Sequence[Difference[Observed[Any]]]) -> bool:
         for key, before, after in differences:
             part, job, at = self._place(key) or ("", "", "")
-            self._stale.add((part, job))
+            self._stale[part, job] = None
             if after is None:
                 self._held[part, job].pop(at, None)
             else:

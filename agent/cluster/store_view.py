@@ -62,6 +62,11 @@ class StoreView:
         if news.prefix == self._keys.nodes:
             yield self._nodes()
 
+    def saved(self, record: CheckpointRecord) -> None:
+        """Take over a checkpoint that was saved here, unless a later generation has recorded one."""
+        if self.checkpoint is None or self.checkpoint.generation <= record.generation:
+            self.checkpoint = record
+
     def lost_records(self, news: Keyspace) -> dict[str, str]:
         """Return this job's records that are lost in `news`, because the store is a new or an older one.
 

@@ -591,5 +591,5 @@ class ElasticAgent(SimpleElasticAgent):
     def _on_saved(self, handle: ReplicaHandle, saved: messages.Saved) -> None:
         record = CheckpointRecord(saved.id, saved.path, handle.generation, saved.step, time.time())
         # set at once, so that the next replica on this node does not wait for the watch
-        self._view.checkpoint = record
+        self._view.saved(record)
         self._reporter.checkpoint(record)

@@ -368,7 +368,8 @@ class Term:
             if surplus > self._o._settings.max_events // 10:
                 for old in kept[:surplus]:
                     self._o._store.delete(old)
-                    self.cache.forget(old, self._o._clock())
+                # at once, because each time all keys of the cluster are looked through
+                self.cache.forget(self._o._keys.events, self._o._clock(), but=set(kept[surplus:]))
         except StoreError as error:
             logger.warning("could not log the event %s: %s", event, error)
 

@@ -12,6 +12,7 @@ from adaptdl_elastic.agent.cluster.store_view import StoreView
 from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
+    CheckpointRecord,
     DrainRequest,
     EndedRecord,
     JobRequest,
@@ -91,6 +92,19 @@ def test_requests_are_kept(view: StoreView) -> None:
     assert view.drain is not None
     list(view.apply(changed(KEYS.drain("here"), None)))
     assert view.drain is None
+
+
+def test_a_late_checkpoint_of_an_older_generation_does_not_take_the_place_of_a_newer_one(
+    view: StoreView,
+) -> None:
+    key, saved = KEYS.job("job", "checkpoint"), [CheckpointRecord(str(n), "/saved", n) for n in (1, 2, 3)]
+    view.saved(saved[0])
+    assert view.checkpoint == saved[0]
+    list(view.apply(changed(key, encode(saved[1]))))
+    view.saved(saved[0])
+    assert view.checkpoint == saved[1]
+    view.saved(saved[2])
+    assert view.checkpoint == saved[2]
 
 
 @pytest.mark.parametrize("value", ["", "{", "[]", '{"v":1}', "\x00", "null", '{"generation":"x"}'])

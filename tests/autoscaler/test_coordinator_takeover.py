@@ -9,13 +9,15 @@ from coordinator_pump import Pump, elastic, start
 from coordinator_script import play
 from submitted_jobs import submission_by
 
-from adaptdl_elastic.autoscaler.cluster_view import Observed
+from adaptdl_elastic.autoscaler.cluster_view import Observed, view_of
 from adaptdl_elastic.autoscaler.coordinator.decide import decide
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CompareAndSwap, CoordinatorSettings, Memory
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.web.overview import overview
+from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     JobRequest,
+    JobSpec,
     JobState,
     JobStatus,
     LeaderRecord,
@@ -24,6 +26,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 from adaptdl_elastic.rendezvous.schema.submissions import Signed
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, state_of
+from adaptdl_elastic.rendezvous.store.base import KeyValue, Snapshot
 
 # -- takeover, reruns, and what is left behind
 
@@ -233,3 +236,11 @@ def test_jobs_that_ended_long_ago_are_read_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(pump.store, "get", refuse)
     assert reader.read(None) == first
+
+
+def test_every_leader_sees_the_jobs_in_the_order_of_their_names() -> None:
+    """Not in that of a set, which differs between processes."""
+    keys, names = Keys("lab"), [f"job-{number:02d}" for number in range(20)]
+    specs = [(keys.job(name, "spec"), encode(JobSpec(name, "run"))) for name in names]
+    items = tuple(KeyValue(key, text, revision, revision) for revision, (key, text) in enumerate(specs, 1))
+    assert list(view_of(keys, Snapshot(items, len(items)), 0.0, 0.0).jobs) == names

@@ -325,13 +325,26 @@ def tested(planted: Planted) -> str:
     )
 
 
-def also_without(said: str) -> bool:
-    """Return whether the seed that a simulator names reports something without the planted defect, too."""
+def simulated(planted: Planted, seconds: float, seed: int, processes: int) -> str:
+    """Search for a defect as `search` does, past seeds that report something without it, too."""
+    while True:
+        said = search(planted, seconds, seed, processes)
+        if (known := also_without(said)) is None:
+            return said
+        found = re.search(r"^found after ([\d.]+) s", said, re.MULTILINE)
+        seconds -= float(found[1]) if found else seconds
+        if seconds <= 0:
+            return f"error: without the defect, too: {said}"
+        seed += (known - seed) % SEEDS_APART + 1
+
+
+def also_without(said: str) -> int | None:
+    """Return the seed that a simulator names if it reports something without the planted defect, too."""
     seed = re.search(r"^seed (\d+):", said, re.MULTILINE)
     if seed is None:
-        return False
+        return None
     output, _ = simulator(str(ROOT), 60.0, int(seed[1]), "--runs=1").communicate()
-    return "found after" in output
+    return int(seed[1]) if "found after" in output else None
 
 
 def simulator(place: str, seconds: float, seed: int, *options: str) -> subprocess.Popen[str]:
@@ -361,10 +374,8 @@ def main() -> int:
         if planted.tests:
             said = tested(planted)
         else:
-            said = search(planted, given.seconds, given.seed, given.processes)
+            said = simulated(planted, given.seconds, given.seed, given.processes)
         lines = [line for line in said.splitlines() if line.startswith(("seed ", "found after", "error"))]
-        if also_without(said):
-            said = f"error: without the defect, too: {said}"
         if said.startswith("error") or "found after" not in said:
             hidden.append(planted)
         print(f"{planted.name}: {' | '.join(lines)[:400] or 'not found'}", flush=True)

@@ -86,6 +86,7 @@ class JobTruth:
     newest: int = 0  # step that is committed, in the line that goes on
     committed_at: float = 0.0
     mesh: Mesh | None = None  # of the newest generation that has taken a step
+    begun: int = 0  # step that it went on from
     finished: bool = False  # all replicas of a generation have come to the end of the script
     finished_at: float = 0.0
     status_at: float = 0.0  # when the status was written
@@ -121,6 +122,7 @@ class Truth:
         self.jobs: dict[str, JobTruth] = {}
         self.lasting = 0  # faults that are not over yet
         self.live: dict[tuple[str, str, int], list[Replica]] = {}  # by job, node, slot
+        self.registered: dict[str, float] = {}  # key of an agent → since when it has been there
 
     def job(self, name: str) -> JobTruth:
         """What is known of one job."""
@@ -155,7 +157,7 @@ class Truth:
             for (_, node, _), found in self.live.items()
             if node == machine.name
             for one in found
-            if self._counts(one)
+            if self._counts(one) and self._was_there(one, replica)
         ]
         for other in here:
             if other.device == replica.device and other is not replica and self._counts(replica):
@@ -174,6 +176,18 @@ class Truth:
             return False
         found = self._world.etcd.get(self._world.keys.node(replica.machine.name, replica.job))
         return found is not None and f'"agent":"{replica.agent.identity}"' in found.value  # type: ignore[attr-defined]
+
+    def _was_there(self, other: Replica, replica: Replica) -> bool:
+        """Whether an agent with an older plan was registered when the plan of another job's replica was made.
+
+        Else its devices were free. It may be back before that replica starts, which then waits for the locks
+        of the devices (`agent/machine/device_locks.py`); there are none here.
+        """
+        before, planned = (
+            self.job(one.job).budget.written_at.get(one.generation, float("inf")) for one in (other, replica)
+        )
+        since = self.registered.get(self._world.keys.node(other.machine.name, other.job), 0.0)
+        return other.job == replica.job or before > planned or since <= planned
 
     def replica_ended(self, replica: Replica) -> None:
         """A process is gone."""
@@ -222,7 +236,7 @@ class Truth:
             job.losses += 1
             if not self._excused(job):
                 self._kernel.defect(f"{lost} steps of job {replica.job} are lost, and there was no fault")
-        job.mesh = mesh
+        job.mesh, job.begun = mesh, step
         return True
 
     def _cut_off(self, replica: Replica) -> bool:
@@ -355,6 +369,10 @@ class Truth:
     def store_changed(self, change: Change) -> None:
         """A key has changed."""
         parts = change.key.removeprefix(self._world.keys.root).split("/")
+        if parts[0] == "nodes":
+            known = self.registered.pop(change.key, self._kernel.now)
+            if change.value is not None:
+                self.registered[change.key] = known
         if change.value is None or parts[0] != "jobs" or len(parts) != 3:
             return
         try:
@@ -454,8 +472,14 @@ class Truth:
         job.budget.record(record)
 
     def _recorded_step(self, job: JobTruth) -> int:
-        """Return the step of the recorded checkpoint; 0 for one of a generation that was given up."""
-        record = job.recorded
+        """Return the step of the recorded checkpoint; 0 for one of a generation that was given up.
+
+        An agent that was cut off may record what its replicas have saved after a later generation has gone on
+        from an earlier step. It was not there in time, and what that generation saves replaces it.
+        """
+        record, mesh = job.recorded, job.mesh
+        if record and mesh and record.generation < mesh.generation and record.step > job.begun:
+            return 0
         known = [one for one in job.checkpoints if record is not None and one.number == record.id]
         return max((one.step for one in known if not job.chains.get(one.chain)), default=0)
 
