@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adaptdl_elastic._explained import see
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.rendezvous.run_record import Event, Run, numbers
 from adaptdl_elastic.rendezvous.text import duration, pluralize, printable, record_lines
@@ -108,7 +109,7 @@ class Display:
         if exit_code == 0:
             return
         where = f"; logs: {logs}" if logs is not None else ""
-        self.say(f"{reason} (exit code {exit_code}{where})")
+        self.say(f"{reason} (exit code {exit_code}{where}){see(reason)}")
 
     def close(self) -> None:
         """Stop the live line."""
