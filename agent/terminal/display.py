@@ -87,7 +87,10 @@ class Display:
             self.say(f"now {size} after a pause of {duration(event['pause_s'])}: {event['reason']}")
 
     def line(self) -> RenderableType:
-        """Return the present line of the display, which wraps on a narrow terminal."""
+        """Return the present line of the display, without the last cells where the terminal is too narrow.
+
+        The first four cells stay: job, time, size, and the store's state or the batch size.
+        """
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -97,7 +100,10 @@ class Display:
         line = Table.grid()
         line.add_column(overflow="fold")
         # Text, not markup: rich renders this line again, without markup, above every line of a replica.
-        line.add_row(Text("  ").join(Text(text, style=style) for text, style in cells))
+        texts = [Text(text, style=style) for text, style in cells]
+        while len(texts) > 4 and Text("  ").join(texts).cell_len > self._console.width:
+            texts.pop()
+        line.add_row(Text("  ").join(texts))
         passing = Text.from_ansi(self._passing, no_wrap=True, overflow="crop")
         return Group(passing, line) if self._passing else line
 
@@ -120,7 +126,7 @@ class Display:
 
 
 def live_cells(latest: Mapping[str, Event], now: float) -> list[tuple[str, str]]:
-    """Return the cells of the live line (text, style) for the latest event of each kind.
+    """Return the cells of the live line (text, style) for the latest event of each kind, most important first.
 
     The size of a job is known from the store only. While the store does not answer, the last known size is
     shown.
@@ -129,12 +135,12 @@ def live_cells(latest: Mapping[str, Event], now: float) -> list[tuple[str, str]]
     if "batch_size" in latest:
         event = latest["batch_size"]
         cells += [(f"batch {event['batch_size']}", ""), (f"gain {event.get('gain', 1.0):.2f}", "")]
-        if event.get("goodput"):
-            cells.append((f"goodput {event['goodput']:.0f}/s", ""))
     if "epoch" in latest:
         cells.append((f"epoch {latest['epoch']['epoch']}", ""))
     if "metrics" in latest:
         cells += [(f"{name} {value:.4g}", "") for name, value in numbers(latest["metrics"]).items()]
+    if latest.get("batch_size", {}).get("goodput"):
+        cells.append((f"goodput {latest['batch_size']['goodput']:.0f}/s", ""))
     return cells
 
 
