@@ -126,7 +126,7 @@ class Display:
 
 
 def live_cells(latest: Mapping[str, Event], now: float) -> list[tuple[str, str]]:
-    """Return the cells of the live line (text, style) for the latest event of each kind, most important first.
+    """Return the cells of the live line (text, style) of the latest event of each kind, by importance.
 
     The size of a job is known from the store only. While the store does not answer, the last known size is
     shown.
