@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# on a terminal pip shows what it loads, elsewhere only warnings
+PIP     = -m pip install $(shell [ -t 2 ] || echo --quiet) --disable-pip-version-check
 
 .PHONY: help install demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants docs dist quick test test-all test-integrations matrix lint clean
 
@@ -15,9 +17,10 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): setup.cfg constraints.txt | $(BIN)/python
-	@echo "installing into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "installing into $(VENV), 1 of 2: torch (200 MB without CUDA, several GB with it) ..."
+	@$(BIN)/python $(PIP) -c constraints.txt torch
+	@echo "installing into $(VENV), 2 of 2: this package, and what its tests need (300 MB) ..."
+	@$(BIN)/python $(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 install: $(STAMP) ## a virtual environment with everything in it
@@ -80,10 +83,11 @@ INTEGRATIONS := .venv-integrations
 REQUIRED     := tests/integrations/requirements.txt tests/integrations/constraints.txt
 
 $(INTEGRATIONS)/.installed: setup.cfg $(REQUIRED) | $(BIN)/python
-	@echo "installing into $(INTEGRATIONS) ..."
+	@echo "installing into $(INTEGRATIONS), 1 of 2: torch (200 MB without CUDA, several GB with it) ..."
 	@$(BIN)/python -m venv $(INTEGRATIONS)
-	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/integrations/constraints.txt torch
-	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/integrations/constraints.txt \
+	@$(INTEGRATIONS)/bin/python $(PIP) -c tests/integrations/constraints.txt torch
+	@echo "installing into $(INTEGRATIONS), 2 of 2: this package, and the frameworks ..."
+	@$(INTEGRATIONS)/bin/python $(PIP) -c tests/integrations/constraints.txt \
 		-r tests/integrations/requirements.txt -e .
 	@touch $@
 
@@ -111,8 +115,8 @@ matrix-%: .venv-matrix/%/.installed
 	@python$(firstword $(subst -, ,$*)) -m venv --clear $(@D)
 	@echo "torch==$(lastword $(subst -, ,$*))" > $(@D)/constraints.txt
 	@$(if $(filter $(firstword $(MATRIX)),$*),sed -nE '/extras_require/q; s/^ +([^ ]+) >= /\1==/p' setup.cfg >> $(@D)/constraints.txt)
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt torch
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt -e '.[dev]'
+	@$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt torch
+	@$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt -e '.[dev]'
 	@touch $@
 
 clean: ## remove what was built here

@@ -24,6 +24,7 @@ package, so this entry point must not import torch in turn.
 | What differs between releases of torch? | `_torch_versions` |
 | How are arguments of public calls checked? | `_checks` |
 | Which frames on the stack are the script's? | `_frames` |
+| Where are messages explained to users? | `_explained` |
 | How are secrets and directories kept from other users? | `_secrets`, `_private` |
 | How does this product start its own processes? | `_own_python` |
 """

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from adaptdl_elastic import _torch_versions
+from adaptdl_elastic._explained import see
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 from adaptdl_elastic.protocol.channel import STOPPED
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(f"error: {error}")
         return 2
     except (LaunchError, NoOutputError, NoPortError, RuntimeFileError) as error:
-        complain(f"error: {error}")
+        complain(f"error: {error}{see(str(error))}")
         return 1
     except KeyboardInterrupt:
         return 130

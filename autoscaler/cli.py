@@ -18,6 +18,7 @@ import click
 from click.core import ParameterSource
 
 from adaptdl_elastic import __version__
+from adaptdl_elastic._explained import see
 from adaptdl_elastic.extensions import ExtensionError, ExtensionPoint
 from adaptdl_elastic.protocol.environment import CLUSTER, ETCD, STORE_OPTIONS, option_of
 from adaptdl_elastic.rendezvous.text import printable
@@ -77,6 +78,10 @@ def echo(line: str, err: bool = False) -> None:
 
 class CommandError(click.ClickException):
     """An error with one line that says what is wrong and what to do; exit code 1."""
+
+    def format_message(self) -> str:
+        """Return the message, with the place where it is explained."""
+        return self.message + see(self.message)
 
     def show(self, file: Any = None) -> None:
         """Print the line."""

@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
         help="folder with MNIST or Fashion-MNIST files, or digits: scikit-learn's (default: what is there)",
     )
     parser.add_argument("--net", choices=NETS, default="convolutional")
-    parser.add_argument("--epochs", type=int, help="default: 40 for scikit-learn's digits, 4 for larger sets")
+    parser.add_argument("--epochs", type=int, help="default: 120 of scikit-learn's digits, 4 of larger sets")
     parser.add_argument("--batch-size", type=int, default=32, help="the batch size that --lr is meant for")
     parser.add_argument("--max-batch-size", type=int, default=1024)
     parser.add_argument("--fixed-batch-size", action="store_true", help="do not adapt the batch size")
@@ -98,7 +98,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data = load(args.data)
-    epochs = args.epochs or (40 if len(data.train) < 10_000 else 4)
+    epochs = args.epochs or (120 if len(data.train) < 10_000 else 4)
 
     adl.init_process_group("nccl" if device == "cuda" else "gloo")
     train_loader = adl.AdaptiveDataLoader(data.train, batch_size=args.batch_size, shuffle=True)

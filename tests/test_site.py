@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 import hooks  # noqa: E402
 
+from adaptdl_elastic import _explained  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -79,3 +81,39 @@ def test_each_name_that_is_left_out_exists() -> None:
         for owner, names in owners.items():
             for name in names.split():
                 assert hasattr(getattr(module, owner) if owner else module, name), f"{short}.{owner}.{name}"
+
+
+def test_the_page_of_messages_has_a_heading_for_each_anchor_in_the_words_of_a_message() -> None:
+    page = (ROOT / _explained.PAGE).read_text(encoding="utf-8")
+    assert re.findall("^### (.+)$", page, re.MULTILINE) == _explained.EXPLAINED
+    messages = [
+        node.value
+        for part in ("adaptdl_elastic", "agent", "autoscaler", "rendezvous")
+        for file in (ROOT / part).rglob("*.py")
+        if file.name != "_explained.py"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    gone = [words for words in _explained.EXPLAINED if not any(words in message for message in messages)]
+    assert gone == []
+
+
+@pytest.mark.processes
+def test_the_anchors_of_messages_are_those_of_the_site(site: Path) -> None:
+    shown = (site / "howto/when-it-fails.html").read_text(encoding="utf-8")
+    assert [words for words in _explained.EXPLAINED if f'id="{_explained.anchor(words)}"' not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("message", "anchor"),
+    [
+        ("etcd cannot be reached (x): it runs on n1, the first node of cluster c", "first-node-of-cluster"),
+        ("n1: etcd cannot listen on n1:1 (in use): end what listens there", "etcd-cannot-listen-on"),
+        ("n1: runs cluster 'c' of another `adaptdl cluster up`: choose", "of-another-adaptdl-cluster-up"),
+    ],
+)
+def test_a_message_leads_to_the_heading_that_says_most(message: str, anchor: str) -> None:
+    link = f" ({_explained.PAGE}#{anchor})"
+    assert _explained.see(message) == link
+    assert _explained.see(message + link) == ""
+    assert _explained.see("there is no job 'x'") == ""

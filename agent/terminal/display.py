@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adaptdl_elastic._explained import see
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.rendezvous.run_record import Event, Run, numbers
 from adaptdl_elastic.rendezvous.text import duration, pluralize, printable, record_lines
@@ -86,7 +87,10 @@ class Display:
             self.say(f"now {size} after a pause of {duration(event['pause_s'])}: {event['reason']}")
 
     def line(self) -> RenderableType:
-        """Return the present line of the display, which wraps on a narrow terminal."""
+        """Return the present line of the display, without the last cells where the terminal is too narrow.
+
+        The first four cells stay: job, time, size, and the store's state or the batch size.
+        """
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -96,7 +100,10 @@ class Display:
         line = Table.grid()
         line.add_column(overflow="fold")
         # Text, not markup: rich renders this line again, without markup, above every line of a replica.
-        line.add_row(Text("  ").join(Text(text, style=style) for text, style in cells))
+        texts = [Text(text, style=style) for text, style in cells]
+        while len(texts) > 4 and Text("  ").join(texts).cell_len > self._console.width:
+            texts.pop()
+        line.add_row(Text("  ").join(texts))
         passing = Text.from_ansi(self._passing, no_wrap=True, overflow="crop")
         return Group(passing, line) if self._passing else line
 
@@ -108,7 +115,7 @@ class Display:
         if exit_code == 0:
             return
         where = f"; logs: {logs}" if logs is not None else ""
-        self.say(f"{reason} (exit code {exit_code}{where})")
+        self.say(f"{reason} (exit code {exit_code}{where}){see(reason)}")
 
     def close(self) -> None:
         """Stop the live line."""
@@ -119,7 +126,7 @@ class Display:
 
 
 def live_cells(latest: Mapping[str, Event], now: float) -> list[tuple[str, str]]:
-    """Return the cells of the live line (text, style) for the latest event of each kind.
+    """Return the cells of the live line (text, style) of the latest event of each kind, by importance.
 
     The size of a job is known from the store only. While the store does not answer, the last known size is
     shown.
@@ -128,12 +135,12 @@ def live_cells(latest: Mapping[str, Event], now: float) -> list[tuple[str, str]]
     if "batch_size" in latest:
         event = latest["batch_size"]
         cells += [(f"batch {event['batch_size']}", ""), (f"gain {event.get('gain', 1.0):.2f}", "")]
-        if event.get("goodput"):
-            cells.append((f"goodput {event['goodput']:.0f}/s", ""))
     if "epoch" in latest:
         cells.append((f"epoch {latest['epoch']['epoch']}", ""))
     if "metrics" in latest:
         cells += [(f"{name} {value:.4g}", "") for name, value in numbers(latest["metrics"]).items()]
+    if latest.get("batch_size", {}).get("goodput"):
+        cells.append((f"goodput {latest['batch_size']['goodput']:.0f}/s", ""))
     return cells
 
 

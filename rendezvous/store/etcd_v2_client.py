@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import etcd
 import urllib3
 
+from adaptdl_elastic._explained import see
 from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreRefusedError
 from adaptdl_elastic.rendezvous.store.connection_error import TryAgainError
 from adaptdl_elastic.rendezvous.store.credentials import renewable_password, renewable_tls
@@ -65,7 +66,7 @@ def translate(request: Callable[[], T], url: str, options: StoreOptions) -> T:
     except etcd.EtcdInsufficientPermissions:
         raise StoreAuthError(
             "etcd refused: the user or password is wrong, or its v2 role does not cover the prefix: check "
-            "ADAPTDL_ETCD_USER and its password (docs/explanation/security.md)"
+            "ADAPTDL_ETCD_USER and its password" + see("etcd refused the login")
         ) from None
     except (etcd.EtcdNotFile, etcd.EtcdNotDir) as error:
         raise StoreRefusedError(

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from adaptdl_elastic._explained import see
 from adaptdl_elastic.rendezvous.store.base import (
     Change,
     CompactedError,
@@ -36,6 +37,11 @@ from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 logger = logging.getLogger(__name__)
 
+_NO_RIGHT = "the etcd user may not do this: its role needs readwrite on the prefix"
+_NAMED = (
+    "the client certificate has a common name (CN), and etcd's gateway refuses those while users are "
+    "enabled: make one without"
+)
 _NO_USER = "this etcd asks for a user: set ADAPTDL_ETCD_USER and ADAPTDL_ETCD_PASSWORD_FILE"
 _CLOSED = "this store has been closed"
 _LONGEST_PAUSE = 1.0  # seconds between two attempts of a watch to reconnect
@@ -97,15 +103,9 @@ def _store_error(error: HttpStatusError) -> StoreError:
     if "lease not found" in said:
         return LeaseLostError()
     if "permission denied" in said:
-        return StoreAuthError(
-            "the etcd user may not do this: its role needs readwrite on the prefix "
-            "(docs/explanation/security.md)"
-        )
+        return StoreAuthError(_NO_RIGHT + see(_NO_RIGHT))
     if said.startswith("CommonName of client"):
-        return StoreAuthError(
-            "the client certificate has a common name (CN), and etcd's gateway refuses those while users are "
-            "enabled: make one without (docs/explanation/security.md)"
-        )
+        return StoreAuthError(_NAMED + see(_NAMED))
     if error.code == _UNAUTHENTICATED or error.status == 401 or "authentication failed" in said:
         return StoreAuthError(f"etcd refused the login ({said}): check ADAPTDL_ETCD_USER and its password")
     if "user name is empty" in said or "user name not found" in said:

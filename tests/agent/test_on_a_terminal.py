@@ -17,7 +17,8 @@ from elastic_run import environment
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
 
-WIDTH = 100
+WIDTH = 80
+EXAMPLE = Path(__file__).parents[2] / "examples" / "image_classification.py"
 # as tqdm writes it: the carriage return stands before each state, and a new line behind the last
 BAR = """
 import os, sys, time
@@ -109,3 +110,12 @@ def test_a_bar_goes_to_the_terminal_itself_where_there_is_no_live_line(tmp_path:
     text = os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert [line for line in screen(text) if line] == ["100%|##########| 30/30 [10.0it/s]"]
+
+
+def test_the_live_line_of_a_job_that_trains_is_one_line_of_80_columns(tmp_path: Path) -> None:
+    job = ("--standalone", "--nproc-per-node=2", "--rdzv-id=image-classification")
+    code, text = on_a_terminal(tmp_path, *job, str(EXAMPLE), "--data=digits", "--epochs=8")
+    assert code == 0, text
+    assert "\x1b[1A" not in text, "the cursor goes up only over a line that was wrapped"
+    shown = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", text)
+    assert re.search("image-classification  .*2 replicas  batch .*gain .*epoch 7", shown), shown

@@ -93,7 +93,8 @@ def test_a_revoke_that_did_not_reach_every_node_may_be_repeated(lab: Lab) -> Non
     assert lab.grant("alice").exit_code == 0
     lab.nodes_are_down = True
     failed = lab.run("revoke", "alice")
-    assert (failed.exit_code, failed.output) == (1, "adaptdl: node2: ssh cannot log in\n")
+    assert failed.exit_code == 1
+    assert failed.output.startswith("adaptdl: node2: ssh cannot log in (docs/")
     assert lab.calls == ["etcd: no alice", "nodes: eve"], "the store lets her in no more"
     lab.nodes_are_down = False
     again = lab.run("revoke", "alice")

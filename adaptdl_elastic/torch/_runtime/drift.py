@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from adaptdl_elastic import _frames
+from adaptdl_elastic._explained import see
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import CollectiveMismatchError
 
@@ -36,11 +37,11 @@ _KEPT = 256  # windows whose records are kept for replicas that are behind or ah
 _STEP = (
     "all replicas must step at the same batches, and a newcomer's counters begin at 0: step where "
     "i + 1 == adl.expected_batches(), not len(loader), or let the loader accumulate "
-    "(gradient_accumulation=True); see docs/howto/loops.md"
+    "(gradient_accumulation=True)"
 )
 _CHANGE = (
     "all replicas must change parameters alike: look for a step, or an edit of a parameter, under a "
-    "condition that differs between them, such as the rank or a counter; see docs/howto/loops.md"
+    "condition that differs between them, such as the rank or a counter"
 )
 
 Place = tuple[int, ...]
@@ -178,11 +179,11 @@ class DriftWatch:
             group.abort()
 
     def _where(self, at: Place, what: str) -> str:
-        return f"{self._line}: at sample {at[-1]} of epoch {at[1]} {what}: {_STEP}"
+        return f"{self._line}: at sample {at[-1]} of epoch {at[1]} {what}: {_STEP}{see(_STEP)}"
 
     def _parameters(self, epoch: int, one: int, other: int) -> str:
         what = f"the parameters of ranks {one} and {other} differ in epoch {epoch}"
-        return f"{self._epoch_line}: {what}: {_CHANGE}"
+        return f"{self._epoch_line}: {what}: {_CHANGE}{see(_CHANGE)}"
 
     def _found(self, at: Place, text: str) -> None:
         for rank in {self._session.rank, 0}:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from adaptdl_elastic import _frames, env
+from adaptdl_elastic._explained import see
 from adaptdl_elastic._session import Session
 from adaptdl_elastic._values import Command
 from adaptdl_elastic.protocol.messages import Hanging
@@ -232,12 +233,12 @@ def describe(rank: int, answer: Answer | None, left: Sequence[int] = ()) -> str:
             f"code that never releases the interpreter's lock"
         )
     if left:
-        return (
+        message = (
             f"replica {rank} on {answer.host} waits for gradients of replicas that have left its data loop "
             f"({', '.join(map(str, left))}): all have to leave it at the same batch, and a newcomer's "
-            f"counters begin at 0, so decide it by adl.current_dataloader().current_index "
-            f"(docs/howto/loops.md)"
+            f"counters begin at 0, so decide it by adl.current_dataloader().current_index"
         )
+        return message + see(message)
     return (
         f"the others wait for replica {rank} on {answer.host}, which has not moved on for "
         f"{answer.still:.0f} s: it is {answer.where}, {_frames.innermost(answer.stack)}"

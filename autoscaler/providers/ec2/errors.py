@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import botocore.exceptions as boto
 from botocore.parsers import ResponseParserError
 
+from adaptdl_elastic._explained import see
 from adaptdl_elastic.autoscaler.providers.base import (
     NoPermissionError,
     ProviderError,
@@ -62,10 +63,8 @@ def explain(error: Exception, action: str, what: str = "") -> ProviderError:
         code = str(error.response.get("Error", {}).get("Code", ""))
         message = str(error.response.get("Error", {}).get("Message", "")) or code
         if code in _DENIED:
-            return NoPermissionError(
-                f"no permission for {action}{where}: add it to the role in use "
-                "(docs/howto/ec2.md has the policy)"
-            )
+            denied = f"no permission for {action}{where}: add it to the role in use"
+            return NoPermissionError(denied + see(denied))
         if code in _CREDENTIALS:
             return NoPermissionError(
                 f"AWS refuses the credentials ({code}): renew them, or check AWS_PROFILE"
