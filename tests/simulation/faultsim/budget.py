@@ -2,7 +2,8 @@
 
 A restart after a failure uses one of the allowed restarts. Only progress gives all of them back, and only the
 loss of a node gives the last one back. A restart after a signal from outside is free only if there was
-progress since the restart before. So a job whose script always fails must be FAILED in the end.
+progress since the restart before. An error in the first step at a larger size than one that worked is free,
+and the run stays below that size from then on. So a job whose script always fails must be FAILED in the end.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Budget:
             least += 1
             self.step_at_restart = self.recorded
         died = plan.cause is Cause.REPLICA_LOST and plan.transition is Transition.ABORT
-        if died and before.transition is not Transition.RECOVER:
+        if died and before.transition is not Transition.RECOVER and not _goes_back(before, plan):
             if not before.failed_step < plan.failed_step <= self.recorded:
                 why = f"job {name} starts again after step {plan.failed_step} for free, without progress"
             self.step_at_restart = self.recorded
@@ -63,6 +64,12 @@ class Budget:
             why = f"job {name} counts {plan.restarts} restarts, and {least} were without progress"
         self.used = max(plan.restarts, least)
         return why
+
+
+def _goes_back(before: Plan, plan: Plan) -> bool:
+    """Return whether a plan goes back to a smaller size, at which its run stays from then on."""
+    most = plan.limit.replicas if plan.limit is not None and plan.limit != before.limit else None
+    return most is not None and plan.replicas <= most < before.replicas
 
 
 def _vanished(world: World, name: str, before: Plan) -> bool:

@@ -141,10 +141,9 @@ class Control:
         kinds = [command["kind"] for command in commands]
         if "stop" in kinds:
             mesh.gather(("sync", position, "stop"), None)
-            if replica.rank == 0:
-                replica.save("stop")
+            saved = replica.rank > 0 or replica.save("stop")
             replica.report_step(force=True)
-            replica.send(messages.Stopping())
+            replica.send(messages.Stopping("" if saved else "a later generation has saved"))
             with suppress(PeerLost):
                 mesh.gather(("stop", position), None)
             mesh.leave(replica)

@@ -83,6 +83,7 @@ class Replica(Process):
         self.mesh_rank = self.rank
         self.lost = ""  # why nothing can be done together in the present generation any more
         self.step, self.chain = 0, ""  # what is committed here
+        self.saved_before: str | None = None  # newest checkpoint when it has loaded one, or saved its first
         self.over = self.hello_said = self.ends = self.finished = False
         self.at_wake: list[Callable[[], None]] = []  # signals that wait for SIGCONT
         self.armed = self.hangs = False
@@ -261,6 +262,7 @@ class Replica(Process):
         found: tuple[int, str] | None = None
         if self.rank == 0:
             found = self.world.truth.load(self, self.environ["ADAPTDL_CHECKPOINT_ID"])
+        self.saved_before = self.world.truth.saved(self.job)
         loaded = mesh.gather("load", found)[0]
         if loaded is None:
             raise Exit(1, "(the recorded checkpoint is not there)")
@@ -345,13 +347,15 @@ class Replica(Process):
             self.send(messages.Hints(hints))
             self.kernel.sleep(HINTS_SECONDS)
 
-    def save(self, kind: str) -> None:
-        """Write a checkpoint: rank 0 does, one after the other, and tells its agent."""
+    def save(self, kind: str) -> bool:
+        """Write a checkpoint: rank 0 does, one after the other, and tells its agent; False: it may not."""
         step, chain = self.step, self.chain
         with self._writing:
             self.kernel.sleep(self.draw(self.script.save_seconds))
             number = self.world.truth.save(self, step, chain)
-            self.send(messages.Saved(number, "/checkpoints", step))
+            if number:
+                self.send(messages.Saved(number, "/checkpoints", step))
+        return bool(number)
 
     # -- deaths
 

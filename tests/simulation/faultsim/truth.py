@@ -317,9 +317,21 @@ class Truth:
 
     # -- checkpoints
 
+    def saved(self, job: str) -> str:
+        """Return the id of the newest checkpoint; "" if there is none."""
+        return max((one.number for one in self.job(job).checkpoints), default="")
+
     def save(self, replica: Replica, step: int, chain: str) -> str:
-        """A checkpoint is written; its id."""
+        """Write a checkpoint; its id, or "" where a later generation has saved since this process began.
+
+        `checkpoint.manager` refuses to begin such a save. One that it has begun before has the later
+        generation delete its files, or gets a lower id.
+        """
         job = self.job(replica.job)
+        began = self.saved(replica.job) if replica.saved_before is None else replica.saved_before
+        replica.saved_before = began
+        if any(one.number > began and one.generation > replica.generation for one in job.checkpoints):
+            return ""
         number = f"{len(job.checkpoints) + 1:08d}"
         job.checkpoints.append(Checkpoint(number, step, chain, self._kernel.now, replica.generation))
         return number
