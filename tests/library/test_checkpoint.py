@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import logging
 import os
 import threading
 from collections import Counter, OrderedDict, defaultdict
@@ -204,7 +203,7 @@ def test_a_path_that_is_no_directory_is_an_error_and_no_fresh_start(
 ) -> None:
     (tmp_path / "file").write_text("")
     script.restart(ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "file" / below))
-    with pytest.raises(CheckpointError, match="Not a directory.*not starting afresh"):
+    with pytest.raises(CheckpointError, match=r"Not a directory.*not starting afresh"):
         Number("n")
 
 

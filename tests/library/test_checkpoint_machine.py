@@ -96,7 +96,7 @@ class Checkpoints(RuleBasedStateMachine):
                 self.manager.open()
             self.manager = self.opened()
         if intact is None and kept:
-            with pytest.raises(CheckpointError, match="every checkpoint in .* is damaged"):
+            with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
                 self.manager.open()
             for damaged in kept:  # a person does as the message says
                 DirectoryStorage(self.folder).remove(damaged)

@@ -342,22 +342,6 @@ def test_steps_with_inf_are_skipped_and_said(caplog: pytest.LogCaptureFixture) -
     assert scaler.get_scale() == 1.0, "the scaler has backed off once"
 
 
-@pytest.mark.usefixtures("alone")
-def test_bfloat16_autocast() -> None:
-    torch.manual_seed(0)
-    model = cases.Net()
-    optimizer = cases.sgd(model)
-    adp = AdaptiveDataParallel(model, optimizer)
-    for step in range(4):
-        inputs, targets = cases.data(step)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.cross_entropy(adp(inputs), targets)
-        loss.backward()
-        optimizer.step()
-    assert adp.gns.var_avg() > 0.0
-
-
 # Statistics.
 
 
@@ -383,33 +367,6 @@ def test_statistics_are_kept_by_parameter_group() -> None:
     assert sqr.shape == var.shape == (2,)
     assert sqr.sum() == pytest.approx(one_sqr[0])
     assert var.sum() == pytest.approx(one_var[0])
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("kind", ["tuple", "dict", "sequence first"])
-def test_batches_are_split_wherever_the_samples_are(kind: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            y = self.layer(x)
-            shapes = {"tuple": (y, y.square(), 1), "dict": {"logits": y}, "sequence first": y.T.unsqueeze(2)}
-            return shapes[kind]
-
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adp = AdaptiveDataParallel(model, optimizer)
-    with FakeLoader([[8]], 8, 8):
-        for step in range(3):
-            output = adp(cases.samples(8, 8 * step)[0])
-            loss = output["logits"] if kind == "dict" else output
-            loss = loss[0] + loss[1] if kind == "tuple" else loss
-            optimizer.zero_grad()
-            loss.square().mean().backward()
-            optimizer.step()
-    assert adp.gns.var_avg() > 0.0
 
 
 @pytest.mark.usefixtures("alone")
@@ -603,39 +560,6 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(
 
 
 @pytest.mark.usefixtures("alone")
-def test_another_initial_batch_size_than_the_checkpoints_is_told_and_reckoned_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("ADAPTDL_CHECKPOINT_PATH", str(tmp_path))
-
-    def train(batch_size: int) -> AdaptiveDataParallel:
-        _session.reset()
-        model = cases.linear()
-        adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        cases.measure_always(adp)
-        with FakeLoader([[batch_size]], batch_size, batch_size):
-            for step in range(4):
-                x, _ = cases.samples(batch_size, step * batch_size)
-                adp.zero_grad()
-                (adp(x) - 3.0).square().mean().backward()
-                adp.optimizer.step()
-        insides.collect(adp)
-        checkpoint.save_all_states(kind="request")
-        return adp
-
-    train(8)
-    again = train(8)
-    assert len(again.gns._moments) == 8
-    assert "batch_size" not in caplog.text
-    after = train(32)
-    assert caplog.text.count("the checkpoint is of batch_size=8, and it is 32 now") == 1
-    assert len(after.gns._moments) == 4
-    assert after.gns.batches_seen == 2 + 4
-    assert after.gns.get_progress() == pytest.approx(8.0 / again.gns.gain(4.0) + 4)
-    assert 1.0 < again.gns.gain(4.0) < 4.0
-
-
-@pytest.mark.usefixtures("alone")
 def test_two_models_need_two_names() -> None:
     first, second = cases.linear(), cases.linear()
     AdaptiveDataParallel(first, torch.optim.SGD(first.parameters(), lr=0.1))
@@ -703,16 +627,6 @@ def test_tensorboard_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"train/Gradient_Norm_Sqr", "train/Gradient_Variance", "train/Progress"} < writer.seen.keys()
     monkeypatch.setattr(_session.current(), "identity", Identity(rank=1, replicas=2))
     adp.to_tensorboard(None, 7)  # as the loader's: others than rank 0 need no writer
-
-
-@pytest.mark.usefixtures("alone")
-def test_evaluation_without_no_grad_is_not_training() -> None:
-    model = cases.linear()
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    adp.eval()
-    with FakeLoader([[4]], 4, 4) as loader:
-        adp(cases.samples(4)[0])
-        assert not loader.training
 
 
 @pytest.mark.usefixtures("alone")
