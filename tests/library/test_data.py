@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import insides
 import pytest
 import torch
 from fresh import Script
@@ -80,22 +79,6 @@ def test_the_order_depends_on_the_scripts_seed_and_not_on_its_draws() -> None:
     mine = order(None, 0, 0, 1)
     torch.rand(3)  # draws of the script's own change nothing
     assert order(None, 0, 0, 2) == mine == order(5, 0, 0, 1)
-
-
-def test_a_loader_is_a_dataloader_of_its_share(script: Script) -> None:
-    loader = adl.AdaptiveDataLoader(
-        TensorDataset(torch.arange(10.0)), batch_size=4, collate_fn=lambda items: [int(x) for (x,) in items]
-    )
-    assert isinstance(loader, torch.utils.data.DataLoader)
-    assert adl.current_dataloader() is None
-    batches = []
-    for _ in adl.remaining_epochs_until(1):
-        for batch in loader:
-            assert adl.current_dataloader() is insides.helper(loader)
-            batches.append(batch)
-        assert adl.current_dataloader() is None
-    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert len(loader) == 3
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,7 @@ def test_a_loader_says_what_it_was_given(drop_last: bool) -> None:
     for data in (numbers(), Stream()):
         loader = adl.AdaptiveDataLoader(data, batch_size=4, drop_last=drop_last)
         assert (loader.batch_size, loader.drop_last) == (4, drop_last)
+    assert isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(adl.AdaptiveDataLoader(numbers(), batch_size=4).sampler, adl.ElasticSampler)
 
 

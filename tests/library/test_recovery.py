@@ -407,16 +407,19 @@ def test_a_fault_at_any_bucket_leaves_no_trace(tmp_path: Path, undisturbed_run: 
     results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]})
     assert len(results) == FAULTS[name].get("replicas", 3) - 1
     for result in results:
-        assert result["steps"] == undisturbed["steps"] == 80
-        assert result["samples"] == undisturbed["samples"] == [480, 480]
-        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
-        torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
-        assert result["scheduler"] == undisturbed["scheduler"]
-        assert result["scaler"] == undisturbed["scaler"]
+        as_undisturbed(result, undisturbed)
         assert result["draws"] == draws_of(result["seed"], 80)
-        assert (result["counted"], result["large"]) == (80, undisturbed["large"])
-        torch.testing.assert_close(result["mean"], undisturbed["mean"])
     same(results)
+
+
+def as_undisturbed(result: Any, undisturbed: Any) -> None:
+    assert result["steps"] == undisturbed["steps"] == result["counted"] == 80
+    assert result["samples"] == undisturbed["samples"] == [480, 480]
+    for key in ("parameters", "mean", "large", "average"):
+        torch.testing.assert_close(result[key], undisturbed[key])
+    torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
+    assert result["optimizer"]["param_groups"] == undisturbed["optimizer"]["param_groups"]
+    assert (result["scheduler"], result["scaler"]) == (undisturbed["scheduler"], undisturbed["scaler"])
 
 
 def draws_of(seed: int, count: int) -> list[tuple[float, float]]:
@@ -455,10 +458,7 @@ def test_one_behind_goes_on_from_its_own_step_when_the_only_donor_dies(
         job.plan_recovery()
         job.finish()
         assert "step 21 arrived elsewhere" in behind.text()
-    result = torch.load(tmp_path / "result-0")
-    assert result["samples"] == undisturbed["samples"] == [480, 480]
-    torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
-    torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
+    as_undisturbed(torch.load(tmp_path / "result-0"), undisturbed)
 
 
 @pytest.mark.parametrize("name", ["rank 1 dies in a late bucket", "one is a step behind"])
@@ -470,10 +470,7 @@ def test_a_large_average_is_put_back_however_it_is_kept(
     undisturbed = undisturbed_run(large=large)
     results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]}, large=large)
     for result in results:
-        assert result["samples"] == undisturbed["samples"] == [480, 480]
-        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
-        torch.testing.assert_close(result["large"], undisturbed["large"])
-        torch.testing.assert_close(result["average"], undisturbed["average"])
+        as_undisturbed(result, undisturbed)
         assert str(result["average"]) == str(results[0]["average"])
     assert bool(undisturbed["average"]) == (large == "averaged")
 
@@ -487,9 +484,7 @@ def test_a_learning_rate_that_the_loop_sets_is_put_back(
     results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]}, kind="rate by hand")
     assert len(results) == 2
     for result in results:
-        assert result["samples"] == undisturbed["samples"] == [480, 480]
-        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
-        assert result["optimizer"]["param_groups"] == undisturbed["optimizer"]["param_groups"]
+        as_undisturbed(result, undisturbed)
     same(results)
 
 

@@ -204,24 +204,6 @@ def test_gradients_are_out_of_sight_while_they_accumulate() -> None:
         assert adp.gns.should_zero_grad
 
 
-@pytest.mark.usefixtures("alone")
-def test_accumulating_by_hand_is_ddps_no_sync() -> None:
-    def train(model: nn.Module, ddp: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        x, y = cases.samples(8)
-        for _ in range(3):
-            with ddp.no_sync():
-                ((ddp(x[:4]) - y[:4]) ** 2).mean().backward()
-            ((ddp(x[4:]) - y[4:]) ** 2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return cases.flat(model)
-
-    plain, adaptive = cases.linear(), cases.linear()
-    theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, adaptive))
-    adp = AdaptiveDataParallel(adaptive, ours)
-    assert torch.equal(train(plain, DistributedDataParallel(plain), theirs), train(adaptive, adp, ours))
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [1, 2])
 def test_nanogpts_flag_makes_the_all_reduces_and_gradients_of_ddp(count: int) -> None:
