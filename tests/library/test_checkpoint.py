@@ -230,6 +230,10 @@ def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
         ("checkpoint_failed", "periodic"),
         ("checkpoint_failed", "stop"),
     ]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+        with pytest.raises(CheckpointSaveError, match="Permission denied"):
+            checkpoint.save_all_states()
     assert before is not None
     assert [p.name for p in (tmp_path / "saved").iterdir()] == [before.id]
     number.value = 3

@@ -60,7 +60,8 @@ class Table(nn.Module):
         self.table, self.frozen = nn.Parameter(torch.randn(61)), nn.Parameter(torch.ones(1), False)
 
     def forward(self, index: torch.Tensor) -> Any:
-        return {"value": self.table[index] * self.frozen, "again": (self.table[index] ** 2,)}
+        again = (self.table[index] ** 2, "no tensor")
+        return {"value": self.table[index] * self.frozen, "again": again}
 
 
 class Half(nn.Module):
