@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import enum
-import io
 import linecache
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import replicas
 import torch
 from accumulator_cases import rank_one_adds
 from fresh import Script
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ports import free_port
 
@@ -53,6 +54,8 @@ class Word(str, enum.Enum):  # str() of which is "Word.ONE"
         [torch.ones(2), None, b"x", {1, 2}],
         list(np.array(["a", "b"])),
         ([np.str_("a"), {np.str_("b")}, {"c": np.str_("d")}], np.bytes_(b"e"), Word.ONE),
+        torch.ones(2),
+        0.5,
         np.str_("ab"),
     ],
 )
@@ -107,12 +110,17 @@ def test_values_that_no_checkpoint_can_hold_are_refused_where_they_are_added(
     assert checkpoint.save_all_states() is not None
 
 
-def test_what_is_put_into_a_list_does_not_change_with_the_original(script: Script) -> None:
-    sums, array, tensor = Accumulator(), np.zeros(2), torch.zeros(2, requires_grad=True)
-    sums["x"] += [array, tensor]
+def test_a_sum_holds_on_to_no_graph_and_no_callers_buffer(script: Script) -> None:
+    sums, array = Accumulator(), np.zeros(2)
+    loss = torch.ones(2, requires_grad=True) * 2
+    sums["loss"] += loss
+    sums["counts"] += array
+    sums["list"] += [array, loss]
     array += 1
     with sums.synchronized():
-        assert (sums["x"][0].tolist(), sums["x"][1].requires_grad) == ([0, 0], False)
+        in_list, its_loss = sums["list"]
+        assert not any(tensor.requires_grad for tensor in (sums["loss"], its_loss))
+        assert sums["counts"].tolist() == in_list.tolist() == [0, 0]
 
 
 def loader() -> AdaptiveDataLoader[Any]:
@@ -183,38 +191,6 @@ def test_what_does_not_add_up_is_refused_when_it_is_added(script: Script) -> Non
         Accumulator(a=None)
 
 
-def test_a_sum_holds_on_to_no_graph_and_no_callers_buffer(script: Script) -> None:
-    sums = Accumulator()
-    loss = torch.ones(2, requires_grad=True) * 2
-    counts = np.ones(2)
-    sums["loss"] += loss
-    sums["counts"] += counts
-    counts += 1
-    with sums.synchronized():
-        assert not sums["loss"].requires_grad
-        assert sums["counts"].tolist() == [1, 1]
-
-
-def test_every_kind_of_sum_survives_a_file(script: Script) -> None:
-    values: dict[Any, Any] = {
-        "i": 1,
-        "f": 0.5,
-        "t": torch.ones(2),
-        "n": np.arange(3),
-        "l": [1, 2],
-        (1, "x"): 2,
-    }
-    state = insides.state(Accumulator(values))
-    file = io.BytesIO()
-    state.save(file)
-    file.seek(0)
-    state.results = {}
-    state.load(file)
-    assert list(state.results) == list(values)
-    assert isinstance(state.results["n"], np.ndarray)
-    assert all(np.array_equal(state.results[k], v) for k, v in values.items())
-
-
 def test_one_can_not_be_made_inside_a_data_loop(script: Script) -> None:
     for _ in remaining_epochs_until(1):
         for _ in loader():
@@ -276,16 +252,10 @@ def expected() -> list[Any]:
     return result
 
 
-def test_sums_without_a_stop(script: Script) -> None:
-    assert run_with_stops(script, set()) == expected()
-
-
-def test_a_second_restart_after_clear_raises_no_key_error_and_repeats_no_sum(script: Script) -> None:
-    assert run_with_stops(script, {(0, 1), (0, 3), (0, 4), (1, 0), (1, 4)}) == expected()
-
-
 @settings(max_examples=12, deadline=None)
 @given(stops=st.sets(st.tuples(st.integers(0, 1), st.integers(0, 5)), max_size=5))
+@example(stops=set())
+@example(stops={(0, 1), (0, 3), (0, 4), (1, 0), (1, 4)})  # a second restart after clear()
 def test_sums_are_the_same_wherever_it_was_stopped(
     stops: set[tuple[int, int]], tmp_path_factory: Any
 ) -> None:
@@ -307,7 +277,7 @@ def test_accumulators_of_finished_epochs_leave_the_checkpoint(script: Script) ->
     assert not [name for name in _session.current().states if "accumulator" in name]
 
 
-def test_who_joins_an_epoch_late_is_shown_what_the_others_were_shown(script: Script) -> None:
+def test_a_replica_that_joins_late_is_shown_what_the_others_were_shown(script: Script) -> None:
     """A newcomer in the loop of epoch 0, while the others have come to epoch 1 and look back for it."""
     whole = Accumulator()
     seen = []
@@ -403,53 +373,44 @@ def test_additions_by_one_function_are_told_apart_by_its_callers(script: Script)
         assert sums["n"] == 3
 
 
-def wait_until_it_is_agreed_on() -> None:
-    """The next boundary waits for the decision, and stops."""
+def stop_at_the_next_boundary() -> None:
+    """It waits for the decision."""
+    stop()
     while not _session.current().consensus.round_open:
         time.sleep(0.001)
 
 
-def before_a_loop(life: int, shares: int) -> dict[Any, Any]:
-    """One epoch, stopped soon after the data loop begins in lives 0 and 1."""
-    for _ in remaining_epochs_until(1):
-        sums = Accumulator()
-        if life == 1:
-            sums["restarted"] += 1
-            sums["restarted"] += 1
-        for _ in range(shares):
-            sums["samples"] += 1
-        for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
-            sums["batches"] += 1
-            if life < 2:
-                stop()
-                wait_until_it_is_agreed_on()
-        with sums.synchronized():
-            return dict(sums)
+def before_a_loop(script: Script, *lives: Callable[[Accumulator], None]) -> dict[Any, Any]:
+    """Add before the data loop of an epoch; all lives but the last are stopped soon after that begins."""
+    for life, add in enumerate(lives):
+        with pytest.raises(SystemExit) if life < len(lives) - 1 else nullcontext():
+            for _ in remaining_epochs_until(1):
+                sums = Accumulator()
+                add(sums)
+                for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
+                    sums["seen"] += 1
+                    if life < len(lives) - 1:
+                        stop_at_the_next_boundary()
+                with sums.synchronized():
+                    found = dict(sums)
+            assert found.pop("seen") == SIZE
+            return found
+        script.restart()
     raise AssertionError("the epoch was over before")
 
 
 def test_before_a_data_loop_that_was_begun_only_new_additions_count(script: Script) -> None:
     """All known ones were made there, in whatever number: one, two or three replicas may share samples."""
-    for life, shares in enumerate([3, 6]):
-        with pytest.raises(SystemExit):
-            before_a_loop(life, shares)
-        script.restart()
-    assert before_a_loop(2, 2) == {"samples": 3, "batches": SIZE, "restarted": 2}
 
+    def add(sums: Accumulator, shares: int, restarted: bool) -> None:
+        if restarted:
+            sums["restarted"] += 1
+            sums["restarted"] += 1
+        for _ in range(shares):
+            sums["samples"] += 1
 
-def values_before_a_loop(values: Sequence[Any], stops: bool) -> Any:
-    """One epoch in which one statement adds these values, stopped soon after the data loop begins."""
-    for _ in remaining_epochs_until(1):
-        sums = Accumulator()
-        for value in values:
-            sums["x"] += value
-        for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
-            if stops:
-                stop()
-                wait_until_it_is_agreed_on()
-        with sums.synchronized():
-            return sums["x"]
-    raise AssertionError("the epoch was over before")
+    lives = [partial(add, shares=shares, restarted=shares == 6) for shares in (3, 6, 2)]
+    assert before_a_loop(script, *lives) == {"samples": 3, "restarted": 2}
 
 
 @pytest.mark.parametrize(
@@ -465,10 +426,11 @@ def values_before_a_loop(values: Sequence[Any], stops: bool) -> Any:
 def test_one_statement_that_adds_other_values_after_a_restart(
     script: Script, first: Any, then: Any, total: Any
 ) -> None:
-    with pytest.raises(SystemExit):
-        values_before_a_loop(first, stops=True)
-    script.restart()
-    assert values_before_a_loop(then, stops=False) == total
+    def add(sums: Accumulator, values: Sequence[Any]) -> None:
+        for value in values:
+            sums["x"] += value
+
+    assert before_a_loop(script, partial(add, values=first), partial(add, values=then)) == {"x": total}
 
 
 def test_more_additions_in_an_epoch_that_was_left_before_the_restart_are_not_made(script: Script) -> None:
@@ -488,26 +450,14 @@ def test_more_additions_in_an_epoch_that_was_left_before_the_restart_are_not_mad
 def test_work_divided_into_more_parts_after_a_restart_counts_once(script: Script) -> None:
     """A plain validation loop whose batches follow the batch size: its sums and its counter stay together."""
 
-    def run(size: int, stops: bool) -> dict[Any, Any]:
-        for _ in remaining_epochs_until(1):
-            sums = Accumulator()
-            for _ in range(100 // size):
-                sums["batches"] += 1
-                sums["loss"] += 0.5 * size
-                sums["samples"] += size
-            for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
-                if stops:
-                    stop()
-                    wait_until_it_is_agreed_on()
-            with sums.synchronized():
-                return dict(sums)
-        raise AssertionError("the epoch was over before")
+    def add(sums: Accumulator, size: int) -> None:
+        for _ in range(100 // size):
+            sums["batches"] += 1
+            sums["loss"] += 0.5 * size
+            sums["samples"] += size
 
-    for size in (20, 10):
-        with pytest.raises(SystemExit):
-            run(size, stops=True)
-        script.restart()
-    assert run(20, stops=False) == {"batches": 5, "loss": 50.0, "samples": 100}
+    lives = [partial(add, size=size) for size in (20, 10, 20)]
+    assert before_a_loop(script, *lives) == {"batches": 5, "loss": 50.0, "samples": 100}
 
 
 def test_shares_before_a_data_loop_outside_of_epochs_count_once(script: Script) -> None:
@@ -519,8 +469,7 @@ def test_shares_before_a_data_loop_outside_of_epochs_count_once(script: Script) 
         loop = iter(AdaptiveDataLoader(range(SIZE), batch_size=1))  # type: ignore[arg-type]
         next(loop)
         if shares == 3:
-            stop()
-            wait_until_it_is_agreed_on()
+            stop_at_the_next_boundary()
             with pytest.raises(SystemExit):
                 next(loop)
             script.restart()
@@ -535,13 +484,11 @@ def outside_of_epochs(stopped: str) -> dict[Any, Any]:
     for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
         sums["n"] += 1
         if stopped == "before":
-            stop()
-            wait_until_it_is_agreed_on()
+            stop_at_the_next_boundary()
     for _ in remaining_epochs_until(1):
         for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
             if stopped == "inside":
-                stop()
-                wait_until_it_is_agreed_on()
+                stop_at_the_next_boundary()
     with sums.synchronized():
         return dict(sums)
 

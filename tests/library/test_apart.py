@@ -24,18 +24,8 @@ SIZE = 48
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    jobs: list[FakeAgent] = []
-
-    def start(replicas: int, **given: Any) -> FakeAgent:
-        settings = fake_agent.settings(**{"size": SIZE, **given})
-        job = FakeAgent(loop_script_path.APART, tmp_path, LOOP=settings, OUT=str(tmp_path))
-        jobs.append(job)
-        job.start(replicas)
-        return job
-
-    yield start
-    for job in jobs:
-        job.__exit__()
+    with fake_agent.starter(tmp_path, None, loop_script_path.APART, size=SIZE) as start:
+        yield start
 
 
 def seen(folder: Path, loop: str) -> dict[int, Counter[int]]:

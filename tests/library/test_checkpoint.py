@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import logging
 import os
 import threading
 from collections import Counter, OrderedDict, defaultdict
@@ -71,18 +70,6 @@ def test_a_state_is_restored_in_the_next_generation(script: Script) -> None:
     again = Number("n")
     assert (again.loaded, again.value) == (True, 7)
     assert checkpoint.loaded_id() == saved.id
-
-
-def test_several_saves_in_one_generation_keep_the_last_ones(script: Script, tmp_path: Path) -> None:
-    number = Number("n")
-    for value in range(6):
-        number.value = value
-        checkpoint.save_all_states()
-    assert len(saved_ids(tmp_path)) == 3
-    script.restart(ADAPTDL_CHECKPOINT_KEEP="1")
-    assert Number("n").value == 5
-    checkpoint.save_all_states()
-    assert len(saved_ids(tmp_path)) == 1
 
 
 def test_nothing_is_saved_without_a_path(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,73 +145,6 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
     assert "n.state does not match its checksum" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["manifest", "no manifest", "missing", "short", "empty"])
-def test_every_kind_of_damage_is_found(script: Script, tmp_path: Path, how: str) -> None:
-    number = Number("n", 1)
-    checkpoint.save_all_states()
-    number.value = 2
-    newest = checkpoint.save_all_states()
-    assert newest is not None
-    directory = tmp_path / "saved" / newest.id
-    if how == "manifest":
-        damage(tmp_path, newest.id, "manifest.json")
-    elif how == "no manifest":
-        (directory / "manifest.json").unlink()
-    elif how == "missing":
-        (directory / "n.state").unlink()
-    else:
-        (directory / "n.state").write_bytes(b"" if how == "empty" else b"2"[:0])
-    script.restart()
-    assert Number("n").value == 1
-
-
-@pytest.mark.parametrize("file", ["model.state", "manifest.json"])
-def test_a_missing_file_never_gives_fresh_weights(script: Script, tmp_path: Path, file: str) -> None:
-    Model(torch.nn.Linear(2, 2))
-    only = checkpoint.save_all_states()
-    assert only is not None
-    (tmp_path / "saved" / only.id / file).unlink()
-    script.restart()
-    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
-        Model(torch.nn.Linear(2, 2))
-
-
-def test_a_recorded_checkpoint_that_can_not_be_seen_is_refused(script: Script, tmp_path: Path) -> None:
-    script.restart(ADAPTDL_CHECKPOINT_ID="00000007-g00001-abcdef01")
-    with pytest.raises(CheckpointError, match=r"00000007-g00001-abcdef01 is recorded .* must be shared"):
-        Number("n")
-
-
-def test_a_directory_of_another_run_does_not_stand_in_for_the_recorded_checkpoint(script: Script) -> None:
-    Number("n", 1)
-    checkpoint.save_all_states()
-    script.restart(ADAPTDL_CHECKPOINT_ID="00000001-g00000-00000000")
-    with pytest.raises(CheckpointError, match="is recorded"):
-        Number("n")
-
-
-def test_descendants_of_the_recorded_checkpoint_are_accepted(script: Script) -> None:
-    number = Number("n")
-    first = checkpoint.save_all_states()
-    for value in range(1, 6):  # the store could not be reached meanwhile; the recorded one is pruned
-        number.value = value
-        checkpoint.save_all_states()
-    assert first is not None
-    script.restart(ADAPTDL_CHECKPOINT_ID=first.id)
-    assert Number("n").value == 5
-
-
-def test_a_recorded_checkpoint_that_is_damaged_falls_back(script: Script, tmp_path: Path) -> None:
-    number = Number("n", 1)
-    checkpoint.save_all_states()
-    number.value = 2
-    newest = checkpoint.save_all_states()
-    assert newest is not None
-    damage(tmp_path, newest.id, "n.state")
-    script.restart(ADAPTDL_CHECKPOINT_ID=newest.id)
-    assert Number("n").value == 1
-
-
 def lose_manifest(directory: Path, how: str) -> None:
     path = directory / "manifest.json"
     if how == "another's":
@@ -277,9 +197,13 @@ def test_what_has_no_manifest_stays_while_there_are_too_few_whole_checkpoints(
     assert len(saved_ids(tmp_path)) == 5
 
 
-def test_an_unreadable_path_is_an_error_and_not_a_fresh_start(script: Script, tmp_path: Path) -> None:
-    (tmp_path / "saved").write_text("a file")
-    with pytest.raises(CheckpointError, match="not starting afresh"):
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_path_that_is_no_directory_is_an_error_and_no_fresh_start(
+    script: Script, tmp_path: Path, below: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    script.restart(ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "file" / below))
+    with pytest.raises(CheckpointError, match=r"Not a directory.*not starting afresh"):
         Number("n")
 
 
@@ -306,6 +230,10 @@ def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
         ("checkpoint_failed", "periodic"),
         ("checkpoint_failed", "stop"),
     ]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+        with pytest.raises(CheckpointSaveError, match="Permission denied"):
+            checkpoint.save_all_states()
     assert before is not None
     assert [p.name for p in (tmp_path / "saved").iterdir()] == [before.id]
     number.value = 3
@@ -341,33 +269,6 @@ def test_a_directory_without_write_permission_is_told_at_the_start(script: Scrip
             Number("n")
 
 
-def test_a_path_that_can_not_be_made_is_told_at_the_start(script: Script, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    script.restart(ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "file" / "below"))
-    with pytest.raises(
-        CheckpointError, match=r"Not a directory: .*choose another ADAPTDL_CHECKPOINT_PATH|not starting"
-    ):
-        Number("n")
-
-
-def test_permission_that_is_lost_later_leaves_the_checkpoint_before(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    number = Number("n", 1)
-    checkpoint.save_all_states()
-    number.value = 2
-
-    def denied(*args: Any, **kwargs: Any) -> Any:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", denied)
-        with pytest.raises(CheckpointSaveError, match="Permission denied"):
-            checkpoint.save_all_states()
-    script.restart()
-    assert Number("n").value == 1
-
-
 def test_a_relative_path_stays_where_it_was_when_the_script_changes_its_directory(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,24 +294,15 @@ class Slow(Number):
         super().write_snapshot(snapshot, fileobj)
 
 
-def test_a_background_save_holds_the_state_as_it_was(script: Script) -> None:
+def test_a_periodic_save_is_left_out_while_one_is_written_and_a_stop_comes_after_it(
+    script: Script, tmp_path: Path
+) -> None:
+    """Each holds the state as it was when the save was asked for."""
     slow, done = Slow("n", 1), []
     checkpoint.save_all_states(kind="periodic", background=True, done=done.append)
     assert slow.writing.wait(60)
     assert done == []
     slow.value = 2  # training goes on
-    slow.go.set()
-    assert checkpoint.flush(60)
-    assert len(done) == 1
-    script.restart()
-    assert Number("n").value == 1
-
-
-def test_a_periodic_save_is_left_out_while_one_is_written_and_a_stop_comes_after_it(script: Script) -> None:
-    slow, done = Slow("n", 1), []
-    checkpoint.save_all_states(kind="periodic", background=True, done=done.append)
-    assert slow.writing.wait(60)
-    slow.value = 2
     checkpoint.save_all_states(kind="periodic", background=True, done=done.append)
     checkpoint.save_all_states(kind="request", background=True, done=done.append)
     slow.value = 3
@@ -418,8 +310,8 @@ def test_a_periodic_save_is_left_out_while_one_is_written_and_a_stop_comes_after
     stop = checkpoint.save_all_states(kind="stop", done=done.append)
     assert [saved.kind for saved in done] == ["periodic", "request", "stop"]
     assert stop is not None
-    script.restart()
-    assert Number("n").value == 3
+    held = [(tmp_path / "saved" / saved.id / "n.state").read_bytes() for saved in done]
+    assert held == [b"1", b"2", b"3"]
 
 
 def test_saving_that_has_failed_for_longer_than_two_intervals_is_reported_until_it_succeeds(
@@ -463,22 +355,6 @@ def test_a_bad_setting_says_what_is_wrong(script: Script) -> None:
     script.set(ADAPTDL_CHECKPOINT_KEEP="none")
     with pytest.raises(ValueError, match="ADAPTDL_CHECKPOINT_KEEP=none"):
         Number("n")
-
-
-def test_what_no_part_of_the_script_has_asked_for_yet_is_carried_over(
-    script: Script, caplog: pytest.LogCaptureFixture
-) -> None:
-    Number("early", 1)
-    Number("late", 2)
-    checkpoint.save_all_states()
-    for _ in range(3):
-        script.restart()
-        Number("early")
-        for _ in range(4):  # more often than checkpoints are kept
-            checkpoint.save_all_states()
-        checkpoint.end_epoch(0)
-    assert "has not asked for: late" in caplog.text
-    assert Number("late").value == 2
 
 
 def test_a_save_holds_what_was_not_claimed_when_it_was_asked_for(script: Script, tmp_path: Path) -> None:
@@ -529,7 +405,9 @@ def test_a_state_that_the_checkpoint_does_not_know_is_told(
     assert "has no state 'new'" in caplog.text
 
 
-def test_states_of_an_epoch_are_dropped_with_it(script: Script, tmp_path: Path) -> None:
+def test_states_of_an_epoch_are_dropped_with_it(
+    script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = Number("kept")
     kept.expires = None
     gone = Number("gone")
@@ -538,6 +416,7 @@ def test_states_of_an_epoch_are_dropped_with_it(script: Script, tmp_path: Path) 
     script.restart()
     Number("kept")
     checkpoint.end_epoch(2)
+    assert "has not asked for: gone; they are kept" in caplog.text
     checkpoint.save_all_states()
     assert set(newest_states(tmp_path)) == {"kept", "gone"}
     checkpoint.end_epoch(3)
@@ -765,55 +644,6 @@ def test_containers_come_back_as_what_they_were(script: Script, through: str) ->
     assert type(content["size"]) is torch.Size
 
 
-class Versioned(torch.nn.Linear):
-    """Refuses a state dict that does not say of which version it is, as torchvision's MNASNet does."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        if local_metadata.get("version") != 2:
-            raise ValueError(f"version {local_metadata.get('version')}")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # torch's own, before 2.9
-@pytest.mark.parametrize("kind", ["MultiStepLR", "SequentialLR"])
-def test_schedulers_and_modules_go_on_where_they_were(script: Script, kind: str) -> None:
-    class Training(Kinds):
-        def __init__(self) -> None:
-            self.module = Versioned(2, 1)
-            optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
-            steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 3])
-            warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
-            both = torch.optim.lr_scheduler.SequentialLR
-            self.schedule = both(optimizer, [warm, steps], [2]) if kind == "SequentialLR" else steps
-            self.parts = {"module": self.module, "optimizer": optimizer, "schedule": self.schedule}
-            super().__init__()
-
-        def state_dict(self) -> Any:
-            return {name: part.state_dict() for name, part in self.parts.items()}
-
-        def load_state_dict(self, state_dict: Any) -> None:
-            for name, part in self.parts.items():
-                part.load_state_dict(state_dict[name])
-
-        def step(self) -> list[float]:
-            self.parts["optimizer"].step()
-            self.schedule.step()
-            return self.schedule.get_last_lr()
-
-    undisturbed = Training()
-    expected = [undisturbed.step() for _ in range(7)]
-    script.restart()
-    rates = []
-    for _ in range(7):
-        training = Training()
-        rates.append(training.step())
-        checkpoint.save_all_states()
-        script.restart()
-    assert rates == expected
-
-
 def test_one_state_by_itself(script: Script, tmp_path: Path) -> None:
     number = Number("n", 3)
     checkpoint.save_state(number, tmp_path / "alone")
@@ -854,15 +684,6 @@ def test_a_state_that_can_not_be_copied_is_told_and_does_not_end_the_training(
         checkpoint.save_all_states()
     kinds.content = {}
     assert checkpoint.save_all_states() is not None
-
-
-def test_what_can_not_be_saved_is_named(script: Script) -> None:
-    with pytest.raises(TypeError, match=r"model\.hooks\[1\] is a builtins\.function"):
-        copy_to_host({"hooks": [1, lambda: None]}, "model")
-
-
-def test_logging_is_left_to_the_program() -> None:
-    assert logging.getLogger("adaptdl_elastic").handlers == []
 
 
 class Arriving(DirectoryStorage):

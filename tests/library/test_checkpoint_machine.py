@@ -23,6 +23,10 @@ class Checkpoints(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.truth: dict[str, dict[str, int]] = {}  # what each intact checkpoint holds
+        self.ancestors: dict[str, list[str]] = {}  # of every checkpoint that was ever saved
+        self.readable: set[str] = set()  # checkpoints whose manifest is intact
+        self.history: list[str] = []  # what this generation goes on from and has saved
+        self.mine: list[str] = []  # what this generation has saved
         self.values: dict[str, int] = {}  # of the states that this generation has asked for
         self.carried: dict[str, int] = {}  # of those that it has not
         self.counter = 0
@@ -33,7 +37,7 @@ class Checkpoints(RuleBasedStateMachine):
 
     @initialize()
     def first(self) -> None:
-        self.manager = CheckpointManager(DirectoryStorage(self.folder), keep=KEEP)
+        self.manager = self.opened()
         self.manager.open()
 
     @rule(name=st.sampled_from(NAMES))
@@ -64,28 +68,47 @@ class Checkpoints(RuleBasedStateMachine):
         assert self.manager.flush(30)
         assert job.result is not None
         assert job.result.error is None
-        self.truth[job.result.id] = {**self.carried, **self.values}
+        saved = job.result.id
+        self.truth[saved] = {**self.carried, **self.values}
+        self.ancestors[saved] = [*self.history]
+        self.readable.add(saved)
+        self.history.append(saved)
+        self.mine.append(saved)
+        kept = DirectoryStorage(self.folder).ids()
+        assert {*self.mine[-KEEP:]} <= {*kept}
+        assert len(self.truth.keys() & {*kept}) <= KEEP
 
-    @rule()
-    def restart(self) -> None:
+    def opened(self, recorded: str | None = None) -> CheckpointManager:
+        return CheckpointManager(DirectoryStorage(self.folder), recorded=recorded, keep=KEEP)
+
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        """The store has recorded any checkpoint that was ever saved, or none."""
         self.manager.close()
         kept = set(DirectoryStorage(self.folder).ids())
         self.truth = {id: content for id, content in self.truth.items() if id in kept}
         intact = max(self.truth, default=None)
-        self.manager = CheckpointManager(DirectoryStorage(self.folder), keep=KEEP)
+        recorded = data.draw(st.sampled_from([None, *self.ancestors]))
+        self.manager = self.opened(recorded)
+        descends = any(recorded in self.ancestors[id] for id in kept & self.readable)
+        if recorded is not None and recorded not in kept and not descends:
+            with pytest.raises(CheckpointError, match=f"{recorded} is recorded .* must be shared"):
+                self.manager.open()
+            self.manager = self.opened()
         if intact is None and kept:
-            with pytest.raises(CheckpointError, match="is damaged"):
+            with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
                 self.manager.open()
             for damaged in kept:  # a person does as the message says
                 DirectoryStorage(self.folder).remove(damaged)
-            self.manager = CheckpointManager(DirectoryStorage(self.folder), keep=KEEP)
+            self.manager = self.opened()
         assert self.manager.open() == intact
         self.values, self.carried = {}, dict(self.truth[intact]) if intact else {}
+        self.history, self.mine = [*self.ancestors[intact], intact] if intact else [], []
 
-    @rule(names=st.sets(st.sampled_from(NAMES)), saves=st.integers(0, KEEP + 1))
-    def generation(self, names: set[str], saves: int) -> None:
+    @rule(data=st.data(), names=st.sets(st.sampled_from(NAMES)), saves=st.integers(0, KEEP + 1))
+    def generation(self, data: st.DataObject, names: set[str], saves: int) -> None:
         """What a generation usually does, so that long lives are seen often."""
-        self.restart()
+        self.restart(data)
         for name in sorted(names):
             self.register(name)
         for _ in range(saves):
@@ -104,15 +127,14 @@ class Checkpoints(RuleBasedStateMachine):
         content = path.read_bytes()
         path.unlink()  # what is open already was verified, and is another file
         how = data.draw(st.sampled_from(["flip", "short", "long", "gone"]))
-        if how == "gone" and path.name != MANIFEST:
-            pass
-        elif how == "long":
+        if how == "long":
             path.write_bytes(content + b"0")
         elif how == "short":
             path.write_bytes(content[:-1])
-        else:
+        elif how == "flip":
             path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
         del self.truth[damaged]
+        self.readable -= {damaged} if path.name == MANIFEST else set()
 
     @invariant()
     def no_leftovers(self) -> None:

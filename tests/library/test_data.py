@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import insides
 import pytest
 import torch
 from fresh import Script
@@ -67,39 +66,19 @@ def test_a_script_can_say_whose_share_a_sampler_gives() -> None:
         sampler.rank = -1
 
 
-def test_the_order_depends_on_seed_epoch_and_pass_alone() -> None:
+def test_the_order_depends_on_the_scripts_seed_and_not_on_its_draws() -> None:
     def order(seed: int | None, epoch: int, index: int, replicas: int) -> list[int]:
         on(replicas)
         sampler = adl.ElasticSampler(range(40), seed=seed)
         sampler.set_epoch(epoch, index)
         return sampler.order().tolist()
 
-    first = order(1, 0, 0, 1)
-    assert first == order(1, 0, 39, 3)
-    assert sorted(first) == list(range(40))
+    assert order(1, 0, 0, 1) == order(1, 0, 39, 3)
     assert len({tuple(order(*where, 1)) for where in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 40)]}) == 4
     torch.manual_seed(5)
     mine = order(None, 0, 0, 1)
     torch.rand(3)  # draws of the script's own change nothing
     assert order(None, 0, 0, 2) == mine == order(5, 0, 0, 1)
-    on(1)
-    assert adl.ElasticSampler(range(4), shuffle=False).order().tolist() == [0, 1, 2, 3]
-
-
-def test_a_loader_is_a_dataloader_of_its_share(script: Script) -> None:
-    loader = adl.AdaptiveDataLoader(
-        TensorDataset(torch.arange(10.0)), batch_size=4, collate_fn=lambda items: [int(x) for (x,) in items]
-    )
-    assert isinstance(loader, torch.utils.data.DataLoader)
-    assert adl.current_dataloader() is None
-    batches = []
-    for _ in adl.remaining_epochs_until(1):
-        for batch in loader:
-            assert adl.current_dataloader() is insides.helper(loader)
-            batches.append(batch)
-        assert adl.current_dataloader() is None
-    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert len(loader) == 3
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import deferred_backend
 import fake_agent
 import loop_script_path
+import psutil
 import pytest
 import torch
 from fake_agent import FakeAgent
@@ -235,18 +236,11 @@ def test_one_survivor_has_the_sum_and_another_has_not(start: Any, tmp_path: Path
     none = [[-1, 0, 0, ""]]  # the script marks what it has done where there are faults
     job = start(3, loop_script_path.RECOVERY, held=[behind, 20, 1], faults=none, armed=False, size=480)
     for rank in {0, 1, 2} - {behind}:
-        wait_for(tmp_path / f"begun-21-{rank}", job)
+        job.wait_for_file(f"begun-21-{rank}")
     assert not (tmp_path / f"ended-20-{behind}").exists()
     job.recover(2)
     job.finish()
     compare(tmp_path, 2, undisturbed(tmp_path / "undisturbed"))
-
-
-def wait_for(path: Path, job: FakeAgent) -> None:
-    deadline = time.monotonic() + 200
-    while not path.exists():
-        assert time.monotonic() < deadline, job.outputs()
-        time.sleep(0.01)
 
 
 @pytest.mark.processes
@@ -296,34 +290,20 @@ def test_the_self_test_ends_with_who_has_asked(tmp_path: Path) -> None:
     )
     mark = {"DEFERRED_FAULT": "hang", "SELFTEST_OF": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **PATH, **mark}) as asker:
-        others = until(
-            "nobody is asked", lambda: [pid for pid in marked(tmp_path) if "--role" in command(pid)], 200
-        )
+        others = until("nobody is asked", lambda: marked(tmp_path, "--role"), 200)
         asker.kill()
     assert len(others) > 0
     until("processes are left", lambda: not marked(tmp_path), 200)
 
 
-def marked(folder: Path) -> list[int]:
-    return [pid for pid in pids() if pid != os.getpid() and f"SELFTEST_OF={folder}" in environment(pid)]
-
-
-def command(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
-def pids() -> list[int]:
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-
-
-def environment(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    except OSError:
-        return []
+def marked(folder: Path, argument: str | None = None) -> list[psutil.Process]:
+    """Return the other processes of a self-test in `folder` that have this argument."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if one.pid != os.getpid() and one.environ().get("SELFTEST_OF") == str(folder):
+                found += [one] if argument is None or argument in one.cmdline() else []
+    return found
 
 
 @pytest.mark.processes
@@ -347,7 +327,7 @@ class Never:
         return False
 
 
-def test_what_never_arrives_is_given_up_in_the_end() -> None:
+def test_a_result_that_never_arrives_is_given_up_in_the_end() -> None:
     group = deferred_backend.Deferred("deferred")
     with pytest.raises(RuntimeError, match="took more than"):
         group.wait([Never()], timedelta(0))

@@ -167,12 +167,6 @@ def test_loaders_of_every_kind_have_such_a_batch(script: Script, kind: str) -> N
     assert run(stop=False) == [(False, first[0][1])]
 
 
-def test_no_batch_is_made_up_where_there_is_none(script: Script) -> None:
-    for _ in adl.remaining_epochs_until(1):
-        assert list(adl.AdaptiveDataLoader([], batch_size=2)) == []
-        assert list(adl.AdaptiveDataLoader(range(3), batch_size=4, drop_last=True)) == []
-
-
 def test_is_optim_step_asks_the_loop_under_way(script: Script) -> None:
     loader = adl.AdaptiveDataLoader(range(8), batch_size=4)
     loader.autoscale_batch_size(4, local_bsz_bounds=(1, 2), gradient_accumulation=True)

@@ -178,12 +178,6 @@ def test_a_rank_must_be_below_the_number_of_replicas(monkeypatch: pytest.MonkeyP
         env.replica_rank()
 
 
-def test_answers_follow_the_environment_of_a_new_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    for replicas in ("2", "5", "1"):
-        monkeypatch.setenv("ADAPTDL_NUM_REPLICAS", replicas)
-        assert env.num_replicas() == int(replicas)
-
-
 def test_names_of_variables_stand_in_one_file_only() -> None:
     one = re.compile(r"(ADAPTDL|TORCHELASTIC|PET|AWS)_[A-Z_]*[A-Z]")
     found = {

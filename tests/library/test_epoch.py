@@ -71,7 +71,9 @@ def test_a_loop_inside_a_loop_is_refused_and_an_exception_leaves_the_epoch_unfin
     assert list(remaining_epochs_until(2)) == [0, 1]
 
 
-def test_who_has_nothing_left_to_do_is_told_why(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_has_finished_says_so_when_it_is_started_again(
+    script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
     list(remaining_epochs_until(2))
     assert "are finished" not in capsys.readouterr().err
     script.restart()

@@ -118,14 +118,6 @@ def test_with_worker_processes(job: Any, persistent: bool) -> None:
     run.check(1, epochs=2)
 
 
-def test_streams(job: Any) -> None:
-    run = job(stream=True, workers=1)
-    run.run(2, stop=(1, "train", 0, 2))
-    run.run(3, stop=(0, "train", 0, 1))
-    run.run(1)
-    run.check(1)
-
-
 def test_the_order_is_the_same_on_any_number_of_replicas(job: Any, tmp_path: Path) -> None:
     """Position k of the epoch's order is the same sample whoever gets it."""
 

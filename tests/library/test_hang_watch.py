@@ -36,24 +36,29 @@ def at(*place: int, still: float = 30.0, waits: bool = False) -> Answer:
     return Answer(place, still, waits, "somewhere", "host", "")
 
 
-def test_the_replica_furthest_behind_is_the_one() -> None:
-    waiting = at(0, 1, 64, Stage.GRADIENTS, waits=True)
-    for place in [(0, 1, 64, Stage.DATA), (0, 1, 64, Stage.BODY), (0, 1, 32, Stage.STEP), (0, 0, 900, 0)]:
-        assert hanging({0: waiting, 1: at(*place), 2: waiting}, 3, 20) == [1]
+WAITING = at(0, 1, 64, Stage.GRADIENTS, waits=True)
+ENDING = at(1, 1, 1 << 62, 0, waits=True)
 
 
-def test_a_collective_of_its_own_is_no_excuse_for_the_replica_behind() -> None:
-    others = at(0, 1, 64, Stage.GRADIENTS, waits=True)
-    assert hanging({0: others, 1: at(0, 1, 64, Stage.BODY, waits=True), 2: others}, 3, 20) == [1]
+@pytest.mark.parametrize(
+    ("others", "second", "found"),
+    [
+        *((WAITING, at(0, 1, 64, stage), [1]) for stage in (Stage.DATA, Stage.BODY)),
+        *((WAITING, at(*place), [1]) for place in ((0, 1, 32, Stage.STEP), (0, 0, 900, 0))),
+        # a collective of its own is no excuse
+        (WAITING, at(0, 1, 64, Stage.BODY, waits=True), [1]),
+        # at the same place it is the one that does not wait; where all wait for each other it is unknown
+        (ENDING, at(1, 1, 1 << 62, 0), [1]),
+        (ENDING, ENDING, []),
+        # it moves on
+        (WAITING, at(0, 1, 8, 2, still=3), []),
+    ],
+)
+def test_the_replica_furthest_behind_hangs(others: Answer, second: Answer, found: list[int]) -> None:
+    assert hanging({0: others, 1: second, 2: others}, 3, 20) == found
 
 
-def test_at_the_same_place_it_is_the_one_that_does_not_wait() -> None:
-    answers = {0: at(1, 1, 1 << 62, 0, waits=True), 1: at(1, 1, 1 << 62, 0, waits=True)}
-    assert hanging(answers, 2, 20) == []  # all wait for each other: unknown
-    assert hanging({**answers, 1: at(1, 1, 1 << 62, 0)}, 2, 20) == [1]
-
-
-def test_who_waits_in_a_loop_that_others_have_left_is_told_how_to_leave_it() -> None:
+def test_a_replica_in_a_loop_that_others_have_left_is_told_how_to_leave_it() -> None:
     """A newcomer's `islice(loader, 20)` counts from 0: it stays in the loop when the others leave it."""
     behind = at(1, 1, 1 << 62, 0, 0, waits=True)
     waiting = at(1, 1, 64, 1, Stage.GRADIENTS, waits=True)
@@ -68,17 +73,13 @@ def test_who_waits_in_a_loop_that_others_have_left_is_told_how_to_leave_it() -> 
     assert left_before(1, {0: behind, 2: behind}) == []
 
 
-def test_a_replica_that_moves_on_does_not_hang() -> None:
-    assert hanging({0: at(0, 1, 64, 3, waits=True), 1: at(0, 1, 8, 2, still=3)}, 2, 20) == []
-
-
 def test_a_replica_that_does_not_answer_hangs() -> None:
     assert hanging({0: at(0, 1, 64, 3, waits=True), 2: at(0, 1, 64, 3, waits=True)}, 3, 20) == [1]
     assert "does not answer" in describe(1, None)
 
 
 @given(data=st.data(), replicas=st.integers(2, 6))
-def test_whoever_hangs_anywhere_is_found(data: st.DataObject, replicas: int) -> None:
+def test_a_replica_that_hangs_anywhere_is_found(data: st.DataObject, replicas: int) -> None:
     """One replica stops in any stage; the others go on until they need it: in the next gradients."""
     guilty = data.draw(st.integers(0, replicas - 1))
     stage = data.draw(st.sampled_from([Stage.DATA, Stage.BODY, Stage.STEP]))

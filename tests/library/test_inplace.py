@@ -44,20 +44,6 @@ def check(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> Non
         torch.testing.assert_close(-torch.load(folder / f"weights-{rank}"), applied)
 
 
-def test_up(start: Any, tmp_path: Path) -> None:
-    job = start(1)
-    job.rescale(2)
-    job.finish()
-    check(tmp_path, 2)
-
-
-def test_down(start: Any, tmp_path: Path) -> None:
-    job = start(2)
-    job.rescale(1)
-    job.finish()
-    check(tmp_path, 1)
-
-
 @pytest.mark.slow
 def test_several_in_a_row(start: Any, tmp_path: Path) -> None:
     job = start(1, epochs=2)

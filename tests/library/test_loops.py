@@ -35,46 +35,6 @@ def numbers(size: int = 10) -> TensorDataset:
     return TensorDataset(torch.arange(size))
 
 
-def test_epochs_count_on_through_several_loops() -> None:
-    assert adl.current_epoch() is None
-    assert list(adl.remaining_epochs_until(2)) == [0, 1]
-    assert list(adl.remaining_epochs_until(2)) == []
-    assert [adl.current_epoch() for _ in adl.remaining_epochs_until(4)] == [2, 3]
-    assert adl.finished_epochs() == 4
-    assert adl.current_epoch() is None
-
-
-def test_a_finished_job_has_no_epochs_left_in_its_next_generation(script: Script) -> None:
-    list(adl.remaining_epochs_until(3))
-    script.restart()
-    assert list(adl.remaining_epochs_until(3)) == []
-    assert list(adl.remaining_epochs_until(4)) == [3]
-
-
-def test_an_epoch_that_was_left_by_break_is_not_finished() -> None:
-    for _ in adl.remaining_epochs_until(2):
-        break
-    assert adl.finished_epochs() == 0
-    assert list(adl.remaining_epochs_until(2)) == [0, 1]
-
-
-def test_a_new_epoch_loop_only_after_the_last_has_ended() -> None:
-    for _ in adl.remaining_epochs_until(1):
-        with pytest.raises(RuntimeError, match="only after it has ended"):
-            next(iter(adl.remaining_epochs_until(2)))
-
-
-@pytest.mark.parametrize("bad", [-1, 1.5, None, "3", True])
-def test_the_number_of_epochs_is_checked_at_once(bad: Any) -> None:
-    with pytest.raises(ValueError, match="0 or more"):
-        adl.remaining_epochs_until(bad)
-
-
-def test_the_number_of_epochs_may_be_numpys() -> None:
-    count: Any = np.int64(2)
-    assert list(adl.remaining_epochs_until(count)) == [0, 1]
-
-
 def test_data_loops_outside_of_epochs_are_run_whenever_they_are_come_to(script: Script) -> None:
     """Before the first epoch and behind the last, also after a restart, which goes on in mid-epoch."""
 
@@ -323,13 +283,6 @@ def test_only_one_loader_trains() -> None:
         second.autoscale_batch_size(4)
 
 
-def test_drop_last_leaves_out_what_does_not_fill_a_batch() -> None:
-    loader = adl.AdaptiveDataLoader(numbers(11), batch_size=4, drop_last=True)
-    assert len(loader) == 2
-    for _ in adl.remaining_epochs_until(2):
-        assert [len(batch[0]) for batch in loader] == [4, 4]
-
-
 def test_an_empty_data_set_and_one_smaller_than_a_dropped_batch() -> None:
     for _ in adl.remaining_epochs_until(1):
         assert list(adl.AdaptiveDataLoader(numbers(0), batch_size=4)) == []
@@ -362,6 +315,7 @@ def test_a_loader_says_what_it_was_given(drop_last: bool) -> None:
     for data in (numbers(), Stream()):
         loader = adl.AdaptiveDataLoader(data, batch_size=4, drop_last=drop_last)
         assert (loader.batch_size, loader.drop_last) == (4, drop_last)
+    assert isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(adl.AdaptiveDataLoader(numbers(), batch_size=4).sampler, adl.ElasticSampler)
 
 
@@ -463,26 +417,17 @@ def failing(seen: list[tuple[int, list[int]]], at: int | None) -> None:
 ALL = [(epoch, [n, n + 1]) for epoch in range(2) for _ in range(2) for n in (0, 2, 4)]
 
 
+@pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 8, 12])
-def test_an_exception_does_not_end_a_data_loop(at: int) -> None:
-    """Caught, and the same epochs come to again: nothing is left out, and that batch comes once more."""
+def test_an_exception_does_not_end_a_data_loop(script: Script, at: int, restarts: bool) -> None:
+    """Nothing is left out, and that batch comes once more: in this process, or from a checkpoint."""
     seen: list[tuple[int, list[int]]] = []
     with pytest.raises(ValueError, match="out of memory"):
         failing(seen, at)
     seen.pop()
-    failing(seen, None)
-    assert seen == ALL
-
-
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 8, 12])
-def test_a_checkpoint_that_is_saved_behind_an_exception_is_of_where_that_was(script: Script, at: int) -> None:
-    seen: list[tuple[int, list[int]]] = []
-    try:
-        failing(seen, at)
-    except ValueError:
+    if restarts:
         checkpoint.save_all_states()
-    seen.pop()
-    script.restart()
+        script.restart()
     failing(seen, None)
     assert seen == ALL
 
@@ -628,22 +573,7 @@ class Halves(AdaptiveDataLoaderMixin):
                     helper.current_index += helper.current_batch_size
 
 
-def test_a_loader_of_ones_own_goes_on_where_it_was(script: Script) -> None:
-    seen: list[int] = []
-    for _ in adl.remaining_epochs_until(1):
-        for index in Halves():
-            seen.append(index)
-            if index == 4:
-                checkpoint.save_all_states()
-                break
-        break
-    script.restart()
-    for _ in adl.remaining_epochs_until(1):
-        seen += list(Halves())
-    assert seen == [0, 4, 4, 8]
-
-
-def test_where_a_loader_of_ones_own_ends_is_known_after_a_restart(script: Script) -> None:
+def test_a_loader_of_ones_own_goes_on_where_it_was_and_knows_where_it_ends(script: Script) -> None:
     loader = Halves()
     for _ in adl.remaining_epochs_until(1):
         for index in loader:

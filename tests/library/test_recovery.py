@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -80,13 +81,64 @@ def test_when_torch_never_agrees_on_the_order_of_buckets(start: Any, tmp_path: P
     applied(tmp_path, 2)
 
 
-def test_one_after_the_other(start: Any, tmp_path: Path) -> None:
-    job = start(4)
-    for _ in range(3):
-        job.recover(1 if len(job.running) == 3 else 0)
-        job.wait_for("step")
+Act = Callable[[FakeAgent], Any]
+
+
+def waits(kind: str) -> Act:
+    return lambda job: job.wait_for(kind)
+
+
+def die(*ranks: int) -> list[Act]:
+    """One after the other, with a step in between."""
+    acts = [[waits("step"), lambda job, rank=rank: job.recover(rank)] for rank in ranks]  # type: ignore[misc]
+    return list(itertools.chain(*acts))[1:]
+
+
+def changes(*sizes: int) -> list[Act]:
+    return [lambda job, size=size: job.rescale(size) for size in sizes]  # type: ignore[misc]
+
+
+def kills_itself(rank: int) -> list[Act]:
+    return [
+        lambda job: job.bury(rank),
+        lambda job: job.plan_recovery(),
+        lambda job: job.wait_for("switched", len(job.running)),
+    ]
+
+
+SHORT = {"size": 84, "epochs": 30, "evaluate": 1, "pace": 0.002}
+LATE = [*changes(3), *die(1), waits("step"), *changes(2, 1, 2), waits("resilient")]
+SUMS = ["adaptdl-accumulator-epoch0-0", 1]
+OUTSIDE: dict[str, Any] = {"size": 84, "epochs": 3, "outside": "both", "torn": SUMS}
+SCHEDULES: dict[str, tuple[int, dict[str, Any], list[Act]]] = {
+    "one after the other": (4, {}, die(0, 1, 0)),
+    "in the middle of an accumulation": (3, {"accumulate": 3}, die(1, 0)),
+    "a stream": (3, {"stream": True}, die(1)),
+    "rank 0 in evaluation loops and short epochs": (3, SHORT, die(0, 0)),
+    "rank 1 in evaluation loops and short epochs": (3, SHORT, die(1, 0)),
+    "rank 2 in evaluation loops and short epochs": (3, SHORT, die(2, 0)),
+    "one that came in an evaluation loop counts the same steps": (
+        2, {**SHORT, "epochs": 60, "pace": 0.02}, [*LATE, *LATE]
+    ),
+    "in the first window of the second loader that is made in every epoch": (
+        3, {"size": 84, "epochs": 3, "fresh": True, "die": [2, "train", 1, 1]}, kills_itself(2)
+    ),
+    # The dead replica's last word was an accumulator's sums, and one survivor stands at the next one's.
+    "sums from outside of loops came to one of two": (3, OUTSIDE, kills_itself(0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_deaths_leave_no_trace(start: Any, tmp_path: Path, name: str) -> None:
+    replicas, given, acts = SCHEDULES[name]
+    job = start(replicas, **given)
+    for act in acts:
+        act(job)
     job.finish()
-    applied(tmp_path, 1)
+    epochs, size = given.get("epochs", 1), given.get("size", SIZE)
+    applied(tmp_path, len(job.running), epochs, size)
+    if given.get("evaluate"):
+        evaluated(tmp_path, epochs, size)
 
 
 def test_a_death_before_the_plan_for_another_is_there(start: Any, tmp_path: Path) -> None:
@@ -112,15 +164,6 @@ def test_a_death_during_the_recovery(start: Any, tmp_path: Path) -> None:
     job.wait_for("switched", 2)
     job.finish()
     applied(tmp_path, 2)
-
-
-def test_in_the_middle_of_an_accumulation(start: Any, tmp_path: Path) -> None:
-    job = start(3, accumulate=3)
-    job.recover(1)
-    job.wait_for("step")
-    job.recover(0)
-    job.finish()
-    applied(tmp_path, 1)
 
 
 @pytest.mark.essential
@@ -171,32 +214,6 @@ def test_a_newcomer_that_dies_while_the_others_switch(start: Any, tmp_path: Path
     applied(tmp_path, 2)
 
 
-def test_one_that_came_in_an_evaluation_loop_counts_the_same_steps(start: Any, tmp_path: Path) -> None:
-    job = start(2, size=84, epochs=60, evaluate=1, pace=0.02)
-    for _ in range(2):
-        job.rescale(3)
-        job.recover(1)
-        job.wait_for("step")
-        job.rescale(2)
-        job.rescale(1)
-        job.rescale(2)
-        job.wait_for("resilient")
-    job.finish()
-    applied(tmp_path, 2, epochs=60, size=84)
-    evaluated(tmp_path, 60, 84)
-
-
-@pytest.mark.parametrize("dies", [0, 1, 2])
-def test_in_evaluation_loops_and_short_epochs(start: Any, tmp_path: Path, dies: int) -> None:
-    job = start(3, size=84, epochs=30, evaluate=1, pace=0.002)
-    job.recover(dies)
-    job.wait_for("step")
-    job.recover(0)
-    job.finish()
-    applied(tmp_path, 1, epochs=30, size=84)
-    evaluated(tmp_path, 30, 84)
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.essential
 def test_with_worker_processes(start: Any, tmp_path: Path, persistent: bool) -> None:
@@ -206,14 +223,7 @@ def test_with_worker_processes(start: Any, tmp_path: Path, persistent: bool) -> 
     applied(tmp_path, 1)
 
 
-def test_a_stream(start: Any, tmp_path: Path) -> None:
-    job = start(3, stream=True)
-    job.recover(1)
-    job.finish()
-    applied(tmp_path, 2)
-
-
-def test_what_was_asked_of_the_dead_is_still_done(start: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_asked_of_the_dead_is_still_saved(start: Any, tmp_path: Path) -> None:
     """Rank 0 has our request for a checkpoint, and dies."""
     job = start(3)
     job.running[2].channel.send(SaveCheckpoint(7))
@@ -253,7 +263,7 @@ def test_the_last_word_of_the_dead_reaches_one_of_two(
 
 
 @pytest.mark.parametrize("tag", ["agreement", "end of data loop"])
-def test_who_is_silent_in_a_collective_of_the_library_is_not_waited_for(
+def test_a_silent_replica_is_not_waited_for_in_a_collective_of_the_library(
     start: Any, tmp_path: Path, tag: str
 ) -> None:
     """Rank 0 is stopped: its connections stay open, and only the agents find out."""
@@ -268,31 +278,9 @@ def test_who_is_silent_in_a_collective_of_the_library_is_not_waited_for(
     evaluated(tmp_path, 3, 84)
 
 
-def test_a_loader_that_is_made_in_every_epoch(start: Any, tmp_path: Path) -> None:
-    """A death in the first window of the second one."""
-    job = start(3, size=84, epochs=3, fresh=True, die=[2, "train", 1, 1])
-    job.bury(2)
-    job.plan_recovery()
-    job.wait_for("switched", 2)
-    job.finish()
-    applied(tmp_path, 2, epochs=3, size=84)
-
-
-def test_sums_from_outside_of_loops_that_came_to_one_of_two_are_not_lost(start: Any, tmp_path: Path) -> None:
-    """The dead replica's last word was an accumulator's sums, and one survivor stands at the next one's."""
-    job = start(3, size=84, epochs=3, outside="both", torn=["adaptdl-accumulator-epoch0-0", 1])
-    job.bury(0)
-    job.plan_recovery()
-    job.wait_for("switched", 2)
-    job.finish()
-    applied(tmp_path, 2, epochs=3, size=84)
-
-
 def test_sums_that_are_passed_on_by_one_that_got_them_passed_on(start: Any, tmp_path: Path) -> None:
     """The first of four dies when one has its sums, and that one when it has passed them on to one of two."""
-    sums = "adaptdl-accumulator-epoch0-0"
-    given = {"torn": [sums, 1], "torn then": ["sums", 1], "outside": "both"}
-    job = start(4, size=84, epochs=3, **given)
+    job = start(4, **OUTSIDE, **{"torn then": ["sums", 1]})
     job.bury(0)
     job.plan_recovery()
     job.bury(0)
@@ -419,16 +407,19 @@ def test_a_fault_at_any_bucket_leaves_no_trace(tmp_path: Path, undisturbed_run: 
     results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]})
     assert len(results) == FAULTS[name].get("replicas", 3) - 1
     for result in results:
-        assert result["steps"] == undisturbed["steps"] == 80
-        assert result["samples"] == undisturbed["samples"] == [480, 480]
-        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
-        torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
-        assert result["scheduler"] == undisturbed["scheduler"]
-        assert result["scaler"] == undisturbed["scaler"]
+        as_undisturbed(result, undisturbed)
         assert result["draws"] == draws_of(result["seed"], 80)
-        assert (result["counted"], result["large"]) == (80, undisturbed["large"])
-        torch.testing.assert_close(result["mean"], undisturbed["mean"])
     same(results)
+
+
+def as_undisturbed(result: Any, undisturbed: Any) -> None:
+    assert result["steps"] == undisturbed["steps"] == result["counted"] == 80
+    assert result["samples"] == undisturbed["samples"] == [480, 480]
+    for key in ("parameters", "mean", "large", "average"):
+        torch.testing.assert_close(result[key], undisturbed[key])
+    torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
+    assert result["optimizer"]["param_groups"] == undisturbed["optimizer"]["param_groups"]
+    assert (result["scheduler"], result["scaler"]) == (undisturbed["scheduler"], undisturbed["scaler"])
 
 
 def draws_of(seed: int, count: int) -> list[tuple[float, float]]:
@@ -467,10 +458,7 @@ def test_one_behind_goes_on_from_its_own_step_when_the_only_donor_dies(
         job.plan_recovery()
         job.finish()
         assert "step 21 arrived elsewhere" in behind.text()
-    result = torch.load(tmp_path / "result-0")
-    assert result["samples"] == undisturbed["samples"] == [480, 480]
-    torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
-    torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
+    as_undisturbed(torch.load(tmp_path / "result-0"), undisturbed)
 
 
 @pytest.mark.parametrize("name", ["rank 1 dies in a late bucket", "one is a step behind"])
@@ -482,10 +470,7 @@ def test_a_large_average_is_put_back_however_it_is_kept(
     undisturbed = undisturbed_run(large=large)
     results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]}, large=large)
     for result in results:
-        assert result["samples"] == undisturbed["samples"] == [480, 480]
-        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
-        torch.testing.assert_close(result["large"], undisturbed["large"])
-        torch.testing.assert_close(result["average"], undisturbed["average"])
+        as_undisturbed(result, undisturbed)
         assert str(result["average"]) == str(results[0]["average"])
     assert bool(undisturbed["average"]) == (large == "averaged")
 
@@ -499,9 +484,7 @@ def test_a_learning_rate_that_the_loop_sets_is_put_back(
     results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]}, kind="rate by hand")
     assert len(results) == 2
     for result in results:
-        assert result["samples"] == undisturbed["samples"] == [480, 480]
-        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
-        assert result["optimizer"]["param_groups"] == undisturbed["optimizer"]["param_groups"]
+        as_undisturbed(result, undisturbed)
     same(results)
 
 
@@ -544,7 +527,7 @@ def test_buffers_are_rank_0s_after_a_loop_however_it_was_left(
 
 
 @pytest.mark.parametrize("busy", [0, 1])
-def test_who_is_busy_outside_of_all_loops_is_waited_for(tmp_path: Path, busy: int) -> None:
+def test_a_survivor_that_is_busy_outside_of_all_loops_is_waited_for(tmp_path: Path, busy: int) -> None:
     """It evaluates, draws or saves when another one dies: nothing tells how long that takes."""
     settings = fake_agent.settings(busy=busy)
     with FakeAgent(loop_script_path.RECOVERY, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
@@ -572,7 +555,9 @@ def test_who_is_busy_outside_of_all_loops_is_waited_for(tmp_path: Path, busy: in
     ],
 )
 @pytest.mark.essential
-def test_what_can_not_be_put_back_says_why_and_ends(tmp_path: Path, kind: str, bucket: int, why: str) -> None:
+def test_a_change_that_cannot_be_put_back_says_why_and_ends_the_job(
+    tmp_path: Path, kind: str, bucket: int, why: str
+) -> None:
     faults = [[1, 20, bucket, "die"]]
     settings = fake_agent.settings(kind=kind, faults=faults)
     with FakeAgent(loop_script_path.RECOVERY, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:

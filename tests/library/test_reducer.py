@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ def test_a_replica_that_is_gone_fails_what_waits_for_it_at_once(world: Any, vict
             future.result(60)
 
 
-def test_who_asks_after_the_loss_is_told_too(world: Any) -> None:
+def test_a_call_after_the_loss_fails_too(world: Any) -> None:
     lost = threading.Event()
     w = world(2, on_lost=lambda rank: lost.set())
     w.reducers[1].peers[0].shutdown(socket.SHUT_RDWR)
@@ -199,7 +199,7 @@ def test_who_asks_after_the_loss_is_told_too(world: Any) -> None:
         w.reducers[0].allreduce(1)
 
 
-def test_who_asks_when_rank_0_has_ended_because_of_a_loss_is_told_of_that_loss(world: Any) -> None:
+def test_a_call_when_rank_0_has_ended_because_of_a_loss_names_that_loss(world: Any) -> None:
     """Rank 0 says that the call has failed before rank 2 makes it, and then ends."""
     gone = threading.Event()
     w = world(3)
@@ -241,84 +241,101 @@ def test_control_messages_travel_beside_the_collectives(world: Any) -> None:
     assert sorted(got, key=repr) == [(0, (1, 2)), (1, {"a": 1})]
 
 
-def _listening(replicas: int, secret: bytes | None, results: list[Any]) -> tuple[threading.Thread, int]:
-    port: Future = Future()
-
-    def root() -> None:
-        try:
-            results.append(Reducer(0, replicas, secret=secret, timeout=60, publish=port.set_result))
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=root)
-    thread.start()
-    return thread, port.result(60)
+SECRET = b"right"
 
 
-def test_a_stranger_is_refused_and_disturbs_nobody() -> None:
-    results: list[Any] = []
-    thread, port = _listening(2, b"right", results)
+class Root:
+    """Rank 0 of a world, which listens at `port` until all others have come. Closes all that were met."""
+
+    def __init__(self, replicas: int = 2) -> None:
+        port: Future = Future()
+        self.replicas, self.made = replicas, list[Any]()
+        self.thread = threading.Thread(target=self._listen, args=(port,))
+        self.thread.start()
+        self.port = port.result(60)
+
+    def _listen(self, port: Future) -> None:
+        self.made.append(Reducer(0, self.replicas, secret=SECRET, timeout=60, publish=port.set_result))
+
+    def meet(self, rank: int = 1, port: int = 0, secret: bytes = SECRET) -> Reducer:
+        """Return another replica that has connected to it."""
+        peer = Reducer(rank, self.replicas, "127.0.0.1", port or self.port, secret=secret)
+        self.made.append(peer)
+        return peer
+
+    def reducer(self) -> Reducer:
+        """Return its own, once all have come."""
+        self.thread.join(60)
+        return next(one for one in self.made if one.rank == 0)
+
+
+@pytest.fixture
+def root() -> Iterator[Callable[..., Root]]:
+    made: list[Root] = []
+
+    def make(replicas: int = 2) -> Root:
+        made.append(Root(replicas))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.thread.join(60)
+        for one in each.made:
+            one.abort()
+
+
+def test_a_stranger_is_refused_and_disturbs_nobody(root: Callable[..., Root]) -> None:
+    first = root()
     with pytest.raises(_wire.AuthenticationError):
-        Reducer(1, 2, "127.0.0.1", port, secret=b"wrong")
-    with socket.create_connection(("127.0.0.1", port)) as stranger:  # says nothing, or nonsense
+        first.meet(secret=b"wrong")
+    with socket.create_connection(("127.0.0.1", first.port)) as stranger:  # says nothing, or nonsense
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
-    peer = Reducer(1, 2, "127.0.0.1", port, secret=b"right")
-    thread.join(60)
-    assert isinstance(results[0], Reducer)
-    peer.close()
-    results[0].close()
+    first.meet()
+    assert first.reducer().rank == 0
 
 
-def test_silent_connections_and_garbage_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_and_garbage_delay_nobody(
+    root: Callable[..., Root], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One handshake after the other would take 10 s for each of them."""
     monkeypatch.setattr(_door, "HANDSHAKE_SECONDS", 1000.0)  # no stranger is sent away meanwhile
-    results: list[Any] = []
-    thread, port = _listening(3, b"right", results)
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
-    garbage = socket.create_connection(("127.0.0.1", port))
-    garbage.sendall(os.urandom(4096))
-    peers = [Future(), Future()]
-    for rank in (1, 2):
-        threading.Thread(
-            target=lambda rank=rank: peers[rank - 1].set_result(
-                Reducer(rank, 3, "127.0.0.1", port, secret=b"right")
-            )
-        ).start()
-    joined = [peer.result(60) for peer in peers]  # none of the handshakes before has ended
-    thread.join(60)
-    assert len(results) == 1
-    for each in [*joined, *results, *strangers, garbage]:
+    first = root(3)
+    strangers = [socket.create_connection(("127.0.0.1", first.port)) for _ in range(21)]
+    strangers[-1].sendall(os.urandom(4096))
+    with ThreadPoolExecutor() as pool:
+        met = pool.map(first.meet, (1, 2))
+        assert {peer.rank for peer in met} == {1, 2}  # none of the handshakes before has ended
+    assert first.reducer().rank == 0
+    for each in strangers:
         each.close()
 
 
-def test_a_crowd_of_strangers_is_bounded_and_a_replica_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowd_of_strangers_is_bounded_and_a_replica_comes_through(
+    root: Callable[..., Root], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_door, "STRANGERS", 5)
     monkeypatch.setattr(_door, "HANDSHAKE_SECONDS", 1000.0)
-    results: list[Any] = []
-    thread, port = _listening(2, b"right", results)
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    first = root()
+    strangers = [socket.create_connection(("127.0.0.1", first.port)) for _ in range(20)]
     for stranger in strangers[:14]:  # the oldest, beyond 5 and the one that is expected
         stranger.settimeout(60)
         while stranger.recv(64):
             pass
-    peer = Reducer(1, 2, "127.0.0.1", port, secret=b"right")
-    thread.join(60)
-    for each in [peer, *results, *strangers]:
+    first.meet()
+    for each in strangers:
         each.close()
 
 
-def test_who_says_nothing_is_sent_away_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_is_closed_in_time(
+    root: Callable[..., Root], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_door, "HANDSHAKE_SECONDS", 0.05)
-    results: list[Any] = []
-    thread, port = _listening(2, b"right", results)
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
+    first = root()
+    with socket.create_connection(("127.0.0.1", first.port), timeout=60) as stranger:
         while stranger.recv(64):  # first a nonce, then the end
             pass
     monkeypatch.undo()
-    peer = Reducer(1, 2, "127.0.0.1", port, secret=b"right")
-    thread.join(60)
-    peer.close()
-    results[0].close()
+    first.meet()
 
 
 class Evil:
@@ -331,7 +348,7 @@ class Evil:
         return (open, (self.path, "w"))
 
 
-def test_what_is_no_object_is_not_unpickled_even_for_a_peer_that_knows_the_secret(tmp_path: Path) -> None:
+def test_plain_data_are_not_unpickled_even_for_a_peer_that_knows_the_secret(tmp_path: Path) -> None:
     evil = _wire.pack(Evil(tmp_path / "owned"), objects=True)
     with pytest.raises(CodecError, match="an object where only plain data may come"):
         _wire.unpack(evil)
@@ -390,7 +407,9 @@ def test_replicas_that_do_not_come_are_named() -> None:
     assert results == []
 
 
-def test_who_comes_before_rank_0_waits_for_moments_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_connects_before_rank_0_listens_waits_for_moments_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """AdaptDL sleeps five seconds when its first connection is refused."""
     port, me = free_port(), threading.current_thread()
     waited: list[float] = []
@@ -426,19 +445,11 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
             Reducer(0, 2, "127.0.0.1", port)
 
 
-def test_it_listens_on_the_address_it_was_told_only() -> None:
-    results: list[Any] = []
-    thread, port = _listening(2, b"k", results)
-    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port), timeout=1):
-        pass
-    Reducer(1, 2, "127.0.0.1", port, secret=b"k").close()
-    thread.join(60)
-    results[0].close()
-
-
-def test_a_rank_outside_the_world_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank 3 of 2"):
-        Reducer(3, 2)
+def test_it_listens_on_the_address_it_was_told_only(root: Callable[..., Root]) -> None:
+    first = root()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", first.port), timeout=1)
+    first.meet()
 
 
 @pytest.mark.processes
@@ -461,7 +472,7 @@ def test_a_forked_child_does_not_keep_a_killed_replicas_connections_open(world: 
         child.join()
 
 
-def test_who_has_been_aborted_has_lost_the_others_whatever_it_calls_next() -> None:
+def test_an_aborted_replica_has_lost_the_others_in_calls_before_and_after_it() -> None:
     """A collective that begins after `abort` ends as those that it found under way: both are survived."""
     world = World(2)
     one = world.reducers[1]
@@ -475,14 +486,21 @@ def test_who_has_been_aborted_has_lost_the_others_whatever_it_calls_next() -> No
 
 
 class Relay:
-    """Stands between one replica and rank 0, lets the handshake pass, and then does what a test says."""
+    """Stands between one replica and rank 0, lets the handshake pass, and then sends what a test says."""
 
-    def __init__(self, root: int, then: Callable[[socket.socket, socket.socket], None]) -> None:
+    def __init__(self, root: int, sends: Callable[[socket.socket], bytes]) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
-        self._root, self._then = root, then
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
+        self._root, self._sends, self._ended = root, sends, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Relay:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join(60)
 
     def _run(self) -> None:
         with (
@@ -497,7 +515,8 @@ class Relay:
             ):
                 data = source.recv(size, socket.MSG_WAITALL)
                 target.sendall(data)
-            self._then(peer, root)
+            root.sendall(self._sends(peer))
+            self._ended.wait(60)
 
 
 def forged(path: Path) -> bytes:
@@ -506,50 +525,23 @@ def forged(path: Path) -> bytes:
     return len(payload).to_bytes(8, "big") + bytes([0]) + payload + bytes(16)
 
 
-def test_a_stranger_between_two_replicas_puts_no_frame_into_their_connection(tmp_path: Path) -> None:
-    owned = tmp_path / "owned"
-    results: list[Any] = []
-    thread, port = _listening(2, b"right", results)
-    ended = threading.Event()
-
-    def forge(peer: socket.socket, root: socket.socket) -> None:
-        root.sendall(forged(owned))
-        ended.wait(60)
-
-    relay = Relay(port, forge)
-    peer = Reducer(1, 2, "127.0.0.1", relay.port, secret=b"right")
-    thread.join(60)
-    with pytest.raises(PeerLostError, match="tampered with"):
-        results[0].allreduce(1, tag="x", objects=True)
+def test_a_stranger_between_two_replicas_puts_no_frame_into_their_connection(
+    root: Callable[..., Root], tmp_path: Path
+) -> None:
+    owned, first = tmp_path / "owned", root()
+    with Relay(first.port, lambda peer: forged(owned)) as relay:
+        first.meet(port=relay.port)
+        with pytest.raises(PeerLostError, match="tampered with"):
+            first.reducer().allreduce(1, tag="x", objects=True)
     assert not owned.exists()
-    ended.set()
-    relay.thread.join(60)
-    results[0].abort()
-    peer.abort()
 
 
-def test_a_frame_that_is_sent_twice_ends_the_connection() -> None:
-    results: list[Any] = []
-    got: list[Any] = []
-    thread, port = _listening(2, b"right", results)
-    ended = threading.Event()
-
-    def repeat(peer: socket.socket, root: socket.socket) -> None:
-        frame = peer.recv(65536)
-        root.sendall(frame + frame)
-        ended.wait(60)
-
-    relay = Relay(port, repeat)
-    peer = Reducer(1, 2, "127.0.0.1", relay.port, secret=b"right")
-    thread.join(60)
-    lost = threading.Event()
-    root = results[0]
-    root.on_control = lambda sender, message: got.append(message)
-    root.on_lost = lambda rank: lost.set()
-    peer.send_control(0, "only once")
-    assert lost.wait(60)
+def test_a_frame_that_is_sent_twice_ends_the_connection(root: Callable[..., Root]) -> None:
+    got, lost, first = list[Any](), threading.Event(), root()
+    with Relay(first.port, lambda peer: 2 * peer.recv(65536)) as relay:
+        peer, reducer = first.meet(port=relay.port), first.reducer()
+        reducer.on_control = lambda sender, message: got.append(message)
+        reducer.on_lost = lambda rank: lost.set()
+        peer.send_control(0, "only once")
+        assert lost.wait(60)
     assert got == ["only once"]
-    ended.set()
-    relay.thread.join(60)
-    root.abort()
-    peer.abort()

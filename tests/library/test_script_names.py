@@ -124,23 +124,28 @@ def test_other_values_are_left_out(script: Script, value: Any) -> None:
     assert saved(rare=value, other=1) == {"other": 1}
 
 
-def test_a_value_that_contains_itself_is_left_out(script: Script) -> None:
-    value: list[Any] = []
-    value.append(value)
-    assert saved(rare=value) == {}
+HALF = "x" * (MOST_BYTES // 2)
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
 
 
-def test_all_values_together_have_a_limit(script: Script) -> None:
-    half = "x" * (MOST_BYTES // 2)
-    assert saved(first=half, second=half, third=3) == {"first": half, "third": 3}
-
-
-def test_names_of_python_are_left_out(script: Script) -> None:
-    assert saved(__doc__="text", _own=1) == {"_own": 1}
-
-
-def test_names_that_existed_before_the_loop_are_left_out(script: Script) -> None:
-    assert saved(before=2, rare=3) == {"rare": 3}
+@pytest.mark.parametrize(
+    ("assigned", "kept"),
+    [
+        ({"rare": ITSELF}, {}),
+        ({"first": HALF, "second": HALF, "third": 3}, {"first": HALF, "third": 3}),
+        ({"__doc__": "text", "_own": 1}, {"_own": 1}),
+        ({"before": 2, "rare": 3}, {"rare": 3}),
+    ],
+    ids=[
+        "a value that contains itself",
+        "more than the limit",
+        "a name of Python",
+        "one from before the loop",
+    ],
+)
+def test_some_names_are_left_out(script: Script, assigned: Globals, kept: Globals) -> None:
+    assert saved(**assigned) == kept
 
 
 def test_names_that_differ_between_replicas_on_purpose_are_left_out(

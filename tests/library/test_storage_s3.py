@@ -196,26 +196,6 @@ def test_a_bucket_that_can_not_be_read_is_no_fresh_start(script: Script) -> None
         Number("n")
 
 
-def test_a_store_that_is_away_is_told_and_does_not_stop_training(
-    script: Script, moto: Moto, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    number = Number("n", 1)
-    assert checkpoint.save_all_states() is not None
-    storage = checkpoint.manager_of(_session.current()).storage
-    assert isinstance(storage, S3Storage)
-    good = storage.client
-    nobody = {"endpoint_url": "http://127.0.0.1:9", "config": Config(retries={"total_max_attempts": 1})}
-    storage.client = S3Storage(f"s3://{BUCKET}", nobody).client
-    number.value = 2
-    with pytest.raises(CheckpointSaveError, match="Could not connect"):
-        checkpoint.save_all_states()
-    storage.client = good
-    number.value = 3
-    assert checkpoint.save_all_states() is not None
-    script.restart()
-    assert Number("n").value == 3
-
-
 def deny(client: Any, action: str) -> None:
     objects = f"arn:aws:s3:::{BUCKET}/*"
     statement = {"Effect": "Deny", "Principal": "*", "Action": [action], "Resource": objects}
@@ -267,21 +247,6 @@ def test_a_denied_read_is_no_fresh_start(script: Script, bucket: Any) -> None:
     deny(bucket, "s3:GetObject")
     script.restart()
     with pytest.raises(CheckpointError, match=r"403.*not going on from an older"):
-        Number("n")
-
-
-def test_not_to_reach_the_newest_is_no_reason_to_take_an_older_one(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Number("n", 1)
-    checkpoint.save_all_states()
-    script.restart()
-
-    def away(self: S3Storage, key: str) -> Any:
-        raise StorageError("cannot read: 503 Slow Down")
-
-    monkeypatch.setattr(S3Storage, "get", away)
-    with pytest.raises(CheckpointError, match="503 Slow Down: not going on from an older"):
         Number("n")
 
 

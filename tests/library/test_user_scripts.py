@@ -23,19 +23,10 @@ SIZE, EPOCHS = 120, 100  # outlasts whatever is done, and is over in seconds onc
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    jobs: list[FakeAgent] = []
-
-    def start(replicas: int, **given: Any) -> FakeAgent:
-        settings = fake_agent.settings(**{"size": SIZE, "epochs": EPOCHS, "pace": 0.1, **given})
-        job = FakeAgent(loop_script_path.USER, tmp_path, LOOP=settings, OUT=str(tmp_path))
-        jobs.append(job)
-        job.start(replicas)
-        job.wait_for("step", replicas)
-        return job
-
-    yield start
-    for job in jobs:
-        job.__exit__()
+    with fake_agent.starter(
+        tmp_path, "step", loop_script_path.USER, size=SIZE, epochs=EPOCHS, pace=0.1
+    ) as start:
+        yield start
 
 
 def as_ever(folder: Path, replicas: int, size: int = SIZE) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import threading
 import warnings
@@ -209,55 +210,30 @@ def one_by_one(batches: Sequence[int], clip: float | None = None) -> Parameters:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def gan() -> tuple[bool, float, float]:
-    """Two models, two optimizers; the discriminator has two backward passes a step, and a third in vain."""
-
-    def train(wrap: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        generator, judge = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-        g_optimizer = torch.optim.SGD(generator.parameters(), lr=0.05)
-        d_optimizer = torch.optim.SGD(judge.parameters(), lr=0.05)
-        g_model, d_model = wrap(generator, g_optimizer, "g"), wrap(judge, d_optimizer, "d")
-        loss = nn.BCEWithLogitsLoss()
-        noise = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(5):
-            real = torch.randn(8, 6, generator=noise)
-            fake = g_model(torch.randn(8, 4, generator=noise))
-            d_optimizer.zero_grad()
-            loss(d_model(real), torch.ones(8, 1)).backward()
-            loss(d_model(fake.detach()), torch.zeros(8, 1)).backward()
-            d_optimizer.step()
-            g_optimizer.zero_grad()
-            loss(d_model(fake), torch.ones(8, 1)).backward()
-            g_optimizer.step()
-        return [p.detach() for p in (*generator.parameters(), *judge.parameters())]
-
-    made: list[AdaptiveDataParallel] = []
-
-    def adaptive(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> nn.Module:
-        made.append(AdaptiveDataParallel(model, optimizer, name=name, broadcast_buffers=False))
-        measure_always(made[-1])
-        return made[-1]
-
-    plain = train(lambda model, *_: DistributedDataParallel(model, broadcast_buffers=False))
-    ours = train(adaptive)
-    same = all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-    return same, made[0].gns.var_avg(), made[1].gns.var_avg()
+WINDOWS = [[8, 8, 8], [8, 8, 8], [8, 8, 5], [8, 8, 8]]
+Gan = tuple[bool, float, list[torch.Tensor], list[torch.Tensor], float]
 
 
-def gans_in_windows() -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor], float]]:
+_numbers = itertools.count()
+
+
+def gans() -> dict[str, Gan]:
     """Every kind of a GAN's loop, with and without bucket views."""
     bodies = ("judge first", "generator first", "stepping last")
     views: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}]
-    return {f"{body} {options}": gan_in_windows(body, options) for body in bodies for options in views}
+    return {f"{body} {options}": _gan(body, options) for body in bodies for options in views}
 
 
-def gan_in_windows(
-    body: str, options: dict[str, Any]
-) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
-    """A GAN in windows of three micro-batches, and with DDP in one batch: the judge's parameters; a variance.
+def _gan(body: str, options: dict[str, Any]) -> Gan:
+    """Train a GAN in whole batches and in windows of three micro-batches, and with DDP in whole batches.
 
-    body: `judge first` or `generator first`, stepping in every batch; `stepping last`: where windows end.
+    Args:
+        body: `judge first` or `generator first`, stepping in every batch; `stepping last`: where windows end.
+        options: Of both.
+
+    Returns:
+        Whether whole batches give the parameters of DDP bit for bit; the least variance of the two models;
+        the judge's parameters with DDP and in windows; its variance there.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     loss = nn.BCEWithLogitsLoss()
@@ -265,10 +241,10 @@ def gan_in_windows(
     def ones(output: torch.Tensor) -> torch.Tensor:
         return loss(output, torch.ones_like(output))
 
-    def train(wrap: Any, plans: list[list[int]]) -> tuple[list[torch.Tensor], Any]:
+    def train(wrap: Any, plans: list[list[int]], rate: float) -> list[Any]:
         torch.manual_seed(0)
         generator, judge = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-        g_optimizer = torch.optim.SGD(generator.parameters(), lr=0.0)  # others see it in mid-window
+        g_optimizer = torch.optim.SGD(generator.parameters(), lr=rate)
         d_optimizer = torch.optim.SGD(judge.parameters(), lr=0.5)
         g_model, d_model = wrap(generator, g_optimizer, "g"), wrap(judge, d_optimizer, "d")
         data = torch.Generator().manual_seed(rank)
@@ -303,17 +279,27 @@ def gan_in_windows(
                         if loader.is_optim_step():
                             d_optimizer.step()
                         d_optimizer.zero_grad()
-        return [p.detach() for p in judge.parameters()], d_model
+        return [g_model, d_model]
+
+    def plain(model: nn.Module, *_: Any) -> nn.Module:
+        return DistributedDataParallel(model, **options)
 
     def adaptive(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> nn.Module:
-        adp = AdaptiveDataParallel(model, optimizer, name=f"{name} {body} {options}", **options)
+        adp = AdaptiveDataParallel(
+            model, optimizer, name=f"{name} {body} {options} {next(_numbers)}", **options
+        )
         measure_always(adp)
         return adp
 
-    plain, _ = train(lambda model, *_: DistributedDataParallel(model), [[24], [24], [21], [24]])
-    ours, judge = train(adaptive, [[8, 8, 8], [8, 8, 8], [8, 8, 5], [8, 8, 8]])
-    insides.collect(judge)
-    return plain, ours, judge.gns.var_avg()
+    theirs, whole = (train(wrap, [[24]] * 4, 0.05) for wrap in (plain, adaptive))
+    same = all(torch.equal(flat(a.module), flat(b.module)) for a, b in zip(theirs, whole, strict=True))
+    # others see the generator in mid-window, so it does not move
+    (_, judge), (_, ours) = train(plain, [[24], [24], [21], [24]], 0.0), train(adaptive, WINDOWS, 0.0)
+    for adp in (*whole, ours):
+        insides.collect(adp)
+    least = min(adp.gns.var_avg() for adp in whole[body == "stepping last" :])
+    trained = [[p.detach() for p in net.parameters()] for net in (judge, ours)]
+    return same, least, *trained, ours.gns.var_avg()
 
 
 def a_replica_dies(folder: str) -> tuple[bool, bool, list[float], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,15 @@ def test_a_loader_that_is_made_in_another_place_may_have_a_known_size(
 def test_another_size_is_told_and_reckoned_with_once(
     before: Sizes, after: Sizes, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    progress = run(before).gns.get_progress()
+    known = run(before).gns
     changed = run(after)
     assert told in caplog.text
     assert caplog.text.count("the checkpoint is of batch_size=") == 1
-    assert changed.gns.get_progress() != progress + 4 * len(after)
+    old, new = (int(number) for number in re.findall(r"\d+", told))
+    progress = changed.gns.get_progress()
+    assert progress != known.get_progress() + 4 * len(after)
+    if next(iter(after.values())) == new:
+        assert progress == pytest.approx(known.get_progress() / known.gain(new / old) + 4 * len(after))
     assert run(after).gns.get_progress() == changed.gns.get_progress() + 4 * len(after)
     assert caplog.text.count("the checkpoint is of batch_size=") == 1
 

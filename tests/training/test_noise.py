@@ -242,7 +242,7 @@ def test_a_replica_that_joins_within_a_group_tells_what_the_others_tell() -> Non
     for _ in range(515):
         before.add(noisy(2.0, 5.0, rng))
     after.load_state_dict(before.state_dict())
-    assert after.state_dict() == before.state_dict()
+    assert (len(after), after.state_dict()) == (len(before), before.state_dict())
     for _ in range(20):
         one = noisy(2.0, 5.0, rng)
         assert before.add(one) == after.add(one)
@@ -257,17 +257,6 @@ def test_a_checkpoint_without_a_group_is_read() -> None:
     after = Moments(1)
     after.load_state_dict(state)
     assert after.sqr.tolist() == moments.sqr.tolist()
-
-
-def test_moments_survive_a_checkpoint() -> None:
-    before, after = Moments(2), Moments(2)
-    for _ in range(40):
-        before.add(Measurement(np.array([3.0, 4.0]), np.array([1.0, 2.0]), 2.0))
-    after.load_state_dict(before.state_dict())
-    assert len(after) == 40
-    assert after.sqr.tolist() == before.sqr.tolist()
-    with pytest.raises(ValueError, match="2 parameter groups, the optimizer has 3"):
-        Moments(3).load_state_dict(before.state_dict())
 
 
 def test_an_overflow_is_not_finite() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import pickle
 import warnings
@@ -48,21 +49,17 @@ def test_one_replica_trains_bit_for_bit_as_ddp(optimizer: str, options: dict[str
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("options", DDP_OPTIONS[:5:2] + DDP_OPTIONS[3:4], ids=str)
-def test_replicas_train_bit_for_bit_as_ddp(count: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("count", "optimizer", "options"),
+    [*itertools.product((2, 3), ("sgd",), DDP_OPTIONS[:5:2] + DDP_OPTIONS[3:4]), (2, "adam", {})],
+    ids=str,
+)
+def test_replicas_train_bit_for_bit_as_ddp(count: int, optimizer: str, options: dict[str, Any]) -> None:
     unused = bool(options.get("find_unused_parameters"))
-    results = replicas.run(cases.same_as_ddp, count, "sgd", unused, options)
+    results = replicas.run(cases.same_as_ddp, count, optimizer, unused, options)
     assert [same for same, *_ in results] == [True] * count
     assert len({(sqr, var) for _, sqr, var in results}) == 1, "replicas disagree on the statistics"
     assert results[0][2] > 0.0
-
-
-@pytest.mark.processes
-def test_two_replicas_with_adam_train_bit_for_bit_as_ddp() -> None:
-    for same, _, var in replicas.run(cases.same_as_ddp, 2, "adam", False, {}):
-        assert same
-        assert var > 0.0
 
 
 @pytest.mark.processes
@@ -83,21 +80,14 @@ def test_batch_norm_buffers_are_rank_0s_when_evaluating() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_gan_trains_as_with_ddp(count: int) -> None:
-    for same, generator, judge in replicas.run(cases.gan, count):
-        assert same
-        assert generator > 0.0
-        assert judge > 0.0
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_gan_accumulates_as_with_ddp(count: int) -> None:
+def test_a_gan_trains_and_accumulates_as_with_ddp(count: int) -> None:
     """Its judge is not trained on the generator's loss, which goes through it behind or before its own."""
-    for found in replicas.run(cases.gans_in_windows, count):
-        for body, (plain, ours, variance) in found.items():
+    for found in replicas.run(cases.gans, count):
+        for body, (same, least, plain, ours, variance) in found.items():
+            assert same, f"{body}, in whole batches"
+            assert least > 0.0, body
             torch.testing.assert_close(ours, plain, msg=lambda text, body=body: f"{body}: {text}")
-            assert variance == pytest.approx(found["judge first {}"][2], rel=1e-4), body
+            assert variance == pytest.approx(found["judge first {}"][-1], rel=1e-4), body
             assert variance > 0.0
 
 
@@ -214,24 +204,6 @@ def test_gradients_are_out_of_sight_while_they_accumulate() -> None:
         assert adp.gns.should_zero_grad
 
 
-@pytest.mark.usefixtures("alone")
-def test_accumulating_by_hand_is_ddps_no_sync() -> None:
-    def train(model: nn.Module, ddp: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        x, y = cases.samples(8)
-        for _ in range(3):
-            with ddp.no_sync():
-                ((ddp(x[:4]) - y[:4]) ** 2).mean().backward()
-            ((ddp(x[4:]) - y[4:]) ** 2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return cases.flat(model)
-
-    plain, adaptive = cases.linear(), cases.linear()
-    theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, adaptive))
-    adp = AdaptiveDataParallel(adaptive, ours)
-    assert torch.equal(train(plain, DistributedDataParallel(plain), theirs), train(adaptive, adp, ours))
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [1, 2])
 def test_nanogpts_flag_makes_the_all_reduces_and_gradients_of_ddp(count: int) -> None:
@@ -342,22 +314,6 @@ def test_steps_with_inf_are_skipped_and_said(caplog: pytest.LogCaptureFixture) -
     assert scaler.get_scale() == 1.0, "the scaler has backed off once"
 
 
-@pytest.mark.usefixtures("alone")
-def test_bfloat16_autocast() -> None:
-    torch.manual_seed(0)
-    model = cases.Net()
-    optimizer = cases.sgd(model)
-    adp = AdaptiveDataParallel(model, optimizer)
-    for step in range(4):
-        inputs, targets = cases.data(step)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.cross_entropy(adp(inputs), targets)
-        loss.backward()
-        optimizer.step()
-    assert adp.gns.var_avg() > 0.0
-
-
 # Statistics.
 
 
@@ -383,33 +339,6 @@ def test_statistics_are_kept_by_parameter_group() -> None:
     assert sqr.shape == var.shape == (2,)
     assert sqr.sum() == pytest.approx(one_sqr[0])
     assert var.sum() == pytest.approx(one_var[0])
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("kind", ["tuple", "dict", "sequence first"])
-def test_batches_are_split_wherever_the_samples_are(kind: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            y = self.layer(x)
-            shapes = {"tuple": (y, y.square(), 1), "dict": {"logits": y}, "sequence first": y.T.unsqueeze(2)}
-            return shapes[kind]
-
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adp = AdaptiveDataParallel(model, optimizer)
-    with FakeLoader([[8]], 8, 8):
-        for step in range(3):
-            output = adp(cases.samples(8, 8 * step)[0])
-            loss = output["logits"] if kind == "dict" else output
-            loss = loss[0] + loss[1] if kind == "tuple" else loss
-            optimizer.zero_grad()
-            loss.square().mean().backward()
-            optimizer.step()
-    assert adp.gns.var_avg() > 0.0
 
 
 @pytest.mark.usefixtures("alone")
@@ -603,39 +532,6 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(
 
 
 @pytest.mark.usefixtures("alone")
-def test_another_initial_batch_size_than_the_checkpoints_is_told_and_reckoned_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("ADAPTDL_CHECKPOINT_PATH", str(tmp_path))
-
-    def train(batch_size: int) -> AdaptiveDataParallel:
-        _session.reset()
-        model = cases.linear()
-        adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        cases.measure_always(adp)
-        with FakeLoader([[batch_size]], batch_size, batch_size):
-            for step in range(4):
-                x, _ = cases.samples(batch_size, step * batch_size)
-                adp.zero_grad()
-                (adp(x) - 3.0).square().mean().backward()
-                adp.optimizer.step()
-        insides.collect(adp)
-        checkpoint.save_all_states(kind="request")
-        return adp
-
-    train(8)
-    again = train(8)
-    assert len(again.gns._moments) == 8
-    assert "batch_size" not in caplog.text
-    after = train(32)
-    assert caplog.text.count("the checkpoint is of batch_size=8, and it is 32 now") == 1
-    assert len(after.gns._moments) == 4
-    assert after.gns.batches_seen == 2 + 4
-    assert after.gns.get_progress() == pytest.approx(8.0 / again.gns.gain(4.0) + 4)
-    assert 1.0 < again.gns.gain(4.0) < 4.0
-
-
-@pytest.mark.usefixtures("alone")
 def test_two_models_need_two_names() -> None:
     first, second = cases.linear(), cases.linear()
     AdaptiveDataParallel(first, torch.optim.SGD(first.parameters(), lr=0.1))
@@ -683,36 +579,25 @@ def test_no_process_group_is_said() -> None:
         AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+class Writer(dict[str, float]):
+    """What was written to TensorBoard at step 7, by tag."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        assert step == 7
+        self[tag] = value
+
+
 @pytest.mark.usefixtures("alone")
 def test_tensorboard_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Writer:
-        def __init__(self) -> None:
-            self.seen: dict[str, float] = {}
-
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            assert step == 7
-            self.seen[tag] = value
-
-    model = cases.linear()
+    model, writer = cases.linear(), Writer()
     adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    writer = Writer()
     adp.to_tensorboard(writer, 7, "train")
-    assert writer.seen["train/Gain"] == 1.0
-    assert writer.seen["train/Learning_Rate_Factor"] == 1.0
-    assert not [tag for tag in writer.seen if "Factor/" in tag], "one group: AdaptDL's tag says all"
-    assert {"train/Gradient_Norm_Sqr", "train/Gradient_Variance", "train/Progress"} < writer.seen.keys()
+    assert writer["train/Gain"] == 1.0
+    assert writer["train/Learning_Rate_Factor"] == 1.0
+    assert not [tag for tag in writer if "Factor/" in tag], "one group: AdaptDL's tag says all"
+    assert {"train/Gradient_Norm_Sqr", "train/Gradient_Variance", "train/Progress"} < writer.keys()
     monkeypatch.setattr(_session.current(), "identity", Identity(rank=1, replicas=2))
     adp.to_tensorboard(None, 7)  # as the loader's: others than rank 0 need no writer
-
-
-@pytest.mark.usefixtures("alone")
-def test_evaluation_without_no_grad_is_not_training() -> None:
-    model = cases.linear()
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    adp.eval()
-    with FakeLoader([[4]], 4, 4) as loader:
-        adp(cases.samples(4)[0])
-        assert not loader.training
 
 
 @pytest.mark.usefixtures("alone")
@@ -738,20 +623,14 @@ def test_adamscale_for_an_optimizer_without_second_moments_is_said_once(
 
 @pytest.mark.usefixtures("alone")
 def test_factors_of_several_groups_are_told_apart_and_their_mean_by_adaptdls_tag() -> None:
-    seen: dict[str, float] = {}
-
-    class Writer:
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            seen[tag] = value
-
-    model = cases.linear()
+    model, writer = cases.linear(), Writer()
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
     adp = AdaptiveDataParallel(model, torch.optim.SGD(groups, lr=0.1))
     sqr, var = np.array([1.0, 0.0]), np.array([0.0, 1.0])
     adp.gns.record(Measurement(sqr + var, var, 1.0), 0)
     insides.scale_next_batch(adp, 3.0)
-    adp.to_tensorboard(Writer(), 7)
-    factors = {tag: value for tag, value in seen.items() if tag.startswith("Learning_Rate_Factor")}
+    adp.to_tensorboard(writer, 7)
+    factors = {tag: value for tag, value in writer.items() if tag.startswith("Learning_Rate_Factor")}
     assert factors == {
         "Learning_Rate_Factor": pytest.approx(2.0),
         "Learning_Rate_Factor/0": pytest.approx(1.0),

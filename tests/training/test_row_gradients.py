@@ -60,7 +60,8 @@ class Table(nn.Module):
         self.table, self.frozen = nn.Parameter(torch.randn(61)), nn.Parameter(torch.ones(1), False)
 
     def forward(self, index: torch.Tensor) -> Any:
-        return {"value": self.table[index] * self.frozen, "again": (self.table[index] ** 2,)}
+        again = (self.table[index] ** 2, "no tensor")
+        return {"value": self.table[index] * self.frozen, "again": again}
 
 
 class Half(nn.Module):
@@ -139,11 +140,48 @@ class Checkpointed(nn.Module):
         return self.second(checkpoint(lambda y: self.first(y).tanh(), x, use_reentrant=False))
 
 
+class Scores(nn.Module):
+    """Samples are compared with encoded texts, as by CLIP: the texts' network is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.texts = Positions(), Positions()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.images(x).mean(1) @ self.texts(x).mean(1).t()
+
+
+class Routed(nn.Module):
+    """Experts see some of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows = x.flatten(0, 1)
+        for layer in self.layers:
+            chosen = torch.arange(0, len(rows), 3)
+            rows = rows + rows.index_add(0, chosen, layer(rows[chosen]).tanh())
+        return rows.view(x.shape)
+
+
+def below_zeros() -> nn.Module:
+    """A batch norm whose gradients of zero decide nothing."""
+    norm: Any = convolutions(nn.BatchNorm2d(8))
+    nn.init.zeros_(norm[-1].weight)
+    return norm  # type: ignore[no-any-return]
+
+
 MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "batch norm": (lambda: convolutions(nn.BatchNorm2d(8)), lambda: torch.randn(COUNT, 3, 16, 16)),
     "samples that see one another": (Mixed, lambda: torch.randn(COUNT, 8)),
     "checkpointing": (Checkpointed, lambda: torch.randn(COUNT, 8)),
     "sequences first": (lambda: Positions(batch_first=False), lambda: tokens().T.contiguous()),
+    "gradients of zero": (below_zeros, lambda: torch.randn(COUNT, 3, 16, 16)),
+    # every path through them would be followed, of which there are 2 to the number of layers
+    "texts beside the samples": (Scores, tokens),
+    "experts beside the samples": (Routed, lambda: torch.randn(COUNT, 5, 8)),
 }
 
 
@@ -209,53 +247,6 @@ class Sometimes(nn.Module):
 def test_another_branch_of_the_model_is_compared_again() -> None:
     _, seen = train(Sometimes, lambda: torch.randn(COUNT, 8), plain=False)
     assert seen == [SIGNS, SIGNS, ROWS, SIGNS]
-
-
-class Scores(nn.Module):
-    """Samples are compared with encoded texts, as by CLIP: the texts' network is no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.images, self.texts = Positions(), Positions()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.images(x).mean(1) @ self.texts(x).mean(1).t()
-
-
-class Routed(nn.Module):
-    """Experts see some of the tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        rows = x.flatten(0, 1)
-        for layer in self.layers:
-            chosen = torch.arange(0, len(rows), 3)
-            rows = rows + rows.index_add(0, chosen, layer(rows[chosen]).tanh())
-        return rows.view(x.shape)
-
-
-@pytest.mark.parametrize(
-    ("make", "batch"),
-    [(Scores, tokens), (Routed, lambda: torch.randn(COUNT, 5, 8))],
-    ids=["texts", "experts"],
-)
-def test_networks_beside_the_samples_are_left_to_a_walk(
-    make: Callable[[], nn.Module], batch: Callable[[], torch.Tensor]
-) -> None:
-    """Every path through them would be followed, of which there are 2 to the number of layers."""
-    _, seen = train(make, batch, plain=False)
-    assert seen == [SIGNS] * 4
-
-
-def test_gradients_of_zero_decide_nothing() -> None:
-    """A batch norm below a head of zeros."""
-    norm = convolutions(nn.BatchNorm2d(8))
-    nn.init.zeros_(norm[-1].weight)  # type: ignore[index, arg-type]
-    _, seen = train(lambda: norm, lambda: torch.randn(COUNT, 3, 16, 16), plain=False)
-    assert seen == [SIGNS] * 4
 
 
 def test_forms_are_compared_again_and_the_oldest_are_forgotten() -> None:

@@ -93,20 +93,6 @@ def test_the_sum_is_the_whole_batchs_gradient(
 
 
 @pytest.mark.usefixtures("alone")
-def test_losses_of_one_micro_batch_may_come_one_after_the_other() -> None:
-    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
-    whole, model = net(), net()
-    two_inputs(whole, x[:13]).backward()
-    adp = wrapped(model)
-    with FakeLoader([[8], [5]], 16, 8) as loader:
-        for loader.chunk, part in enumerate((x[:8], x[8:13])):
-            adp(part).square().mean().backward()
-            adp(2 * part).mean().backward()
-            assert adp.gns.accum_count == 1, "micro-batches are counted, not passes"
-    torch.testing.assert_close(gradient(model), gradient(whole))
-
-
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("zero", [True, False])
 def test_a_pass_behind_step_counts_unless_zero_grad_comes(zero: bool, scaled: bool) -> None:
