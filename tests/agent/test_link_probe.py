@@ -67,11 +67,13 @@ def paced(target: int, rate: float, burst: int) -> int:
     listener = socket.create_server((HERE, 0))
 
     def forward(source: socket.socket, sink: socket.socket, rate: float) -> None:
-        began, sent = time.monotonic(), 0
+        sent = 0
         with source, sink, suppress(OSError):
             while data := source.recv(1 << 14):
                 sent += len(data)
-                time.sleep(max(0.0, began + (sent - burst) / rate - time.monotonic()))
+                if sent > burst:
+                    # also after a stall: a relay that catches up would be faster than its rate
+                    time.sleep(len(data) / rate)
                 sink.sendall(data)
 
     def relay() -> None:
