@@ -59,7 +59,7 @@ def record() -> None:
                 pid = next((one["pids"]["1"] for one in started if "1" in one["pids"]), None)
             if pid is None:
                 raise SystemExit("the job ended with one replica")
-            time.sleep(KILL_AFTER)  # the film shows how long it ran
+            time.sleep(KILL_AFTER)
             os.kill(pid, signal.SIGKILL)
             if job.wait() != 0:
                 raise SystemExit("the job has failed")

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.testing import CliRunner
 from mkdocs.structure.files import File, Files
+
+from adaptdl_elastic.autoscaler.cli import COMMANDS, HEADINGS, adaptdl
 
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = "https://github.com/adaptdl-elastic/adaptdl-elastic/blob/main/"
@@ -72,7 +75,7 @@ def on_files(files: Files, config: Any) -> Files:
     pages = {f"reference/api/{short}.md": api_page(short) for short in MODULES}
     pages["contributing/index.md"] = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     pages["reference/adaptdl.md"] = "# adaptdl\n\n" + "\n".join(commands())
-    pages["reference/adaptdl-run.md"] = f"# adaptdl-run\n\n{text_block(help_of('agent'))}"
+    pages["reference/adaptdl-run.md"] = f"# adaptdl-run\n\n{text_block(help_of_run())}"
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
@@ -106,10 +109,18 @@ def api_page(short: str) -> str:
     return f"# {short}\n\n::: adaptdl_elastic.{short}\n{options}\n"
 
 
-def help_of(module: str, *command: str) -> str:
-    """Return what `--help` of a command prints."""
+def help_of(*command: str) -> str:
+    """Return what `adaptdl COMMAND --help` prints."""
+    line = [*command, "--help"]
+    done = CliRunner().invoke(adaptdl, line, prog_name="adaptdl", terminal_width=98)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def help_of_run() -> str:
+    """Return what `adaptdl-run --help` prints."""
+    line = [sys.executable, "-m", "adaptdl_elastic.agent", "--help"]
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    line = [sys.executable, "-m", f"adaptdl_elastic.{module}", *command, "--help"]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return done.stdout
 
@@ -121,13 +132,11 @@ def text_block(text: str) -> str:
 
 def commands() -> Iterator[str]:
     """Yield a section for each subcommand of `adaptdl`."""
-    from adaptdl_elastic.autoscaler.cli import COMMANDS, HEADINGS
-
-    yield text_block(help_of("autoscaler"))
+    yield text_block(help_of())
     for heading, names in HEADINGS.items():
         yield f"## {heading}\n"
         for name in names.split():
-            yield f"### {name}\n\n{text_block(help_of('autoscaler', name))}"
+            yield f"### {name}\n\n{text_block(help_of(name))}"
             command = COMMANDS.load(name)
             for below in command.commands if isinstance(command, click.Group) else ():
-                yield f"#### {name} {below}\n\n{text_block(help_of('autoscaler', name, below))}"
+                yield f"#### {name} {below}\n\n{text_block(help_of(name, below))}"

@@ -22,7 +22,7 @@ WITHOUT_PRIVATE_USES = ["adaptdl_elastic", "agent", "autoscaler", "rendezvous"]
 MOST_PRIVATE_USES_OF_TESTS = 40
 """Places in which tests may use underscored names of the product; most are in `tests/support/insides.py`."""
 
-MOST_CODE_LINES = 47_398
+MOST_CODE_LINES = 47_400
 """Lines of code of the product. Raise it only by the budget that an issue names."""
 
 MOST_LINES_BESIDE = 65_689
