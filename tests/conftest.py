@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,3 +45,13 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
     monkeypatch.setenv(
         "ADAPTDL_METRICS_PORT", "off"
     )  # coordinators of several tests would want the same ports
+
+
+@pytest.fixture(autouse=True)
+def _restore_signals() -> Iterator[None]:
+    # `cli.main` ignores signals at its end, and every process that a later test starts would inherit that
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
