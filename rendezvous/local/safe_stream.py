@@ -39,12 +39,15 @@ class Unshown:
         self._write()
 
     def _write(self) -> None:
-        if self._path is not None and self._text:
-            with suppress(OSError):
-                with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write(self._text)
-                # on a full disk it is the end of `with` that fails
-                self._text = ""
+        if self._path is None or not self._text:
+            return
+        # other threads add to what is left; a lock could be held for ever in a forked process
+        text, self._text = self._text, ""
+        try:
+            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+        except OSError:  # on a full disk it is the end of `with` that fails
+            self._text = text + self._text
 
 
 class SafeStream(io.TextIOWrapper):
@@ -62,8 +65,8 @@ class SafeStream(io.TextIOWrapper):
         try:
             super().write(text)
         except (OSError, ValueError):
-            self.unshown.add(self._line)
-            self._line = ""
+            line, self._line = self._line, ""
+            self.unshown.add(line)
         else:
             # a progress bar has no end of a line
             self._line = self._line[self._line.rfind("\n") + 1 :][-_LONGEST_LINE:]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -141,14 +143,25 @@ def test_what_has_no_end_comes_through_the_pump() -> None:
     assert shown.empty()
 
 
-def test_what_could_not_be_shown_is_kept_until_there_is_room_for_it(tmp_path: Path) -> None:
+def test_text_that_could_not_be_shown_is_kept_until_there_is_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "unshown.log"
     path.symlink_to("/dev/full")
-    unshown = Unshown(path)
+    unshown, opened = Unshown(path), Path.open
     unshown.add("first\n")
     path.unlink()
+
+    @contextmanager
+    def open_and_add(place: Path, mode: str, **how: Any) -> Iterator[IO[str]]:
+        with opened(place, mode, **how) as file:
+            yield file
+        monkeypatch.undo()
+        unshown.add("third\n")  # as another thread may do at that moment
+
+    monkeypatch.setattr(Path, "open", open_and_add)
     unshown.add("second\n")
-    assert path.read_text() == "first\nsecond\n"
+    assert path.read_text() == "first\nsecond\nthird\n"
 
 
 # What torch's TCPStore and ProcessGroupNCCL wrote begins with ">"; the other lines are a script's, or stay.
