@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError, NodeRecord, decode, encode
 from adaptdl_elastic.rendezvous.store.base import (
-    KeyValue,
     Lease,
     LeaseLostError,
     Snapshot,
@@ -35,19 +34,6 @@ LEASE_SECONDS = 5.0
 CHECK_SECONDS = 5.0  # seconds between two checks whether the store answers, while nothing is written
 _FIRST_RETRY, _LAST_RETRY = 0.05, 1.0  # seconds between two attempts
 Post = Callable[[object], None]
-
-
-@dataclass(frozen=True)
-class Keyspace:
-    """All keys under a watched prefix, and their values."""
-
-    prefix: str
-    items: dict[str, str]
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """The same without its revisions."""
-        return Snapshot(tuple(KeyValue(key, value, 0, 0) for key, value in self.items.items()), 0)
 
 
 @dataclass(frozen=True)
@@ -115,20 +101,17 @@ class NameTakenError(Exception):
 
 
 class Watcher(threading.Thread):
-    """A thread that posts a Keyspace, then every Change under a prefix; again a Keyspace after a gap."""
+    """A thread that posts a Snapshot, then every Change under a prefix; again a Snapshot after a gap."""
 
     def __init__(self, store: Store, prefix: str, post: Post) -> None:
         super().__init__(name=f"watch {prefix}", daemon=True)
-        self._prefix, self._post = prefix, post
+        self._post = post
         self._news = Follow(store, prefix, lambda error: logger.debug("watch of %s: %s", prefix, error))
 
     def run(self) -> None:
         """Read and watch the prefix until `close`."""
         for news in self._news:
-            if isinstance(news, Snapshot):
-                self._post(Keyspace(self._prefix, {item.key: item.value for item in news.items}))
-            else:
-                self._post(news)
+            self._post(news)
 
     def close(self) -> None:
         """Make the thread end soon."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from adaptdl_elastic.agent.cluster.store_link import Keyspace
 from adaptdl_elastic.agent.core import states
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -19,7 +19,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     NodeRecord,
     Plan,
 )
-from adaptdl_elastic.rendezvous.store.base import Change, read_text
+from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot, read_text
 from adaptdl_elastic.rendezvous.store.prefix_cache import Entry, PrefixCache
 
 _KEPT = ("checkpoint", "request", "plan", "spec")
@@ -47,13 +47,13 @@ class StoreView:
         keys = self._keys
         return keys.job(self._job), keys.nodes, keys.coordinators, keys.drain(self._node)
 
-    def apply(self, news: Keyspace | Change) -> Iterator[states.Event]:
+    def apply(self, news: Snapshot | Change) -> Iterator[states.Event]:
         """Apply a change to the view; yield the events that the agent's decisions need."""
         if isinstance(news, Change):
             for key, _, entry in self._cache.take(news):
                 yield from self._translate(key, entry)
             return
-        for key, _, entry in self._cache.take(news.snapshot, news.prefix):
+        for key, _, entry in self._cache.take(news):
             for event in self._translate(key, entry):
                 # registrations are reported after all of them have been read: a node later in the list has
                 # not vanished
@@ -67,25 +67,26 @@ class StoreView:
         if self.checkpoint is None or self.checkpoint.generation <= record.generation:
             self.checkpoint = record
 
-    def lost_records(self, news: Keyspace) -> dict[str, str]:
+    def lost_records(self, news: Snapshot) -> list[KeyValue]:
         """Return this job's records that are lost in `news`, because the store is a new or an older one.
 
         They are known to be lost if the specification is not there, or the plan is an older one. The records
-        are those that no other process writes again by itself.
+        are those that no other process writes again by itself. Their revisions are 0: unknown.
         """
         own = self._keys.job(self._job)
         status, spec, plan = (self._cache.record(f"{own}{name}") for name in ("status", "spec", "plan"))
         if news.prefix != own or spec is None or (status is not None and status.state.ended):
-            return {}
-        new_spec = read_text(JobSpec, news.items.get(f"{own}spec"))
-        new_plan = read_text(Plan, news.items.get(f"{own}plan"))
+            return []
+        texts = {item.key: item.value for item in news.items}
+        new_spec = read_text(JobSpec, texts.get(f"{own}spec"))
+        new_plan = read_text(Plan, texts.get(f"{own}plan"))
         if runs_later(new_spec, spec):
-            return {}
+            return []
         mine, theirs = (-1 if one is None else one.generation for one in (plan, new_plan))
-        if f"{own}spec" in news.items and theirs >= mine:
-            return {}
+        if f"{own}spec" in texts and theirs >= mine:
+            return []
         entries = [entry for name in _KEPT if (entry := self._cache.get(f"{own}{name}")) is not None]
-        return {entry.item.key: entry.item.value for entry in entries}
+        return [replace(entry.item, create_revision=0, mod_revision=0) for entry in entries]
 
     def last_step_before(self, plan: Plan) -> float | None:
         """Return the wall-clock end of the last step in earlier generations of a plan's run, as reported."""

@@ -34,7 +34,6 @@ from adaptdl_elastic.agent.cluster.node_reporter import NodeReporter
 from adaptdl_elastic.agent.cluster.store_link import (
     Connection,
     ConnectionMonitor,
-    Keyspace,
     Registration,
     UserLine,
     Watcher,
@@ -72,7 +71,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     Transition,
 )
-from adaptdl_elastic.rendezvous.store.base import Change, Store
+from adaptdl_elastic.rendezvous.store.base import Change, Snapshot, Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
 logger = logging.getLogger(__name__)
@@ -217,12 +216,13 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _handle(self, event: object) -> None:
         match event:
-            case Keyspace() | Change():
-                if isinstance(event, Keyspace) and (lost := self._view.lost_records(event)):
+            case Snapshot() | Change():
+                if isinstance(event, Snapshot) and (lost := self._view.lost_records(event)):
                     self._say("the store has lost records of this job: this node writes back what it knows")
-                    self._reporter.restore(lost)
-                    event = Keyspace(event.prefix, {**event.items, **lost})
-                if isinstance(event, Keyspace):
+                    self._reporter.restore({item.key: item.value for item in lost})
+                    items = {item.key: item for item in (*event.items, *lost)}
+                    event = replace(event, items=tuple(items.values()))
+                if isinstance(event, Snapshot):
                     self._reporter.repeat()
                 for change in self._view.apply(event):
                     self._decide(change)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from adaptdl_elastic.agent.cluster.store_link import Keyspace, Watcher
+from adaptdl_elastic.agent.cluster.store_link import Watcher
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobSpec, JobStatus, Plan
-from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Store
+from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot, Store
 from adaptdl_elastic.rendezvous.store.prefix_cache import PrefixCache
 
 R = TypeVar("R", CheckpointRecord, JobSpec, JobStatus, Plan)
@@ -44,7 +44,7 @@ class JobRecords:
         self._watcher.close()
 
     def get(self, key: str) -> KeyValue | None:
-        """Return a record as `Store.get` does, without its revisions."""
+        """Return a record as `Store.get` does."""
         entry = self._cache.get(key)
         return None if entry is None else entry.item
 
@@ -59,8 +59,8 @@ class JobRecords:
         return None if spec is None else spec.run
 
     def _take(self, news: object) -> None:
-        if isinstance(news, Keyspace):
-            self._cache.take(news.snapshot)
+        if isinstance(news, Snapshot):
+            self._cache.take(news)
             self._wake()
         elif isinstance(news, Change):
             for key, _, entry in self._cache.take(news):

@@ -103,6 +103,7 @@ class Snapshot:
 
     items: tuple[KeyValue, ...]
     revision: int
+    prefix: str = ""
 
 
 class Lease(ABC):

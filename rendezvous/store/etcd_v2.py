@@ -125,7 +125,7 @@ class EtcdV2Store(Store):
     def range(self, prefix: str) -> Snapshot:
         """Return every key that begins with `prefix`, sorted, as of one revision."""
         nodes, index = self._list(prefix)
-        return Snapshot(tuple(node.key_value for node in nodes), index)
+        return Snapshot(tuple(node.key_value for node in nodes), index, prefix)
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
         """Write the key whatever it held before; return the new `mod_revision`."""

@@ -141,7 +141,8 @@ class EtcdV3Store(Store):
     def range(self, prefix: str) -> Snapshot:
         """Return every key that begins with `prefix`, sorted, as of one revision."""
         answer = self._call("/v3/kv/range", _span(prefix))
-        return Snapshot(tuple(_key_value(item) for item in answer.get("kvs", [])), _revision(answer))
+        items = tuple(_key_value(item) for item in answer.get("kvs", []))
+        return Snapshot(items, _revision(answer), prefix)
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
         """Write the key whatever it held before; return the new `mod_revision`."""

@@ -242,7 +242,7 @@ class LocalStore(Store):
     def range(self, prefix: str) -> Snapshot:
         """Return every key that begins with `prefix`, sorted, as of one revision."""
         items, revision = self.call(do="range", prefix=prefix)
-        return Snapshot(tuple(KeyValue(*item) for item in items), revision)
+        return Snapshot(tuple(KeyValue(*item) for item in items), revision, prefix)
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
         """Write the key whatever it held before; return the new revision."""

@@ -207,7 +207,7 @@ class MemoryStore(Store):
         with self.shared.changed:
             self.shared.expire()
             found = [item for key, item in sorted(self.shared.items.items()) if key.startswith(prefix)]
-            return Snapshot(tuple(found), self.shared.revision)
+            return Snapshot(tuple(found), self.shared.revision, prefix)
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
         """Write the key whatever it held before; return the new revision."""

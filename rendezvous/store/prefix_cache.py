@@ -61,7 +61,7 @@ class PrefixCache(Generic[T]):
         self._read, self._holds = read, holds
         self._refuse = refuse or (lambda _, error: logger.warning("ignored a value in the store: %s", error))
         self._entries: dict[str, Entry[T]] = {}
-        self._since = 0  # revision of the last snapshot of all prefixes
+        self._since: dict[str, int] = {}  # prefix → revision of its last snapshot
         self.whole = False
         self.revision = 0
         """The newest revision that `take` was given."""
@@ -75,18 +75,14 @@ class PrefixCache(Generic[T]):
         """Return what is held of a key; None: nothing."""
         return self._entries.get(key)
 
-    def take(self, news: Snapshot | Change, prefix: str = "") -> list[Difference[T]]:
-        """Apply a snapshot, or a change; return what is different now, deletions first.
-
-        Args:
-            news: What `Follow` has yielded.
-            prefix: The prefix of a snapshot, if the cache holds several.
-        """
+    def take(self, news: Snapshot | Change) -> list[Difference[T]]:
+        """Apply what `Follow` has yielded; return what is different now, deletions first."""
         self.revision = max(self.revision, news.revision)
         if isinstance(news, Change):
-            return [] if news.revision <= self._since else self.note(news)
-        self._since = 0 if prefix else news.revision
-        gone = self.forget(prefix, {item.key for item in news.items})
+            since = (since for prefix, since in self._since.items() if news.key.startswith(prefix))
+            return [] if news.revision <= max(since, default=0) else self.note(news)
+        self._since[news.prefix] = news.revision
+        gone = self.forget(news.prefix, {item.key for item in news.items})
         fresh = [difference for item in news.items for difference in self._put(item)]
         self.whole = True
         return gone + fresh

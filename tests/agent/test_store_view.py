@@ -7,7 +7,6 @@ import logging
 
 import pytest
 
-from adaptdl_elastic.agent.cluster.store_link import Keyspace
 from adaptdl_elastic.agent.cluster.store_view import StoreView
 from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -21,7 +20,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Outcome,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import Change
+from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
 
 KEYS = Keys("test")
 
@@ -31,6 +30,11 @@ REVISIONS = itertools.count(1)
 
 def changed(key: str, value: str | None) -> Change:
     return Change("delete" if value is None else "put", key, value, next(REVISIONS))
+
+
+def snapshot(prefix: str, values: dict[str, str]) -> Snapshot:
+    """A copy of a store that has been filled just now, so that no revision is known."""
+    return Snapshot(tuple(KeyValue(key, value, 0, 0) for key, value in values.items()), 0, prefix)
 
 
 def node(name: str, job: str = "job") -> tuple[str, str]:
@@ -45,12 +49,12 @@ def view() -> StoreView:
 
 def test_registrations_are_told_all_at_once(view: StoreView) -> None:
     items = dict([node("a"), node("b"), node("b", "another-job")])
-    assert list(view.apply(Keyspace(KEYS.nodes, items))) == [d.NodesSeen({"a": "agent-a", "b": "agent-b"})]
+    assert list(view.apply(snapshot(KEYS.nodes, items))) == [d.NodesSeen({"a": "agent-a", "b": "agent-b"})]
 
 
 def test_what_vanished_while_nobody_watched_is_told(view: StoreView) -> None:
-    list(view.apply(Keyspace(KEYS.nodes, dict([node("a"), node("b")]))))
-    assert list(view.apply(Keyspace(KEYS.nodes, dict([node("b")])))) == [d.NodesSeen({"b": "agent-b"})]
+    list(view.apply(snapshot(KEYS.nodes, dict([node("a"), node("b")]))))
+    assert list(view.apply(snapshot(KEYS.nodes, dict([node("b")])))) == [d.NodesSeen({"b": "agent-b"})]
     assert list(view.apply(changed(node("b")[0], None))) == [d.NodesSeen({})]
 
 
@@ -75,12 +79,12 @@ def test_what_is_known_is_not_told_again_after_a_gap(view: StoreView) -> None:
         [encode(MasterRecord(3, "10.0.0.1", n, 6)) for n in (4, 5)],
     )
     assert len(list(view.apply(changed(key, texts[0])))) == 1
-    assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[0]}))) == []
-    assert len(list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]})))) == 1
-    assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]}))) == []
+    assert list(view.apply(snapshot(KEYS.job("job"), {key: texts[0]}))) == []
+    assert len(list(view.apply(snapshot(KEYS.job("job"), {key: texts[1]})))) == 1
+    assert list(view.apply(snapshot(KEYS.job("job"), {key: texts[1]}))) == []
     # revisions begin again in a store that has lost its data and was given back what was known
     list(view.apply(Change("put", key, texts[1], 1000)))
-    assert list(view.apply(Keyspace(KEYS.job("job"), {key: texts[1]}))) == []
+    assert list(view.apply(snapshot(KEYS.job("job"), {key: texts[1]}))) == []
     assert len(list(view.apply(Change("put", key, texts[0], 2)))) == 1
 
 

@@ -36,7 +36,7 @@ def test_the_copy_is_the_store_after_gaps_and_repeated_and_old_changes(seed: int
                 take(change)
 
     for _ in range(300):
-        key, value = draw.choice("abc"), draw.choice(("1", "2", "3", "garbage", None))
+        key, value = draw.choice(("x/a", "x/b", "y/a")), draw.choice(("1", "2", "3", "garbage", None))
         if value is not None or key in items:
             revision += 1
             waiting.append(Change("delete" if value is None else "put", key, value, revision))
@@ -49,11 +49,14 @@ def test_the_copy_is_the_store_after_gaps_and_repeated_and_old_changes(seed: int
             known.setdefault(key, set()).update({int(value)} if value.isdigit() else ())
         deliver(draw.randint(0, len(waiting)))
         if draw.random() < 0.1:  # compacted: the changes in between are lost, or come too late
-            take(Snapshot(tuple(items.values()), revision))
-            for change in draw.sample(waiting, draw.randint(0, len(waiting))):
+            prefix = draw.choice(("", "x/", "y/"))
+            there = {key: item for key, item in items.items() if key.startswith(prefix)}
+            take(Snapshot(tuple(there.values()), revision, prefix))
+            missed = [change for change in waiting if change.key.startswith(prefix)]
+            for change in draw.sample(missed, draw.randint(0, len(missed))):
                 take(change)
-            waiting.clear()
-            assert {key: entry.item for key, entry in mirror.items()} == items
+            waiting = [change for change in waiting if change not in missed]
+            assert {key: entry.item for key, entry in mirror.items() if key.startswith(prefix)} == there
     deliver(len(waiting))
     assert {key: entry.item for key, entry in mirror.items()} == items
     for key, item in items.items():

@@ -65,7 +65,7 @@ class Etcd:
     def range(self, prefix: str) -> Snapshot:
         """All keys that begin with `prefix`."""
         found = tuple(self.items[key] for key in sorted(self.items) if key.startswith(prefix))
-        return Snapshot(found, self.revision)
+        return Snapshot(found, self.revision, prefix)
 
     def put(self, key: str, value: str, lease: int | None) -> int:
         """Write; LeaseGoneError when the lease is not known."""
