@@ -62,7 +62,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
     if not begun:
         echo(f"{'job':<13} {job}   {row['state']}\n{'why':<13} {row['reason']}")
         return
-    error = row["prediction_error"]
+    error = None if row["goodput"] is None else row["prediction_error"]
     lines = [
         ("job", f"{job}   {row['state']}   generation {show(row['generation'])}"),
         ("why", row["reason"]),

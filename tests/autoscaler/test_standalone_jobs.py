@@ -14,6 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from adaptdl_elastic.autoscaler.cli import Where, adaptdl
+from adaptdl_elastic.protocol import hints as sched_hints
+from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFile
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
@@ -97,6 +99,9 @@ def test_all_jobs_are_listed_and_each_is_found_by_its_name(jobs: Jobs) -> None:
     assert [row["job"] for row in json.loads(jobs.says("ls", "--json"))] == ["first", "second"]
     for name in ("first", "second"):
         assert json.loads(jobs.says("status", name, "--json"))["reason"] == f"why {name}"
+        assert "off by" not in jobs.says("status", name)
+        hints = JobHints(name, 0, 1, 1, 8, 8, 8, goodput=80.0)
+        jobs.servers[name].store.put(KEYS.job(name, "hints"), sched_hints.encode(hints))
         assert ", off by -20%); " in jobs.says("status", name)
         assert jobs.says("stop", name) == f"{name} is stopping\n"
         assert jobs.servers[name].store.get(KEYS.job(name, "request")) is not None
