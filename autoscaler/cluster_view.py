@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from adaptdl_elastic.protocol import hints as job_hints
 from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus, JobCost
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
 from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
@@ -113,7 +114,7 @@ class View:
     # (job, node) → registration seen to vanish
     gone: Mapping[tuple[str, str], Missing] = field(default_factory=_empty)
     leader: Observed[records.LeaderRecord] | None = None
-    autoscaler: Observed[records.AutoscalerStatus] | None = None
+    autoscaler: Observed[AutoscalerStatus] | None = None
     usage: Mapping[str, Observed[records.NodeUsage]] = field(default_factory=_empty)
     steady_since: float = float("-inf")  # since when the store has answered without a break
     revision: int = 0
@@ -135,7 +136,7 @@ class View:
         spec = job.spec.record if job.spec is not None and not job.over else None
         return [] if spec is None else weight_problem(spec.weight, self.most_weight(spec))
 
-    def cost(self, job: str) -> records.JobCost | None:
+    def cost(self, job: str) -> JobCost | None:
         """Return the cost of a job's nodes as the autoscaler reports it; None if it reports none."""
         jobs = self.autoscaler.record.jobs if self.autoscaler else ()
         found = next((cost for cost in jobs if cost.job == job), None)

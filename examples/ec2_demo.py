@@ -54,6 +54,7 @@ from adaptdl_elastic.autoscaler.providers.ec2.provider import Ec2Provider
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import connect
 
@@ -210,7 +211,7 @@ class Demo:
         end = self.story.now + seconds
         self.until(f"{seconds:.0f} s of training", lambda: self.story.now >= end, tell=False)
 
-    def audit(self) -> records.AutoscalerStatus:
+    def audit(self) -> AutoscalerStatus:
         """What must be true of all of it; the autoscaler's bill."""
         story, check = self.story, self.story.check
         bill = self.see.bill()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ec2_demo_story import BUDGET, CHEAP, DEAR, Line, Story
 
-from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
 
 
-def table(bill: records.AutoscalerStatus, lines: Mapping[str, Line]) -> str:
+def table(bill: AutoscalerStatus, lines: Mapping[str, Line]) -> str:
     """What was bought, what it cost, and why it went."""
     rows = [f"{'instance':<21}{'from':>8}{'to':>9}{'billed':>10}{'cost':>11}  it went because"]
     for name, line in lines.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Store
 
@@ -160,6 +161,6 @@ class Watcher:
         item = self._store.get(KEYS.job(JOB, "hints"))
         return None if item is None else sched_hints.decode(item.value).goodput
 
-    def bill(self) -> records.AutoscalerStatus | None:
+    def bill(self) -> AutoscalerStatus | None:
         item = self._store.get(KEYS.autoscaler_status)
-        return None if item is None else records.decode(records.AutoscalerStatus, item.value, item.key)
+        return None if item is None else records.decode(AutoscalerStatus, item.value, item.key)

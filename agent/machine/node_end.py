@@ -23,8 +23,9 @@ from adaptdl_elastic.agent.machine.interruption import discover
 from adaptdl_elastic.protocol.environment import CLUSTER, ETCD
 from adaptdl_elastic.protocol.hints import MalformedHintsError
 from adaptdl_elastic.protocol.hints import decode as decode_hints
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import AutoscalerStatus, NodeRecord, Plan
+from adaptdl_elastic.rendezvous.schema.records import NodeRecord, Plan
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 

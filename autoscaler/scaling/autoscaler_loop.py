@@ -53,6 +53,7 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import (
 from adaptdl_elastic.autoscaler.scaling.setting_texts import parse_change
 from adaptdl_elastic.autoscaler.scaling.step import step
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus, IdleNode, JobCost
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError
 
@@ -398,8 +399,8 @@ class Autoscaler:
         for name in sorted(set(memory.job_costs) | set(decision.forecasts)):
             so_far, told = memory.job_costs.get(name, 0.0), decision.forecasts.get(name, Forecast(0.0))
             end = None if told.cost_left is None else so_far + told.cost_left
-            jobs.append(records.JobCost(name, so_far, told.hourly, end, told.seconds_left))
-        status = records.AutoscalerStatus(
+            jobs.append(JobCost(name, so_far, told.hourly, end, told.seconds_left))
+        status = AutoscalerStatus(
             provider=self._provider.name,
             nodes=len(seen.nodes),
             target=decision.target,
@@ -410,7 +411,7 @@ class Autoscaler:
             bought=tuple((n, p.instances, p.hours, p.cost) for n, p in sorted(memory.pools.items())),
             warnings=(*decision.warnings, *failed),
             idle=tuple(
-                records.IdleNode(name, entry.idle_since, entry.hourly_price, bool(entry.leaving))
+                IdleNode(name, entry.idle_since, entry.hourly_price, bool(entry.leaving))
                 for name, entry in memory.known.items()
                 if entry.idle_since is not None
             ),
@@ -458,7 +459,7 @@ class Autoscaler:
         if item is None:
             return Memory()
         try:
-            status = records.decode(records.AutoscalerStatus, item.value, item.key)
+            status = records.decode(AutoscalerStatus, item.value, item.key)
             memory = _MEMORY.validate_json(status.memory) if status.memory else Memory()
         except (records.MalformedRecordError, ValidationError) as error:
             logger.warning("what the last autoscaler knew cannot be read, and is forgotten: %s", error)

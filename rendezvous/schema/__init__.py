@@ -3,6 +3,7 @@
 | question | module |
 |---|---|
 | Which records are there, and which values are valid? | `records` |
+| What does the autoscaler write? | `autoscaler_status` |
 | What do node services and submitted jobs write? | `submissions` |
 | Under which key is a record kept? | `keys` |
 """

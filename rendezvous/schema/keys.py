@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 """Regular expression of the names of clusters, nodes and jobs."""
@@ -54,7 +55,7 @@ _RECORDS: dict[str, type[Any]] = {
     "drains/*": records.DrainRequest,
     "usage/*": records.NodeUsage,
     "coordinator/leader": records.LeaderRecord,
-    "autoscaler/status": records.AutoscalerStatus,
+    "autoscaler/status": AutoscalerStatus,
     "jobs/*/spec": records.JobSpec,
     "jobs/*/request": records.JobRequest,
     "jobs/*/status": records.JobStatus,

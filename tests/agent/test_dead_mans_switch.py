@@ -17,11 +17,10 @@ from adaptdl_elastic.agent.machine.dead_mans_switch import Look, Silence, decide
 from adaptdl_elastic.agent.machine.node_end import end_node, main, read_look, take_look
 from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.protocol.hints import encode as encode_hints
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus, IdleNode
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
-    AutoscalerStatus,
     Cause,
-    IdleNode,
     LeaderRecord,
     NodeRecord,
     Placement,

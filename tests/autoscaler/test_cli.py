@@ -32,11 +32,10 @@ from adaptdl_elastic.autoscaler.policy.policy_types import Objective, PolicySett
 from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFile
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus, JobCost
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
-    AutoscalerStatus,
     CheckpointRecord,
-    JobCost,
     JobState,
     JobStatus,
     LeaderRecord,

@@ -24,14 +24,13 @@ from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFile
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus, JobCost
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
-    AutoscalerStatus,
     Cause,
     CheckpointRecord,
     DrainRequest,
     Failure,
-    JobCost,
     JobSpec,
     JobState,
     JobStatus,

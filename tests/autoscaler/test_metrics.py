@@ -25,7 +25,8 @@ from adaptdl_elastic.autoscaler.diagnostics.prometheus import (
     PortsTakenError,
     serve,
 )
-from adaptdl_elastic.rendezvous.schema.records import AutoscalerStatus, JobCost, JobState, encode
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus, JobCost
+from adaptdl_elastic.rendezvous.schema.records import JobState, encode
 from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
 from adaptdl_elastic.rendezvous.store.base import StoreError

@@ -19,6 +19,7 @@ from etcd_server import EtcdServer
 from other_package import write_distribution
 
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -191,7 +192,7 @@ def test_agents_that_can_not_run_are_not_started_for_ever(
 
     def closed() -> bool:
         item = there.get(KEYS.autoscaler_status)
-        status = None if item is None else records.decode(records.AutoscalerStatus, item.value, item.key)
+        status = None if item is None else records.decode(AutoscalerStatus, item.value, item.key)
         return status is not None and any("in a row" in warning for warning in status.warnings)
 
     until(there, closed)

@@ -12,6 +12,7 @@ from adaptdl_elastic.autoscaler.providers.ec2.provider import Ec2Provider
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -84,7 +85,7 @@ def test_from_zero_on_spot_then_on_demand_and_back_to_zero(world: World) -> None
     world.tick()
     assert world.counts == {"spot": 4, "demand": 2}  # the spot group has its Max
     world.tick()
-    bill = records.decode(records.AutoscalerStatus, _text(world.store, KEYS.autoscaler_status))
+    bill = records.decode(AutoscalerStatus, _text(world.store, KEYS.autoscaler_status))
     assert bill.hourly_cost == pytest.approx(4 * 0.3 + 2 * 1.0)
     world.want(4)
     for _ in range(12):

@@ -24,6 +24,7 @@ from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import LoopOptions
 from adaptdl_elastic.autoscaler.scaling.observed_history import shifted
 from adaptdl_elastic.autoscaler.scaling.scaling_types import InVain, Known, Memory, PoolMemory, Release
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
 from adaptdl_elastic.rendezvous.store.base import Lease
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -189,7 +190,7 @@ def test_who_was_deposed_in_the_middle_of_a_look_does_not_write_over_his_success
 ) -> None:
     cluster = ruling(store)
     cluster.submit()
-    theirs = records.AutoscalerStatus("successor", 9, 9, 9.0, 99.0)
+    theirs = AutoscalerStatus("successor", 9, 9, 9.0, 99.0)
     look = cluster.provider.capacity
 
     def hangs() -> Capacity:

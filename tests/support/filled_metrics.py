@@ -7,7 +7,8 @@ from coordinator_pump import Pump
 
 from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics
 from adaptdl_elastic.protocol.hints import Straggler
-from adaptdl_elastic.rendezvous.schema.records import AutoscalerStatus, GpuUsage, JobCost, NodeUsage, encode
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus, JobCost
+from adaptdl_elastic.rendezvous.schema.records import GpuUsage, NodeUsage, encode
 
 
 def filled_pump() -> Pump:

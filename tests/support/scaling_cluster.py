@@ -12,6 +12,7 @@ from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -95,10 +96,10 @@ class Cluster:
         record = records.EndedRecord(node, generation, records.Outcome.STOPPED)
         self.store.put(KEYS.generation(job, generation, "ended", node), records.encode(record))
 
-    def status(self) -> records.AutoscalerStatus:
+    def status(self) -> AutoscalerStatus:
         item = self.store.get(KEYS.autoscaler_status)
         assert item is not None
-        return records.decode(records.AutoscalerStatus, item.value)
+        return records.decode(AutoscalerStatus, item.value)
 
     @property
     def instances(self) -> list[str]:

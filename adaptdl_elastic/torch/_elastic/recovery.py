@@ -50,13 +50,7 @@ from adaptdl_elastic._session import Session
 from adaptdl_elastic._values import Place, RetryDataLoop, StepOutOfMemory
 from adaptdl_elastic.protocol.messages import PeerLost, RecoveryPlan, Resilient
 from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
-from adaptdl_elastic.torch._data.accumulator_state import (
-    OwnSums,
-    Sums,
-    add_sums,
-    both_sums,
-    known_sums,
-)
+from adaptdl_elastic.torch._data.accumulator_state import OwnSums, Sums, add_sums, both_sums, known_sums
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
 from adaptdl_elastic.torch._elastic.dry_batch import dry_batch
