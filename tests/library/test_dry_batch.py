@@ -19,21 +19,6 @@ from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch.iterator import AdaptiveBPTTIterator
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    log = str(tmp_path / "events")
-    yield Script(
-        monkeypatch,
-        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "checkpoints"),
-        ADAPTDL_CHECKPOINT_INTERVAL="0",
-        ADAPTDL_EVENT_LOG=log,
-    )
-    _session.current().close()
-    _session.reset()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 class Average(checkpoint.TensorState):
     """A State that is too large to be copied at every step."""
 

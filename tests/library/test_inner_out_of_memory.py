@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,21 +10,10 @@ import torch
 from fresh import Script
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import _session
 from adaptdl_elastic._values import StepOutOfMemory
 from adaptdl_elastic.torch._gradient.out_of_memory import find_culprits
 from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(
-        monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "checkpoints"), ADAPTDL_CHECKPOINT_INTERVAL="0"
-    )
-    _session.current().close()
-    _session.reset()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class Net(torch.nn.Linear):
@@ -76,8 +63,7 @@ def test_an_inner_loop_has_more_batches_and_the_outer_one_stays(script: Script, 
     assert bodies == [(4, [8, 8]), *[(4, [4, 4, 4, 4])] * 4]
     assert memory_limit().largest is None
     assert _session.current().step == 4
-    checkpoint.save_all_states()
-    script.restart()
+    script.resume()
     world = World(outer=4, inner=8, most=6)
     for _ in adl.remaining_epochs_until(2):
         for _ in world.outer:

@@ -6,8 +6,7 @@ import math
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session, checkpoint, sched_hints
+from adaptdl_elastic import sched_hints
 from adaptdl_elastic._values import BatchSize, ReportedPosition
 from adaptdl_elastic.autoscaler.coordinator.node_types import on_types
 from adaptdl_elastic.protocol.channel import Channel
@@ -33,16 +32,6 @@ from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
 from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
 from adaptdl_elastic.torch._tuning.reporter import WARMUP, WINDOW, Metrics
 from adaptdl_elastic.torch._tuning.step_times import robust_mean
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(
-        monkeypatch,
-        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"),
-        ADAPTDL_EVENT_LOG=str(tmp_path / "events"),
-    )
-    _session.reset()
 
 
 class Machine:
@@ -156,6 +145,12 @@ def limits(machine: Machine, **kwargs: Any) -> None:
     limit(32, 4096, (8, 1024), **kwargs)
 
 
+def noisy(machine: Machine, ratio: float = 1000.0) -> None:
+    """Give the machine a loader that may autoscale, and gradients of this noise."""
+    limits(machine)
+    noisy_gradients(machine.metrics, ratio)
+
+
 def adapt(machine: Machine, decisions: int = 12) -> BatchSize:
     """Train, and follow every suggestion."""
     now = BatchSize(32, 0)
@@ -168,8 +163,7 @@ def adapt(machine: Machine, decisions: int = 12) -> BatchSize:
 
 def test_one_replica_without_accumulation_adapts_its_batch_size(script: Script) -> None:
     machine = Machine(lambda atomic: 0.01 + 0.00001 * atomic)  # the larger the better, for the machine
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     found = adapt(machine)
     assert found.accumulation_steps == 0
     best = max(range(32, 1025), key=lambda m: m / (0.01 + 0.00001 * m) / (1 + m / 32 / 1000))
@@ -219,8 +213,7 @@ def test_with_one_size_measured_the_batch_grows_where_that_could_pay_in_spite_of
 def test_measurements_overrule_the_model(script: Script) -> None:
     """A cliff (memory, a cache) that no model of Pollux' form knows is stepped back from, once."""
     machine = Machine(lambda atomic: 0.01 if atomic <= 40 else 0.5)
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     visited, now = [], BatchSize(32, 0)
     for _ in range(30):
         machine.train(20, now.atomic_bsz)
@@ -233,8 +226,7 @@ def test_measurements_overrule_the_model(script: Script) -> None:
 
 def test_a_blunder_is_taken_back_at_once(script: Script) -> None:
     machine = Machine(lambda atomic: 0.01 if atomic <= 40 else 0.5)
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     machine.train(20, 32)
     machine.train(8, 64)
     machine.metrics.refresh()
@@ -246,8 +238,7 @@ def test_a_blunder_is_taken_back_at_once(script: Script) -> None:
 @pytest.mark.parametrize("per_sample", [0.0, 1e-3])
 def test_one_decision_at_most_doubles_the_batch_size_in_use(script: Script, per_sample: float) -> None:
     machine = Machine(lambda atomic: 0.01 + atomic * per_sample)
-    limits(machine)
-    noisy_gradients(machine.metrics, 1e9)
+    noisy(machine, 1e9)
     machine.train(20, 32)
     machine.metrics.refresh()
     grown = machine.metrics.suggestion()
@@ -262,8 +253,7 @@ def test_neither_noise_nor_another_speed_makes_the_batch_size_wander(
     """Sizes that were left before looked as fast as then: 201 → 183 → 109 → 104 → 100 → 93 → 88."""
     noise, slowness = random.Random(seed), 1.0
     machine = Machine(lambda atomic: slowness * (0.002 + 0.0001 * atomic) * noise.lognormvariate(0, 0.1))
-    limits(machine)
-    noisy_gradients(machine.metrics, 20.0)
+    noisy(machine, 20.0)
     now = adapt(machine)
     slowness, changes = factor, 0
     for _ in range(40):
@@ -279,8 +269,7 @@ def test_neither_noise_nor_another_speed_makes_the_batch_size_wander(
 def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Script) -> None:
     """A job at thirty times its initial batch size does not begin again at twice."""
     machine = Machine(lambda atomic: 0.01)
-    limits(machine)
-    noisy_gradients(machine.metrics, 1e9)
+    noisy(machine, 1e9)
     now = adapt(machine)
     assert now.atomic_bsz == 1024
     saved = json.loads(json.dumps(machine.metrics.dump()))
@@ -295,8 +284,7 @@ def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Scrip
 
 def test_what_was_in_use_is_kept_when_the_replicas_change_in_place(script: Script) -> None:
     machine = Machine(lambda atomic: 0.01)
-    limits(machine)
-    noisy_gradients(machine.metrics, 1e9)
+    noisy(machine, 1e9)
     assert adapt(machine).atomic_bsz == 1024
     session = current_session()
     session.identity = dataclasses.replace(session.identity, replicas=2)
@@ -381,8 +369,7 @@ def test_without_autoscaling_nothing_is_suggested(script: Script) -> None:
 
 def test_a_suggestion_for_another_batch_size_than_the_present_is_dropped(script: Script) -> None:
     machine = Machine(lambda atomic: 0.01)
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     machine.train(20, 32)
     machine.metrics.refresh()
     assert machine.metrics.suggestion() is not None
@@ -400,8 +387,7 @@ def test_what_was_learnt_survives_a_restart(script: Script) -> None:
     noisy_gradients(metrics)
     machine.train(20, 32)
     before = metrics.hints()
-    checkpoint.save_all_states()
-    script.restart()
+    script.resume()
     again = current_session().metrics
     limit(32, 4096, (8, 1024))
     assert again.hints().profile == before.profile
@@ -453,8 +439,7 @@ def test_the_report_and_the_event_say_all_that_is_documented(
     session = current_session()
     session.channel = Channel(theirs)
     machine = Machine(lambda atomic: 0.01)
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     machine.metrics.update_gain("model", 1.5, 1.25)
     current_session().reported_position = ReportedPosition(20, 1, 4, 100, 400)
     machine.train(20, 64)
@@ -540,8 +525,7 @@ def test_an_error_in_the_background_is_logged_and_does_not_end_it(
 def test_every_replica_measures_and_only_rank_0_decides_and_reports(script: Script) -> None:
     script.restart(ADAPTDL_NUM_REPLICAS="2", ADAPTDL_REPLICA_RANK="1")
     machine = Machine(lambda atomic: 0.01)
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     machine.train(20, 32)
     machine.metrics.refresh()
     assert machine.metrics.suggestion() is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from fake_agent import FakeAgent
 from fresh import Script
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import checkpoint
 
 SCRIPT = Path(__file__).parents[1] / "support" / "random_script.py"
 STEPS = [(epoch, index) for epoch in range(2) for index in range(0, 48, 12)]
@@ -115,10 +114,7 @@ def test_numbers_are_kept_over_a_death_and_a_newcomer(tmp_path: Path) -> None:
         assert [again[step] for step in later] == [calm[rank][step] for step in later]
 
 
-def test_the_script_s_streams_go_on_after_a_restart(
-    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("ADAPTDL_CHECKPOINT_PATH", str(tmp_path))
+def test_the_script_s_streams_go_on_after_a_restart(script: Script) -> None:
     torch.manual_seed(1)
     found: list[float] = []
 
@@ -136,9 +132,3 @@ def test_the_script_s_streams_go_on_after_a_restart(
     torch.manual_seed(1)
     epoch()
     assert found[2:] == expected[: len(found) - 2]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    yield Script(monkeypatch)
-    _session.reset()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,6 @@ from fresh import Script
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(
-        monkeypatch,
-        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "checkpoints"),
-        ADAPTDL_CHECKPOINT_INTERVAL="0",
-        ADAPTDL_EVENT_LOG=str(tmp_path / "events"),
-    )
-    _session.current().close()
-    _session.reset()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class Net(torch.nn.Linear):

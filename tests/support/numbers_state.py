@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from adaptdl_elastic import checkpoint
+from adaptdl_elastic.checkpoint.manager import Saved
 
 
 class Number(checkpoint.State):
@@ -18,3 +19,10 @@ class Number(checkpoint.State):
 
     def load(self, fileobj: BinaryIO) -> None:
         self.value = int(fileobj.read())
+
+
+def save(**options: Any) -> Saved:
+    """Save a checkpoint with these options, and return what was saved."""
+    saved = checkpoint.save_all_states(**options)
+    assert saved is not None
+    return saved
