@@ -125,8 +125,9 @@ class Stream(IterableDataset[int]):
         return iter(range(6))
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", ["stream", "tokens", "workers", "drop_last"])
+@pytest.mark.parametrize(
+    "kind", ["stream", "tokens", "drop_last", pytest.param("workers", marks=pytest.mark.processes)]
+)
 def test_loaders_of_every_kind_have_such_a_batch(script: Script, kind: str) -> None:
     def run(stop: bool) -> list[tuple[bool, list[int]]]:
         loaders: dict[str, Any] = {

@@ -5,24 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import small_memory
 import torch
 from fresh import Script
+from small_memory import Net
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
 from adaptdl_elastic._values import StepOutOfMemory
 from adaptdl_elastic.torch._gradient.out_of_memory import find_culprits
 from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
-
-
-class Net(torch.nn.Linear):
-    def __init__(self, most: int) -> None:
-        super().__init__(2, 1)
-        self.most = most
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return small_memory.in_backward(super().forward(inputs), self.most)
 
 
 class World:
@@ -34,7 +25,8 @@ class World:
             adl.init_process_group("gloo")
         self.outer = adl.AdaptiveDataLoader(samples(), batch_size=outer)
         self.inner = adl.AdaptiveDataLoader(samples(), batch_size=inner)
-        self.net = Net(most)
+        self.net = Net(2, 1)
+        self.net.most = most
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.model = adl.AdaptiveDataParallel(self.net, self.optimizer)
 

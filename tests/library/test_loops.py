@@ -443,24 +443,6 @@ def test_a_data_loop_that_was_left_is_over_once_the_next_is_come_to(script: Scri
     assert run(stop=False) == [10, 12]
 
 
-def test_a_data_loop_that_was_over_before_a_restart_has_one_batch_without_effect(script: Script) -> None:
-    def run(stop: bool) -> list[str]:
-        seen: list[str] = []
-        first, second = (adl.AdaptiveDataLoader(numbers(4), batch_size=2) for _ in range(2))
-        for _ in adl.remaining_epochs_until(1):
-            seen += ["first" if adl.batch_counts() else "first, without effect" for _ in first]
-            for _ in second:
-                seen.append("second")
-                if stop:
-                    checkpoint.save_all_states()
-                    return seen
-        return seen
-
-    assert run(stop=True) == ["first", "first", "second"]
-    script.restart()
-    assert run(stop=False) == ["first, without effect", "second", "second"]  # that batch's step had not ended
-
-
 def test_shuffling_depends_on_the_users_seed_or_generator_only(script: Script) -> None:
     def orders(seed: int, **options: Any) -> list[list[int]]:
         torch.manual_seed(seed)

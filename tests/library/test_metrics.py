@@ -6,7 +6,8 @@ import math
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,19 @@ class Machine:
 
     def time_of(self, atomic: int) -> float:
         return next(e.optim_step_time for e in self.metrics.entries() if e.atomic_bsz == atomic)
+
+
+@contextmanager
+def reported() -> Iterator[list[Any]]:
+    """Return a list that has the messages of the session to its agent once the block is left."""
+    ours, theirs = Channel.pair()
+    session, messages = current_session(), list[Any]()
+    session.channel = Channel(theirs)
+    yield messages
+    session.channel.close()
+    session.channel = None
+    messages += ours.reports()
+    ours.close()
 
 
 POSITIVE = st.floats(1e-4, 1e2)
@@ -266,12 +280,16 @@ def test_neither_noise_nor_another_speed_makes_the_batch_size_wander(
     assert changes <= 1
 
 
-def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Script) -> None:
-    """A job at thirty times its initial batch size does not begin again at twice."""
+def grown_machine() -> Machine:
     machine = Machine(lambda atomic: 0.01)
     noisy(machine, 1e9)
-    now = adapt(machine)
-    assert now.atomic_bsz == 1024
+    assert adapt(machine).atomic_bsz == 1024
+    return machine
+
+
+def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Script) -> None:
+    """A job at thirty times its initial batch size does not begin again at twice."""
+    machine = grown_machine()
     saved = json.loads(json.dumps(machine.metrics.dump()))
     script.restart()
     again = Metrics(background=False)
@@ -283,9 +301,7 @@ def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Scrip
 
 
 def test_what_was_in_use_is_kept_when_the_replicas_change_in_place(script: Script) -> None:
-    machine = Machine(lambda atomic: 0.01)
-    noisy(machine, 1e9)
-    assert adapt(machine).atomic_bsz == 1024
+    machine = grown_machine()
     session = current_session()
     session.identity = dataclasses.replace(session.identity, replicas=2)
     best = machine.metrics.best_batch_size()
@@ -435,20 +451,14 @@ def test_an_end_that_is_never_reached_is_reported_as_none(script: Script) -> Non
 def test_the_report_and_the_event_say_all_that_is_documented(
     monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
-    ours, theirs = Channel.pair()
-    session = current_session()
-    session.channel = Channel(theirs)
-    machine = Machine(lambda atomic: 0.01)
-    noisy(machine)
-    machine.metrics.update_gain("model", 1.5, 1.25)
-    current_session().reported_position = ReportedPosition(20, 1, 4, 100, 400)
-    machine.train(20, 64)
-    machine.metrics.refresh()
-    machine.metrics.refresh()
-    session.channel.close()
-    session.channel = None
-    messages = list(ours.reports())
-    ours.close()
+    with reported() as messages:
+        machine = Machine(lambda atomic: 0.01)
+        noisy(machine)
+        machine.metrics.update_gain("model", 1.5, 1.25)
+        current_session().reported_position = ReportedPosition(20, 1, 4, 100, 400)
+        machine.train(20, 64)
+        machine.metrics.refresh()
+        machine.metrics.refresh()
     events = [m for m in messages if isinstance(m, Event)]
     assert len(events) == 1  # once, however often it is looked at
     event = events[0].fields
@@ -540,24 +550,17 @@ def test_the_report_interval_is_checked(script: Script) -> None:
 
 
 def test_hints_of_ones_own(script: Script) -> None:
-    ours, theirs = Channel.pair()
-    session = current_session()
-    session.channel = Channel(theirs)
     limit(32)
-    assert sched_hints.post_sched_hints(
-        {
-            "initBatchSize": np.int64(64),
-            "maxBatchSize": None,
-            "localBszBounds": [8, 64],
-            "gradParams": {"norm": np.float32(1.0), "var": 2.0},
-            "perfParams": dict.fromkeys(sched_hints.PERF_PARAMS, 1.0),
-        },
-        "namespace/job",
-    )
-    session.channel.close()
-    session.channel = None
-    (message,) = list(ours.reports())
-    ours.close()
+    given = {
+        "initBatchSize": np.int64(64),
+        "maxBatchSize": None,
+        "localBszBounds": [8, 64],
+        "gradParams": {"norm": np.float32(1.0), "var": 2.0},
+        "perfParams": dict.fromkeys(sched_hints.PERF_PARAMS, 1.0),
+    }
+    with reported() as messages:
+        assert sched_hints.post_sched_hints(given, "namespace/job")
+    (message,) = messages
     hints = sched_hints.decode(json.dumps(message.hints))
     assert (hints.init_batch_size, hints.local_bsz_bounds, hints.grad_params) == (64, (8, 64), (1.0, 2.0))
     with pytest.raises(ValueError, match="no such hint: 'batchSize'"):

@@ -15,10 +15,9 @@ from botocore.config import Config
 from cutting_proxy import CuttingProxy
 from fresh import Script
 from moto_process import REGION, Moto, running_moto
-from numbers_state import Number, save
+from numbers_state import Number, save, write
 
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic.agent.cluster.run_secret import common_secret
 from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -55,15 +54,6 @@ def script(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
 
 def keys(client: Any) -> list[str]:
     return [found["Key"] for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]
-
-
-def write(storage: storage_module.Storage, states: dict[str, bytes]) -> str:
-    writing = storage.begin(storage_module.new_id(storage.ids(), 0))
-    for name, content in states.items():
-        with writing.state(name) as file:
-            file.write(content)
-    writing.commit(Manifest(id=writing.id, states=writing.entries))
-    return writing.id
 
 
 def test_states_are_saved_restored_and_pruned(script: Script, bucket: Any) -> None:
