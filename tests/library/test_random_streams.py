@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fake_agent
 import generations
 import pytest
 import torch
-from fake_agent import FakeAgent
 from fresh import Script
 
 import adaptdl_elastic.torch as adl
@@ -98,15 +98,12 @@ def test_numbers_are_kept_over_a_death_and_a_newcomer(tmp_path: Path) -> None:
     (tmp_path / "calm").mkdir()
     run(tmp_path / "calm", 2, epochs=2)
     calm = [drawn(tmp_path / "calm", rank) for rank in range(2)]
-    settings = json.dumps({"hold": [0, 24]})
-    with FakeAgent(SCRIPT, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
-        job.start(3)
+    with fake_agent.running(SCRIPT, tmp_path, 3, hold=[0, 24]) as job:
         for rank in range(3):
             job.wait_for_file(f"held-{rank}")
         job.kill(2)
         (tmp_path / "go").touch()
-        job.plan_recovery()
-        job.wait_for_all({"switched": 2})
+        job.survive()
         job.finish()
     for rank in range(2):
         again = drawn(tmp_path, rank)
