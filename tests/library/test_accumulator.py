@@ -3,7 +3,7 @@ from __future__ import annotations
 import enum
 import linecache
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,6 @@ from adaptdl_elastic.torch import AdaptiveDataLoader, remaining_epochs_until
 from adaptdl_elastic.torch.accumulator import Accumulator
 
 SIZE = 12
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(
-        monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"), ADAPTDL_CHECKPOINT_INTERVAL="0"
-    )
-    _session.reset()
 
 
 class Kind(enum.Enum):
@@ -65,8 +57,7 @@ def test_whatever_is_taken_comes_back_after_a_restart(script: Script, value: Any
         sums["x"] += value  # counted once, in the first life
         sums[("a", np.int64(1))] += 1
         if life < 2:
-            checkpoint.save_all_states()
-            script.restart()
+            script.resume()
     with sums.synchronized():
         assert sums[("a", 1)] == 1
         np.testing.assert_equal(plain(sums["x"]), plain(value))
@@ -329,8 +320,7 @@ def test_additions_that_a_script_guards_differently_after_a_restart_count_once_e
             sums.update({"a": 6, "b": 6})
         if life == 2:
             sums -= {"b": 5, "c": 5}
-        checkpoint.save_all_states()
-        script.restart()
+        script.resume()
     sums = Accumulator()
     with sums.synchronized():
         assert dict(sums) == {"a": 15}
@@ -348,8 +338,7 @@ def test_equal_additions_in_different_places_are_different_ones(script: Script) 
         if life == 2:
             sums["n"] += 1
         if life < 3:
-            checkpoint.save_all_states()
-            script.restart()
+            script.resume()
     with sums.synchronized():
         assert sums["n"] == 3
 
@@ -367,8 +356,7 @@ def test_additions_by_one_function_are_told_apart_by_its_callers(script: Script)
         if life == 2:
             add_one(sums)
         else:
-            checkpoint.save_all_states()
-            script.restart()
+            script.resume()
     with sums.synchronized():
         assert sums["n"] == 3
 
@@ -441,8 +429,7 @@ def test_more_additions_in_an_epoch_that_was_left_before_the_restart_are_not_mad
                 sums["x"] += 1
             break
         if times == 1:
-            checkpoint.save_all_states()
-            script.restart()
+            script.resume()
     with sums.synchronized():
         assert sums["x"] == 1
 
@@ -523,8 +510,7 @@ def test_a_script_that_was_edited_elsewhere_adds_nothing_twice(script: Script, t
         sums = Accumulator()
         run = names["run"]
         run(sums)
-        checkpoint.save_all_states()
-        script.restart()
+        script.resume()
     sums = Accumulator()
     with sums.synchronized():
         assert dict(sums) == {"n": 1, "m": 4}

@@ -13,12 +13,11 @@ import insides
 import numpy as np
 import pytest
 import torch
-from fresh import Script
 from torch.utils.data import IterableDataset, TensorDataset
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session, checkpoint, collective, reducer, sched_hints, utils
-from adaptdl_elastic.torch.data import AdaptiveDataLoaderMixin
+from adaptdl_elastic import checkpoint, collective, reducer, sched_hints, utils
+from adaptdl_elastic.torch.data import AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin
 from adaptdl_elastic.torch.iterator import AdaptiveBPTTIterator
 from adaptdl_elastic.torch.scaling_rules import AdamScale, LEGWScale
 
@@ -33,15 +32,18 @@ class Stream(IterableDataset[int]):
 STREAM = Stream()
 
 
-@pytest.fixture(autouse=True)
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(monkeypatch, ADAPTDL_EVENT_LOG=str(tmp_path / "events"))
-    _session.reset()
+pytestmark = pytest.mark.usefixtures("script")
 
 
 HINTS = sched_hints.post_sched_hints
 LOADER, BPTT = adl.AdaptiveDataLoader, AdaptiveBPTTIterator
+HELPER: Any = AdaptiveDataLoaderHelper
 ANY: Any = None  # arguments that no type checker would let pass
+
+
+def adapt(*arguments: Any) -> None:
+    LOADER(DATA, batch_size=8).autoscale_batch_size(*arguments)
+
 
 CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a sampler of what has no length": (lambda: adl.ElasticSampler(ANY or 5), TypeError, "int has none"),
@@ -59,6 +61,33 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: LOADER(DATA).autoscale_batch_size(8, None, ANY or "no"), TypeError, "accumulation='no'"
     ),
     "no writer": (lambda: LOADER(DATA).to_tensorboard(None, 0), TypeError, "writer=None: give a"),
+    "a maximum below the batch": (lambda: adapt(4), ValueError, "at least the batch size, 8"),
+    "half a maximum": (lambda: adapt(2.5), ValueError, "at least the batch size, 8"),
+    "one bound": (lambda: adapt(64, 3), ValueError, "give a pair"),
+    "a bound of no sample": (lambda: adapt(64, (0, 8)), ValueError, "1 <= smallest <= largest"),
+    "bounds that are exchanged": (lambda: adapt(64, (9, 8)), ValueError, "1 <= smallest <= largest"),
+    "bounds above the batch": (lambda: adapt(64, (16, 32)), ValueError, "above the batch size, 8"),
+    "bounds below the batch": (lambda: adapt(64, (1, 4)), ValueError, "gradient_accumulation=True"),
+    "shuffle of a stream": (lambda: LOADER(STREAM, shuffle=True), ValueError, "shuffle inside the stream"),
+    "a sampler of a stream": (lambda: LOADER(STREAM, sampler=range(4)), ValueError, "an order of its own"),
+    "a stream out of order": (
+        lambda: LOADER(STREAM, num_workers=1, in_order=False), ValueError, "leave it out"
+    ),
+    "the length of a stream": (lambda: len(LOADER(STREAM)), TypeError, "no length"),
+    "no sampler": (lambda: LOADER(DATA, sampler=ANY or 3), TypeError, "sampler=3: give"),
+    "an index outside of loops": (lambda: HELPER(4).current_index, RuntimeError, "inside of its context"),
+    "skipping outside of loops": (lambda: HELPER(4).skipdone(), RuntimeError, "inside of context"),
+    "no URL": (lambda: adl.init_process_group("gloo", ANY or 5), TypeError, "init_method=5: give a URL"),
+    "rows of tokens": (lambda: BPTT(torch.zeros(3, 3).long(), 2, 2), ValueError, r"shape \(3, 3\)"),
+    "fractions as tokens": (lambda: BPTT(torch.rand(10), 2, 2), ValueError, "integer tokens"),
+    "one token": (lambda: BPTT([1], 2, 2), ValueError, "at least two"),
+    "a length of 0": (lambda: BPTT([1, 2, 3], 2, 0), ValueError, "bptt_len=0"),
+    "no streams": (lambda: BPTT([1, 2, 3], 0, 2), ValueError, "batch_size=0"),
+    "an argument of BPTT": (lambda: BPTT([1, 2], 2, 2, repeat=True), TypeError, "unknown arguments: repeat"),
+    "accumulation of tokens": (
+        lambda: BPTT([1, 2, 3], 2, 2).autoscale_batch_size(8, gradient_accumulation=True),
+        ValueError, "gradient_accumulation",
+    ),
     "no tokens": (lambda: BPTT(ANY, 4, 5), ValueError, "integer tokens.*got a NoneType"),
     "words": (lambda: BPTT(ANY or ["a", "b"], 4, 5), ValueError, "integer tokens.*got a list"),
     "truths as tokens": (lambda: BPTT(torch.ones(9).bool(), 4, 5), ValueError, r"got torch\.bool of shape"),

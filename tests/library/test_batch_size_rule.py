@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_loader import limit, use
-from fresh import Script
 
 from adaptdl_elastic import _session
 from adaptdl_elastic._values import BatchSize, Limits, ReportedPosition
@@ -33,10 +32,7 @@ SIZES = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 Curve = Callable[[float], float]
 
 
-@pytest.fixture(autouse=True)
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"))
-    _session.reset()
+pytestmark = pytest.mark.usefixtures("script")
 
 
 class Run:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from forbidden import unwritable
 from fresh import Script
-from numbers_state import Number
+from numbers_state import Number, save
 from polling import until
 
 from adaptdl_elastic import _session, checkpoint
@@ -40,16 +40,6 @@ class Model(TensorState):
         self.module.load_state_dict(state_dict)
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    yield Script(
-        monkeypatch,
-        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"),
-        ADAPTDL_EVENT_LOG=str(tmp_path / "events"),
-    )
-    _session.reset()
-
-
 def saved_ids(tmp_path: Path) -> list[str]:
     return DirectoryStorage(tmp_path / "saved").ids()
 
@@ -63,8 +53,7 @@ def damage(tmp_path: Path, checkpoint_id: str, file: str) -> None:
 
 def test_a_state_is_restored_in_the_next_generation(script: Script) -> None:
     assert not Number("n", 7).loaded
-    saved = checkpoint.save_all_states(kind="stop", step=5)
-    assert saved is not None
+    saved = save(kind="stop", step=5)
     assert (saved.kind, saved.step, saved.error) == ("stop", 5, None)
     script.restart()
     again = Number("n")
@@ -93,8 +82,7 @@ def test_tensors_are_restored_exactly_and_their_file_runs_no_code(script: Script
 
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     Model(module)
-    checkpoint.save_all_states()
-    script.restart()
+    script.resume()
     other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     assert Model(other).loaded
     for a, b in zip(module.state_dict().values(), other.state_dict().values(), strict=True):
@@ -121,8 +109,7 @@ def test_a_checkpoint_of_another_job_is_told(
 ) -> None:
     script.restart(ADAPTDL_JOB_ID=first)
     Number("n")
-    checkpoint.save_all_states()
-    script.restart(ADAPTDL_JOB_ID=second)
+    script.resume(ADAPTDL_JOB_ID=second)
     Number("n")
     assert caplog.text.count("is of job a, and this is job b") == told
     assert caplog.text.count("two jobs") == told
@@ -135,8 +122,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
     other = Number("other", 1)
     checkpoint.save_all_states()
     number.value = other.value = 2
-    newest = checkpoint.save_all_states()
-    assert newest is not None
+    newest = save()
     damage(tmp_path, newest.id, "n.state")
     script.restart()
     # all of one checkpoint: never `other` of the newest with `n` of the one before
@@ -163,8 +149,7 @@ def test_as_many_whole_checkpoints_are_kept_whatever_lies_between_them(
 ) -> None:
     script.restart(ADAPTDL_CHECKPOINT_KEEP="3")
     number = Number("n")
-    saved = [checkpoint.save_all_states() for _ in range(3)]
-    first, second, third = [result.id for result in saved if result]
+    first, second, third = [save().id for _ in range(3)]
     lost = second if when == "before" else third  # nobody has tried to load the older one
     if when == "before":
         lose_manifest(tmp_path / "saved" / lost, how)
@@ -175,8 +160,7 @@ def test_as_many_whole_checkpoints_are_kept_whatever_lies_between_them(
     whole = [id for id in (first, second, third) if id != lost]
     for _ in range(4):
         number.value += 1
-        newest = checkpoint.save_all_states()
-        assert newest is not None
+        newest = save()
         whole = [*whole, newest.id][-3:]
         assert [id for id in saved_ids(tmp_path) if id != lost] == whole
         # it goes when it would go if it were whole: nobody who still writes is older than those
@@ -212,7 +196,7 @@ def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
 ) -> None:
     number = Number("n", 1)
     Model(torch.nn.Linear(100, 100))
-    before = checkpoint.save_all_states()
+    before = save()
     number.value = 2
 
     def full(file: Any, view: memoryview) -> None:
@@ -234,10 +218,9 @@ def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
         patch.setattr(Path, "mkdir", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
         with pytest.raises(CheckpointSaveError, match="Permission denied"):
             checkpoint.save_all_states()
-    assert before is not None
     assert [p.name for p in (tmp_path / "saved").iterdir()] == [before.id]
     number.value = 3
-    assert checkpoint.save_all_states() is not None  # there is room again
+    save()  # there is room again
     script.restart()
     assert Number("n").value == 3
 
@@ -307,9 +290,8 @@ def test_a_periodic_save_is_left_out_while_one_is_written_and_a_stop_comes_after
     checkpoint.save_all_states(kind="request", background=True, done=done.append)
     slow.value = 3
     threading.Timer(0.05, slow.go.set).start()
-    stop = checkpoint.save_all_states(kind="stop", done=done.append)
+    save(kind="stop", done=done.append)
     assert [saved.kind for saved in done] == ["periodic", "request", "stop"]
-    assert stop is not None
     held = [(tmp_path / "saved" / saved.id / "n.state").read_bytes() for saved in done]
     assert held == [b"1", b"2", b"3"]
 
@@ -317,6 +299,7 @@ def test_a_periodic_save_is_left_out_while_one_is_written_and_a_stop_comes_after
 def test_saving_that_has_failed_for_longer_than_two_intervals_is_reported_until_it_succeeds(
     script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    script.restart(ADAPTDL_CHECKPOINT_INTERVAL="30")
     number, reporter = Number("n", 1), Mock()
     manager = checkpoint.manager_of(_session.current())
     monkeypatch.setitem(vars(_session.current()), "metrics", reporter)
@@ -362,8 +345,7 @@ def test_a_save_holds_what_was_not_claimed_when_it_was_asked_for(script: Script,
     Number("early", 1)
     for name, expires in (("claimed", None), ("ended", 0)):
         Number(name, 2).expires = expires
-    checkpoint.save_all_states()
-    script.restart()
+    script.resume()
     slow = Slow("early")
     checkpoint.save_all_states(kind="periodic", background=True)
     assert slow.writing.wait(60)
@@ -383,12 +365,11 @@ def test_rot_is_not_carried_over_under_new_checksums(
 ) -> None:
     Number("early", 1)
     Number("late", 22)
-    before = checkpoint.save_all_states()
-    assert before is not None
+    before = save()
     script.restart()
     Number("early")
     damage(tmp_path, before.id, "late.state")  # in place, while it is open
-    assert checkpoint.save_all_states() is not None
+    save()
     assert "'late' has rotted" in caplog.text
     assert set(newest_states(tmp_path)) == {"early"}
     script.restart()
@@ -399,8 +380,7 @@ def test_a_state_that_the_checkpoint_does_not_know_is_told(
     script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     Number("old")
-    checkpoint.save_all_states()
-    script.restart()
+    script.resume()
     Number("new")
     assert "has no state 'new'" in caplog.text
 
@@ -412,8 +392,7 @@ def test_states_of_an_epoch_are_dropped_with_it(
     kept.expires = None
     gone = Number("gone")
     gone.expires = 3
-    checkpoint.save_all_states()
-    script.restart()
+    script.resume()
     Number("kept")
     checkpoint.end_epoch(2)
     assert "has not asked for: gone; they are kept" in caplog.text
@@ -430,9 +409,8 @@ def test_a_replica_that_takes_rank_0s_place_goes_on_with_its_checkpoints(
     number, gone = Number("n", 1), Number("gone", 1)
     Number("late", 5)
     gone.expires = 0
-    first = checkpoint.save_all_states()
+    first = save()
     snapshots = checkpoint.snapshot_states(["n"])
-    assert first is not None
     script.restart(ADAPTDL_REPLICA_RANK="1", ADAPTDL_NUM_REPLICAS="2")  # it joins in place, and loads nothing
     checkpoint.restore_states(snapshots)
     number = Number("n")
@@ -440,8 +418,7 @@ def test_a_replica_that_takes_rank_0s_place_goes_on_with_its_checkpoints(
     session = _session.current()
     session.identity = Identity(rank=0, replicas=1, generation=2)
     number.value = 2
-    saved = checkpoint.save_all_states()
-    assert saved is not None
+    saved = save()
     manifest = DirectoryStorage(tmp_path / "saved").manifest(saved.id)
     assert set(manifest.states) == {"n", "late"}
     assert (manifest.history, manifest.generation) == ((first.id,), 2)
@@ -459,15 +436,14 @@ def test_a_generation_that_was_replaced_saves_no_more(script: Script, tmp_path: 
     """Cut off from the store and not from the directory of checkpoints it does not know that it has been."""
     script.restart(ADAPTDL_GENERATION="3")
     Number("n", 1)
-    first = checkpoint.save_all_states()
-    assert first is not None
+    first = save()
     commit(tmp_path, "00000002-g00004-another")
     with pytest.raises(CheckpointSaveError, match="generation 4 has saved there, and this is generation 3"):
         checkpoint.save_all_states()
     assert saved_ids(tmp_path) == [first.id, "00000002-g00004-another"]
     script.restart(ADAPTDL_GENERATION="0")  # a launch by hand counts from 0 again
     Number("n")
-    assert checkpoint.save_all_states() is not None
+    save()
     assert len(saved_ids(tmp_path)) == 3
 
 
@@ -500,8 +476,7 @@ def newest_states(tmp_path: Path) -> dict[str, Any]:
 
 def test_what_does_not_fit_the_script_is_an_error_that_names_it(script: Script) -> None:
     Model(torch.nn.Linear(2, 2))
-    checkpoint.save_all_states()
-    script.restart()
+    script.resume()
     with pytest.raises(CheckpointError, match=r"state 'model' of checkpoint .* does not fit"):
         Model(torch.nn.Linear(3, 3))
 
@@ -525,8 +500,7 @@ def test_all_replicas_go_on_from_the_checkpoint_that_rank_0_chose(script: Script
     number = Number("n", 1)
     checkpoint.save_all_states()
     number.value = 2
-    newest = checkpoint.save_all_states()
-    assert newest is not None
+    newest = save()
     sent: list[Any] = []
     script.restart(ADAPTDL_NUM_REPLICAS="2")
     assert checkpoint.agree(lambda value: sent.append(value) or value) == newest.id
@@ -553,8 +527,7 @@ def test_every_replica_hears_why_rank_0_can_not_go_on(script: Script) -> None:
 
 def test_a_replica_does_not_load_what_rank_0_does_not(script: Script) -> None:
     Number("n", 1)
-    checkpoint.save_all_states()
-    script.restart(ADAPTDL_REPLICA_RANK="1", ADAPTDL_NUM_REPLICAS="2")
+    script.resume(ADAPTDL_REPLICA_RANK="1", ADAPTDL_NUM_REPLICAS="2")
     assert checkpoint.agree(lambda value: (None, None)) is None
     assert not Number("n").loaded
     script.restart()
@@ -629,8 +602,7 @@ def test_containers_come_back_as_what_they_were(script: Script, through: str) ->
         script.restart()
         checkpoint.restore_states(snapshots)
     else:
-        checkpoint.save_all_states()
-        script.restart()
+        script.resume()
     content = Kinds().content
     deep = content["lists"][0]["deep"]
     assert type(content["milestones"]) is Counter
@@ -683,7 +655,7 @@ def test_a_state_that_can_not_be_copied_is_told_and_does_not_end_the_training(
     with pytest.raises(CheckpointSaveError, match=r"cannot save a checkpoint to .*kinds\.hook"):
         checkpoint.save_all_states()
     kinds.content = {}
-    assert checkpoint.save_all_states() is not None
+    save()
 
 
 class Arriving(DirectoryStorage):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import insides
 import pytest
@@ -71,12 +69,6 @@ def test_no_chosen_batch_is_larger_than_allowed(given: Limits, replicas: int) ->
 def test_as_given_where_nothing_bounds_it() -> None:
     assert initial(Limits(10, None, None, False), 3).atomic_bsz == 4
     assert misfit(Limits(10, 20, None, False), 3) is None
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"))
-    _session.reset()
 
 
 def loader(batch: int, largest: int, bounds: tuple[int, int]) -> adl.AdaptiveDataLoader[object]:

@@ -14,11 +14,7 @@ from adaptdl_elastic import _session, collective
 from adaptdl_elastic._secrets import REDUCER, generation_key
 from adaptdl_elastic.reducer import CollectiveMismatchError, Reducer
 
-
-@pytest.fixture(autouse=True)
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    yield Script(monkeypatch)
-    _session.reset()
+pytestmark = pytest.mark.usefixtures("script")
 
 
 @pytest.fixture

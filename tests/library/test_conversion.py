@@ -14,7 +14,6 @@ from typing import Any
 import fake_agent
 import loop_script_path
 import pytest
-from fake_agent import FakeAgent
 
 pytestmark = pytest.mark.processes
 
@@ -23,9 +22,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "start" / "your-script.md"
 
 def run(folder: Path, ranks: int, converted: bool, batch: float = 32) -> tuple[list[Any], list[str]]:
     """What each rank has written, and what each has printed."""
-    settings = fake_agent.settings(ranks=ranks, converted=converted, batch=batch)
-    with FakeAgent(loop_script_path.CONVERSION, folder, LOOP=settings, OUT=str(folder)) as job:
-        job.start(ranks)
+    given = {"ranks": ranks, "converted": converted, "batch": batch}
+    with fake_agent.running(loop_script_path.CONVERSION, folder, ranks, **given) as job:
         job.finish()
         texts = [one.text() for one in job.running]
     name = "after" if converted else "before"
@@ -57,9 +55,7 @@ def test_replicas_without_a_share_of_the_batch_are_told(tmp_path: Path) -> None:
 def written(folder: Path, replicas: int, later: int | None = None, **settings: Any) -> tuple[int, int, Any]:
     """Return the length of the loader, the steps of the schedule, and the weights at the end."""
     folder.mkdir()
-    given = fake_agent.settings(**settings)
-    with FakeAgent(loop_script_path.WRITTEN_BATCH, folder, LOOP=given, OUT=str(folder)) as job:
-        job.start(replicas)
+    with fake_agent.running(loop_script_path.WRITTEN_BATCH, folder, replicas, **settings) as job:
         if later is not None:
             job.wait_for("step", replicas)
             job.rescale(later)

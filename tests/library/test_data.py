@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from fresh import Script
@@ -15,11 +13,7 @@ import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
 from adaptdl_elastic._session import Identity
 
-
-@pytest.fixture(autouse=True)
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    yield Script(monkeypatch)
-    _session.reset()
+pytestmark = pytest.mark.usefixtures("script")
 
 
 def on(replicas: int, rank: int = 0) -> None:

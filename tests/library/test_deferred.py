@@ -22,6 +22,7 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 from polling import until
+from recovered import BATCH, SIZE, applied, as_undisturbed, same, train
 
 from adaptdl_elastic import _own_python
 from adaptdl_elastic._private import runtime_directory
@@ -29,7 +30,6 @@ from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.protocol import self_test
 from adaptdl_elastic.torch._process_group import backends, capability, selftest
 
-SIZE, BATCH = 2004, 12  # 1 to 3 replicas divide it
 SCRIPT = Path(deferred_backend.__file__).with_name("deferred_script.py")
 ROOT = SCRIPT.parents[2]
 PATH = {"PYTHONPATH": f"{SCRIPT.parent}:{ROOT}"}
@@ -47,58 +47,29 @@ def passed(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(tmp_path: Path, passed: Path) -> Iterator[Callable[..., FakeAgent]]:
     """A job of `loop_script` on the deferred backend, whose replicas would survive a death."""
-    jobs: list[FakeAgent] = []
+    with contextlib.ExitStack() as jobs:
 
-    def begin(
-        replicas: int,
-        script: Path = loop_script_path.PATH,
-        held: Any = None,
-        armed: bool = True,
-        counted: bool = False,
-        **given: Any,
-    ) -> FakeAgent:
-        loop = fake_agent.settings(**{"size": SIZE, "batch": BATCH, "pace": 0.01, "late": 0.5, **given})
-        variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(script), **PATH}
-        if counted:
-            variables["COUNTED"] = "1"
-        if held is not None:
-            variables["HELD"] = json.dumps(held)
-        job = FakeAgent(SCRIPT, tmp_path, XDG_RUNTIME_DIR=str(passed), **variables)
-        jobs.append(job)
-        job.start(replicas)
-        if armed:
-            job.wait_for("resilient", replicas)
-        return job
+        def begin(
+            replicas: int, script: Path = loop_script_path.PATH, armed: bool = True, **given: Any
+        ) -> FakeAgent:
+            variables = {"SCRIPT": str(script), "XDG_RUNTIME_DIR": str(passed), **PATH}
+            variables |= {name: given.pop(name) for name in ("COUNTED", "HELD") if name in given}
+            loop = {"size": SIZE, "batch": BATCH, "pace": 0.01, "late": 0.5, **given}
+            job = jobs.enter_context(fake_agent.running(SCRIPT, tmp_path, replicas, variables, **loop))
+            if armed:
+                job.wait_for("resilient", replicas)
+            return job
 
-    yield begin
-    for job in jobs:
-        job.__exit__()
-
-
-def applied(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> None:
-    """As in test_recovery: each sample once an epoch, by what the weights tell, equal on all replicas."""
-    weights = [torch.load(folder / f"weights-{rank}") for rank in range(replicas)]
-    for other in weights[1:]:
-        assert torch.equal(other, weights[0])
-    torch.testing.assert_close(-weights[0] * BATCH / epochs, torch.ones(size, dtype=torch.float64))
+        yield begin
 
 
 @pytest.mark.processes
-def test_up_and_down(start: Any, tmp_path: Path) -> None:
-    job = start(2)
-    job.rescale(3)
-    job.wait_for("step")
-    job.rescale(1)
-    job.rescale(2)
-    job.finish()
-    applied(tmp_path, 2)
-
-
-@pytest.mark.processes
-@pytest.mark.exhaustive
-def test_from_one_that_is_alone(start: Any, tmp_path: Path) -> None:
-    job = start(1)
-    job.rescale(2)
+@pytest.mark.parametrize("sizes", [(2, 3, 1, 2), pytest.param((1, 2), marks=pytest.mark.exhaustive)], ids=str)
+def test_up_and_down(start: Any, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    job = start(sizes[0])
+    for size in sizes[1:]:
+        job.rescale(size)
+        job.wait_for("step")
     job.finish()
     applied(tmp_path, 2)
 
@@ -166,7 +137,7 @@ def test_deaths_leave_no_tensors_behind(start: Any, tmp_path: Path) -> None:
 
     How many the present step holds depends on the moment of the death, so the least of several are compared.
     """
-    job = start(2, counted=True)
+    job = start(2, COUNTED="1")
     for _ in range(7):
         job.recover(1)
         job.rescale(2)
@@ -197,24 +168,13 @@ FAULTS: dict[str, list[list[Any]]] = {
 }
 
 
-def undisturbed(folder: Path) -> Any:
-    """What one replica on gloo has in the end."""
-    folder.mkdir()
-    with FakeAgent(loop_script_path.RECOVERY, folder, LOOP="{}", OUT=str(folder)) as job:
-        job.start(1)
-        job.finish()
-    return torch.load(folder / "result-0")
-
-
-def compare(folder: Path, replicas: int, expected: Any) -> None:
+def recovered(folder: Path, replicas: int) -> None:
+    """Check that the replicas have in the end what one replica on gloo has."""
+    (expected,) = train(folder / "undisturbed", 1)
     results = [torch.load(folder / f"result-{rank}") for rank in range(replicas)]
     for result in results:
-        assert result["steps"] == expected["steps"] == 80
-        torch.testing.assert_close(result["parameters"], expected["parameters"])
-        torch.testing.assert_close(result["optimizer"]["state"], expected["optimizer"]["state"])
-        assert (result["scheduler"], result["scaler"]) == (expected["scheduler"], expected["scaler"])
-        torch.testing.assert_close(result["parameters"], results[0]["parameters"], rtol=0, atol=0)
-        assert str(result["statistics"]) == str(results[0]["statistics"])
+        as_undisturbed(result, expected)
+    same(results)
 
 
 @pytest.mark.processes
@@ -226,7 +186,7 @@ def test_a_death_in_mid_step_leaves_no_trace(start: Any, tmp_path: Path, name: s
     job.bury(faults[0][0])
     job.plan_recovery()
     job.finish()
-    compare(tmp_path, 2, undisturbed(tmp_path / "undisturbed"))
+    recovered(tmp_path, 2)
 
 
 @pytest.mark.processes
@@ -234,13 +194,13 @@ def test_a_death_in_mid_step_leaves_no_trace(start: Any, tmp_path: Path, name: s
 def test_one_survivor_has_the_sum_and_another_has_not(start: Any, tmp_path: Path, behind: int) -> None:
     """Its last bucket never arrives; the others have taken that step, and wait for it in the next one."""
     none = [[-1, 0, 0, ""]]  # the script marks what it has done where there are faults
-    job = start(3, loop_script_path.RECOVERY, held=[behind, 20, 1], faults=none, armed=False, size=480)
+    job = start(3, loop_script_path.RECOVERY, HELD=f"[{behind}, 20, 1]", faults=none, armed=False, size=480)
     for rank in {0, 1, 2} - {behind}:
         job.wait_for_file(f"begun-21-{rank}")
     assert not (tmp_path / f"ended-20-{behind}").exists()
     job.recover(2)
     job.finish()
-    compare(tmp_path, 2, undisturbed(tmp_path / "undisturbed"))
+    recovered(tmp_path, 2)
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,7 @@ from adaptdl_elastic.torch._runtime import drift
 pytestmark = pytest.mark.processes
 
 
-def run(folder: Path, **given: Any) -> FakeAgent:
-    return FakeAgent(loop_script_path.DRIFT, folder, LOOP=fake_agent.settings(**given), OUT=str(folder))
+run = partial(fake_agent.running, loop_script_path.DRIFT)
 
 
 def errors(job: FakeAgent) -> list[str]:
@@ -31,8 +31,7 @@ def errors(job: FakeAgent) -> list[str]:
 def test_a_clause_on_len_loader_after_growth_is_an_error_with_the_remedy(
     tmp_path: Path, no_sync: bool
 ) -> None:
-    with run(tmp_path, no_sync=no_sync, pace=0.2) as job:
-        job.start(1)
+    with run(tmp_path, 1, no_sync=no_sync, pace=0.2) as job:
         job.wait_for("step")
         job.rescale(2)
         (tmp_path / "hurry").touch()
@@ -50,8 +49,7 @@ def test_a_clause_on_len_loader_after_growth_is_an_error_with_the_remedy(
     ],
 )
 def test_what_one_rank_does_alone_is_an_error(tmp_path: Path, kind: str, found: str) -> None:
-    with run(tmp_path, kind=kind, epochs=1) as job:
-        job.start(2)
+    with run(tmp_path, 2, kind=kind, epochs=1) as job:
         for line in errors(job):
             assert "ReplicasApartError: drift_script.py:" in line
             assert found in line
@@ -63,8 +61,7 @@ def test_what_one_rank_does_alone_is_an_error(tmp_path: Path, kind: str, found: 
     ids=str,
 )
 def test_right_scripts_are_not_accused_over_a_change(tmp_path: Path, given: dict[str, Any]) -> None:
-    with run(tmp_path, **given, pace=0.2) as job:
-        job.start(1)
+    with run(tmp_path, 1, **given, pace=0.2) as job:
         job.wait_for("step")
         job.rescale(2)
         job.finish()
@@ -74,10 +71,9 @@ def test_right_scripts_are_not_accused_over_a_change(tmp_path: Path, given: dict
 
 @pytest.mark.parametrize("dies", [0, 2])
 def test_a_death_in_mid_loop_is_no_drift(tmp_path: Path, dies: int) -> None:
-    with run(tmp_path, kind="plain", dies=dies) as job:
-        job.start(3)
+    with run(tmp_path, 3, kind="plain", dies=dies) as job:
         job.bury(dies)
-        job.plan_recovery()
+        job.survive()
         job.finish()
 
 

@@ -19,21 +19,6 @@ from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch.iterator import AdaptiveBPTTIterator
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    log = str(tmp_path / "events")
-    yield Script(
-        monkeypatch,
-        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "checkpoints"),
-        ADAPTDL_CHECKPOINT_INTERVAL="0",
-        ADAPTDL_EVENT_LOG=log,
-    )
-    _session.current().close()
-    _session.reset()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 class Average(checkpoint.TensorState):
     """A State that is too large to be copied at every step."""
 
@@ -140,8 +125,9 @@ class Stream(IterableDataset[int]):
         return iter(range(6))
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", ["stream", "tokens", "workers", "drop_last"])
+@pytest.mark.parametrize(
+    "kind", ["stream", "tokens", "drop_last", pytest.param("workers", marks=pytest.mark.processes)]
+)
 def test_loaders_of_every_kind_have_such_a_batch(script: Script, kind: str) -> None:
     def run(stop: bool) -> list[tuple[bool, list[int]]]:
         loaders: dict[str, Any] = {

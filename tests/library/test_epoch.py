@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fresh import Script
 
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch import AdaptiveDataLoader, current_epoch, finished_epochs, remaining_epochs_until
 from adaptdl_elastic.torch.epoch import continue_at
 
-
-@pytest.fixture(autouse=True)
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(
-        monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"), ADAPTDL_CHECKPOINT_INTERVAL="0"
-    )
-    _session.reset()
+pytestmark = pytest.mark.usefixtures("script")
 
 
 def test_epochs_are_counted_from_0_and_known_only_inside() -> None:

@@ -57,22 +57,43 @@ def job(tmp_path: Path) -> Any:
     return lambda **settings: Job(tmp_path, **settings)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_without_any_change(job: Any, replicas: int) -> None:
-    run = job(epochs=2)
+@pytest.mark.parametrize(("replicas", "size"), [(1, 61), (2, 61), (3, 61), (3, 1), (3, 2), (3, 4)])
+def test_without_any_change(job: Any, replicas: int, size: int) -> None:
+    """Also with fewer samples than replicas."""
+    run = job(size=size, epochs=2)
     run.run(replicas)
     run.check(replicas, epochs=2)
 
 
+Stop = tuple[int, str, int, int]
+GENERATIONS: dict[str, tuple[dict[str, Any], list[tuple[int, Stop]], int]] = {
+    "in a training loop": (
+        {"evaluate": 1}, [(1, (0, "train", 0, 2)), (2, (1, "train", 0, 1)), (3, (2, "train", 0, 1))], 1
+    ),
+    "in an evaluation loop": (
+        {"evaluate": 1, "epochs": 2}, [(2, (1, "evaluate", 0, 2)), (3, (0, "evaluate", 1, 1))], 1
+    ),
+    "when 2 of 10 samples are left": ({"size": 10}, [(1, (0, "train", 0, 1))], 3),
+    "with workers": ({"workers": 2, "epochs": 2}, [(2, (0, "train", 1, 2))], 1),
+    "with persistent workers": (
+        {"workers": 2, "persistent": True, "epochs": 2}, [(2, (0, "train", 1, 2))], 1
+    ),
+    "without a seed": ({"seed": None}, [(2, (0, "train", 0, 3))], 1),
+}  # fmt: skip
+"""Settings, replicas and stop of each generation, and the replicas of the last one."""
+
+
 @pytest.mark.slow
-def test_through_one_two_three_one_replicas_in_an_epoch(job: Any) -> None:
-    run = job(evaluate=1)
-    run.run(1, stop=(0, "train", 0, 2))
-    run.run(2, stop=(1, "train", 0, 1))
-    run.run(3, stop=(2, "train", 0, 1))
-    run.run(1)
-    run.check(1)
-    assert run.handed_out(0, "evaluate") == Counter(range(61))
+@pytest.mark.parametrize("name", GENERATIONS)
+def test_through_several_generations(job: Any, name: str) -> None:
+    settings, stopped, last = GENERATIONS[name]
+    run, epochs = job(**settings), settings.get("epochs", 1)
+    for replicas, stop in stopped:
+        run.run(replicas, stop=stop)
+    run.run(last)
+    run.check(last, epochs)
+    for epoch in range(epochs if settings.get("evaluate") else 0):
+        assert run.handed_out(epoch, "evaluate") == Counter(range(61))
 
 
 @pytest.mark.slow
@@ -84,38 +105,6 @@ def test_stopped_in_the_middle_of_an_accumulation(job: Any) -> None:
     run.check(3)
     windows = [line for line in generations.records(run.folder) if line["loop"] == "train"]
     assert any(not line["optim"] for line in windows), "nothing was accumulated"
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_with_fewer_samples_than_replicas(job: Any, size: int) -> None:
-    run = job(size=size, epochs=2)
-    run.run(3)
-    run.check(3, epochs=2)
-
-
-def test_growing_when_less_than_one_sample_per_replica_is_left(job: Any) -> None:
-    run = job(size=10, batch=8)
-    run.run(1, stop=(0, "train", 0, 1))  # 8 of 10 are taken
-    run.run(3)
-    run.check(3)
-
-
-def test_stopped_in_an_evaluation_loop(job: Any) -> None:
-    run = job(evaluate=1, epochs=2)
-    run.run(2, stop=(1, "evaluate", 0, 2))
-    run.run(3, stop=(0, "evaluate", 1, 1))
-    run.run(1)
-    run.check(1, epochs=2)
-    for epoch in (0, 1):
-        assert run.handed_out(epoch, "evaluate") == Counter(range(61))
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_with_worker_processes(job: Any, persistent: bool) -> None:
-    run = job(workers=2, persistent=persistent, epochs=2)
-    run.run(2, stop=(0, "train", 1, 2))
-    run.run(1)
-    run.check(1, epochs=2)
 
 
 def test_the_order_is_the_same_on_any_number_of_replicas(job: Any, tmp_path: Path) -> None:
@@ -137,10 +126,3 @@ def test_the_order_is_the_same_on_any_number_of_replicas(job: Any, tmp_path: Pat
         Job(folder).run(replicas)
         orders.append(order(folder))
     assert orders[0] == orders[1] != sorted(orders[0])
-
-
-def test_a_script_without_a_seed_goes_on_in_the_order_it_began_in(job: Any) -> None:
-    run = job(seed=None)
-    run.run(2, stop=(0, "train", 0, 3))
-    run.run(1)
-    run.check(1)

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import small_memory
 import torch
 from fresh import Script
+from small_memory import Net
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import _session
 from adaptdl_elastic._values import StepOutOfMemory
 from adaptdl_elastic.torch._gradient.out_of_memory import find_culprits
 from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(
-        monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "checkpoints"), ADAPTDL_CHECKPOINT_INTERVAL="0"
-    )
-    _session.current().close()
-    _session.reset()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-class Net(torch.nn.Linear):
-    def __init__(self, most: int) -> None:
-        super().__init__(2, 1)
-        self.most = most
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return small_memory.in_backward(super().forward(inputs), self.most)
 
 
 class World:
@@ -47,7 +25,8 @@ class World:
             adl.init_process_group("gloo")
         self.outer = adl.AdaptiveDataLoader(samples(), batch_size=outer)
         self.inner = adl.AdaptiveDataLoader(samples(), batch_size=inner)
-        self.net = Net(most)
+        self.net = Net(2, 1)
+        self.net.most = most
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.model = adl.AdaptiveDataParallel(self.net, self.optimizer)
 
@@ -76,8 +55,7 @@ def test_an_inner_loop_has_more_batches_and_the_outer_one_stays(script: Script, 
     assert bodies == [(4, [8, 8]), *[(4, [4, 4, 4, 4])] * 4]
     assert memory_limit().largest is None
     assert _session.current().step == 4
-    checkpoint.save_all_states()
-    script.restart()
+    script.resume()
     world = World(outer=4, inner=8, most=6)
     for _ in adl.remaining_epochs_until(2):
         for _ in world.outer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -45,38 +44,26 @@ def check(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> Non
 
 
 @pytest.mark.slow
-def test_several_in_a_row(start: Any, tmp_path: Path) -> None:
-    job = start(1, epochs=2)
-    for replicas in (3, 2, 4, 1):
+@pytest.mark.parametrize(
+    ("sizes", "given"),
+    [
+        ((1, 3, 2, 4, 1), {"epochs": 2}),
+        ((2, 3, 1), {"accumulate": 3}),
+        ((1, 2), {"workers": 1}),
+        ((1, 2), {"workers": 1, "persistent": True}),
+        ((1, 2), {"stream": True}),
+    ],
+    ids=str,
+)
+def test_every_sample_once_through_changes(
+    start: Any, tmp_path: Path, sizes: tuple[int, ...], given: dict[str, Any]
+) -> None:
+    job = start(sizes[0], **given)
+    for replicas in sizes[1:]:
         job.rescale(replicas)
         job.wait_for("step")
     job.finish()
-    check(tmp_path, 1, epochs=2)
-
-
-@pytest.mark.slow
-def test_during_accumulation(start: Any, tmp_path: Path) -> None:
-    job = start(2, accumulate=3)
-    job.rescale(3)
-    job.rescale(1)
-    job.finish()
-    check(tmp_path, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_with_worker_processes(start: Any, tmp_path: Path, persistent: bool) -> None:
-    job = start(1, workers=1, persistent=persistent)
-    job.rescale(2)
-    job.finish()
-    check(tmp_path, 2)
-
-
-def test_a_stream(start: Any, tmp_path: Path) -> None:
-    job = start(1, stream=True)
-    job.rescale(2)
-    job.finish()
-    check(tmp_path, 2)
+    check(tmp_path, sizes[-1], given.get("epochs", 1))
 
 
 @pytest.mark.slow
@@ -179,33 +166,13 @@ def trained(
     """What each replica has in the end, having been through these numbers of replicas."""
     folder = tmp_path / name
     folder.mkdir()
-    settings = fake_agent.settings(pace=pace, **given)
-    with FakeAgent(script, folder, LOOP=settings, OUT=str(folder)) as job:
-        job.start(schedule[0])
+    with fake_agent.running(script, folder, schedule[0], pace=pace, **given) as job:
         job.wait_for("step", schedule[0])
         for replicas in schedule[1:]:
             job.rescale(replicas)
             job.wait_for("step")
         job.finish()
     return [torch.load(folder / f"result-{rank}") for rank in range(schedule[-1])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_training_is_as_if_nothing_had_happened(tmp_path: Path, optimizer: str) -> None:
-    """Equal global batches give equal steps, whoever computes them."""
-
-    train = partial(trained, tmp_path, loop_script_path.MODEL, optimizer=optimizer)
-    (undisturbed,) = train("undisturbed", (1,), 0.0)
-    for result in train("changed", (1, 4, 1, 2), 0.5):
-        assert result["lr"] == undisturbed["lr"]
-        # replicas that came late have not seen the losses of epochs before
-        assert len(result["losses"]) <= len(undisturbed["losses"])
-        expected = undisturbed["losses"][-len(result["losses"]) :] if result["losses"] else []
-        torch.testing.assert_close(result["losses"], expected)
-        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
-        torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
-        assert result["progress"] == pytest.approx(undisturbed["progress"])
 
 
 @pytest.mark.parametrize("scheduler", ["steps", "sequence"])
@@ -220,51 +187,27 @@ def test_schedulers_and_modules_know_what_they_are_given(tmp_path: Path, schedul
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["all", "two models"])
-def test_all_that_a_step_changes_goes_along(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("given", [{}, {"kind": "two models"}, {"optimizer": "adam"}], ids=str)
+def test_training_is_as_if_nothing_had_happened(tmp_path: Path, given: dict[str, str]) -> None:
     """Scheduler, loss scale, buffers, random states and a second model, through changes up and down."""
 
-    train = partial(trained, tmp_path, loop_script_path.RECOVERY, kind=kind)
+    train = partial(trained, tmp_path, loop_script_path.RECOVERY, **given)
     (undisturbed,) = train("undisturbed", (1,), 0.0)
-    results = train("changed", (1, 3, 1, 2), 1.0)
+    results = train("changed", (1, 4, 1, 2), 1.0)
     for result in results:
         torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
         torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
         assert (result["scheduler"], result["scaler"]) == (undisturbed["scheduler"], undisturbed["scaler"])
         assert (result["steps"], result["seen"]) == (80, 960)
+        assert result["statistics"]["progress"] == pytest.approx(undisturbed["statistics"]["progress"])
     assert results[0]["draws"] == undisturbed["draws"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.exhaustive
-def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
-    """Changes, some called off, some with a newcomer killed at a random moment of its way."""
-    choose = random.Random(seed)
-    job = start(choose.randint(1, 3), epochs=2, evaluate=1)
-    for _ in range(5):
-        replicas = choose.choice([n for n in range(1, 5) if n != len(job.running)])
-        if replicas > len(job.running) and choose.random() < 0.4:
-            job.plan(replicas)
-            job.wait_for("hello")
-            job.pending[0].process.kill()
-            job.withdraw()
-            for each in job.pending:
-                each.process.kill()
-            job.drain()
-        else:
-            job.rescale(replicas)
-    job.finish()
-    check(tmp_path, len(job.running), epochs=2)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_newcomers_get_through_epochs_that_end_while_they_come(tmp_path: Path) -> None:
     """What `synchronized()` showed in those epochs, it shows them, too."""
-    given = fake_agent.settings(pace=0.05, size=160, epochs=100)
-    with FakeAgent(loop_script_path.MODEL, tmp_path, LOOP=given, OUT=str(tmp_path)) as job:
-        job.start(1)
+    with fake_agent.running(loop_script_path.MODEL, tmp_path, 1, pace=0.05, size=160, epochs=100) as job:
         job.wait_for("step")
         job.rescale(2)
         job.rescale(3)

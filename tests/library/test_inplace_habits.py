@@ -22,20 +22,9 @@ CAN_NOT_JOIN = 76
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    jobs: list[FakeAgent] = []
-
-    def start(replicas: int, habit: str, **given: Any) -> FakeAgent:
-        settings = fake_agent.settings(habit=habit, **given)
-        environment = {"LOOP": settings, "OUT": str(tmp_path), "ADAPTDL_REPORT_INTERVAL": "0.5"}
-        job = FakeAgent(loop_script_path.HABIT, tmp_path, **environment)
-        jobs.append(job)
-        job.start(replicas)
-        job.wait_for("step", replicas)
-        return job
-
-    yield start
-    for job in jobs:
-        job.__exit__()
+    variables = {"ADAPTDL_REPORT_INTERVAL": "0.5"}
+    with fake_agent.starter(tmp_path, "step", loop_script_path.HABIT, variables=variables) as start:
+        yield lambda replicas, habit, **given: start(replicas, habit=habit, **given)
 
 
 def test_every_collective_of_torchs_that_moves_data_ends_a_newcomer(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,10 @@ from fresh import Script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic import _session
 from adaptdl_elastic.torch import remaining_epochs_until
 from adaptdl_elastic.torch.iterator import AdaptiveBPTTIterator, Remaining
 
 SCRIPT = Path(__file__).parent / "scripts" / "sequences.py"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    saved = str(tmp_path / "saved")
-    yield Script(monkeypatch, ADAPTDL_CHECKPOINT_PATH=saved, ADAPTDL_CHECKPOINT_INTERVAL="0")
-    _session.reset()
 
 
 LAYOUTS = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 8)), max_size=5)
@@ -78,28 +69,6 @@ def test_it_has_a_length_and_an_attribute_for_each_part(script: Script) -> None:
         batches = list(iterator)
         assert len(batches) == 3
         assert batches[0].text.shape == batches[0].target.shape == (7, 5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.zeros(3, 3, dtype=torch.int64), 2, 2), r"shape \(3, 3\)"),
-        ((torch.rand(10), 2, 2), "integer tokens"),
-        (([1], 2, 2), "at least two"),
-        (([1, 2, 3], 2, 0), "bptt_len=0"),
-        (([1, 2, 3], 0, 2), "batch_size=0"),
-    ],
-)
-def test_bad_input_says_what_is_wrong(script: Script, arguments: tuple[object, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AdaptiveBPTTIterator(*arguments)  # type: ignore[arg-type]
-
-
-def test_unknown_arguments_and_accumulation_are_refused(script: Script) -> None:
-    with pytest.raises(TypeError, match="unknown arguments: repeat"):
-        AdaptiveBPTTIterator([1, 2, 3], 2, 2, repeat=True)
-    with pytest.raises(ValueError, match="gradient_accumulation"):
-        AdaptiveBPTTIterator([1, 2, 3], 2, 2).autoscale_batch_size(8, gradient_accumulation=True)
 
 
 @pytest.mark.slow

@@ -191,11 +191,6 @@ def test_what_contradicts_itself_is_refused(options: dict[str, Any], message: st
         adl.AdaptiveDataLoader(range(4), **options)  # type: ignore[arg-type]
 
 
-def test_no_sampler_is_refused() -> None:
-    with pytest.raises(TypeError, match="sampler=3: give"):
-        adl.AdaptiveDataLoader(range(4), sampler=3)  # type: ignore[arg-type]
-
-
 def test_the_batches_of_a_sampler_are_not_autoscaled() -> None:
     loader = adl.AdaptiveDataLoader(range(4), batch_sampler=[[0, 1], [2, 3]])  # type: ignore[arg-type]
     assert loader.batch_size == 2

@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session, checkpoint, sched_hints
+from adaptdl_elastic import sched_hints
 from adaptdl_elastic._values import BatchSize, ReportedPosition
 from adaptdl_elastic.autoscaler.coordinator.node_types import on_types
 from adaptdl_elastic.protocol.channel import Channel
@@ -33,16 +33,6 @@ from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
 from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
 from adaptdl_elastic.torch._tuning.reporter import WARMUP, WINDOW, Metrics
 from adaptdl_elastic.torch._tuning.step_times import robust_mean
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(
-        monkeypatch,
-        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"),
-        ADAPTDL_EVENT_LOG=str(tmp_path / "events"),
-    )
-    _session.reset()
 
 
 class Machine:
@@ -69,6 +59,19 @@ class Machine:
 
     def time_of(self, atomic: int) -> float:
         return next(e.optim_step_time for e in self.metrics.entries() if e.atomic_bsz == atomic)
+
+
+@contextmanager
+def reported() -> Iterator[list[Any]]:
+    """Return a list that has the messages of the session to its agent once the block is left."""
+    ours, theirs = Channel.pair()
+    session, messages = current_session(), list[Any]()
+    session.channel = Channel(theirs)
+    yield messages
+    session.channel.close()
+    session.channel = None
+    messages += ours.reports()
+    ours.close()
 
 
 POSITIVE = st.floats(1e-4, 1e2)
@@ -156,6 +159,12 @@ def limits(machine: Machine, **kwargs: Any) -> None:
     limit(32, 4096, (8, 1024), **kwargs)
 
 
+def noisy(machine: Machine, ratio: float = 1000.0) -> None:
+    """Give the machine a loader that may autoscale, and gradients of this noise."""
+    limits(machine)
+    noisy_gradients(machine.metrics, ratio)
+
+
 def adapt(machine: Machine, decisions: int = 12) -> BatchSize:
     """Train, and follow every suggestion."""
     now = BatchSize(32, 0)
@@ -168,8 +177,7 @@ def adapt(machine: Machine, decisions: int = 12) -> BatchSize:
 
 def test_one_replica_without_accumulation_adapts_its_batch_size(script: Script) -> None:
     machine = Machine(lambda atomic: 0.01 + 0.00001 * atomic)  # the larger the better, for the machine
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     found = adapt(machine)
     assert found.accumulation_steps == 0
     best = max(range(32, 1025), key=lambda m: m / (0.01 + 0.00001 * m) / (1 + m / 32 / 1000))
@@ -219,8 +227,7 @@ def test_with_one_size_measured_the_batch_grows_where_that_could_pay_in_spite_of
 def test_measurements_overrule_the_model(script: Script) -> None:
     """A cliff (memory, a cache) that no model of Pollux' form knows is stepped back from, once."""
     machine = Machine(lambda atomic: 0.01 if atomic <= 40 else 0.5)
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     visited, now = [], BatchSize(32, 0)
     for _ in range(30):
         machine.train(20, now.atomic_bsz)
@@ -233,8 +240,7 @@ def test_measurements_overrule_the_model(script: Script) -> None:
 
 def test_a_blunder_is_taken_back_at_once(script: Script) -> None:
     machine = Machine(lambda atomic: 0.01 if atomic <= 40 else 0.5)
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     machine.train(20, 32)
     machine.train(8, 64)
     machine.metrics.refresh()
@@ -246,8 +252,7 @@ def test_a_blunder_is_taken_back_at_once(script: Script) -> None:
 @pytest.mark.parametrize("per_sample", [0.0, 1e-3])
 def test_one_decision_at_most_doubles_the_batch_size_in_use(script: Script, per_sample: float) -> None:
     machine = Machine(lambda atomic: 0.01 + atomic * per_sample)
-    limits(machine)
-    noisy_gradients(machine.metrics, 1e9)
+    noisy(machine, 1e9)
     machine.train(20, 32)
     machine.metrics.refresh()
     grown = machine.metrics.suggestion()
@@ -262,8 +267,7 @@ def test_neither_noise_nor_another_speed_makes_the_batch_size_wander(
     """Sizes that were left before looked as fast as then: 201 → 183 → 109 → 104 → 100 → 93 → 88."""
     noise, slowness = random.Random(seed), 1.0
     machine = Machine(lambda atomic: slowness * (0.002 + 0.0001 * atomic) * noise.lognormvariate(0, 0.1))
-    limits(machine)
-    noisy_gradients(machine.metrics, 20.0)
+    noisy(machine, 20.0)
     now = adapt(machine)
     slowness, changes = factor, 0
     for _ in range(40):
@@ -276,13 +280,16 @@ def test_neither_noise_nor_another_speed_makes_the_batch_size_wander(
     assert changes <= 1
 
 
+def grown_machine() -> Machine:
+    machine = Machine(lambda atomic: 0.01)
+    noisy(machine, 1e9)
+    assert adapt(machine).atomic_bsz == 1024
+    return machine
+
+
 def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Script) -> None:
     """A job at thirty times its initial batch size does not begin again at twice."""
-    machine = Machine(lambda atomic: 0.01)
-    limits(machine)
-    noisy_gradients(machine.metrics, 1e9)
-    now = adapt(machine)
-    assert now.atomic_bsz == 1024
+    machine = grown_machine()
     saved = json.loads(json.dumps(machine.metrics.dump()))
     script.restart()
     again = Metrics(background=False)
@@ -294,10 +301,7 @@ def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Scrip
 
 
 def test_what_was_in_use_is_kept_when_the_replicas_change_in_place(script: Script) -> None:
-    machine = Machine(lambda atomic: 0.01)
-    limits(machine)
-    noisy_gradients(machine.metrics, 1e9)
-    assert adapt(machine).atomic_bsz == 1024
+    machine = grown_machine()
     session = current_session()
     session.identity = dataclasses.replace(session.identity, replicas=2)
     best = machine.metrics.best_batch_size()
@@ -381,8 +385,7 @@ def test_without_autoscaling_nothing_is_suggested(script: Script) -> None:
 
 def test_a_suggestion_for_another_batch_size_than_the_present_is_dropped(script: Script) -> None:
     machine = Machine(lambda atomic: 0.01)
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     machine.train(20, 32)
     machine.metrics.refresh()
     assert machine.metrics.suggestion() is not None
@@ -400,8 +403,7 @@ def test_what_was_learnt_survives_a_restart(script: Script) -> None:
     noisy_gradients(metrics)
     machine.train(20, 32)
     before = metrics.hints()
-    checkpoint.save_all_states()
-    script.restart()
+    script.resume()
     again = current_session().metrics
     limit(32, 4096, (8, 1024))
     assert again.hints().profile == before.profile
@@ -449,21 +451,14 @@ def test_an_end_that_is_never_reached_is_reported_as_none(script: Script) -> Non
 def test_the_report_and_the_event_say_all_that_is_documented(
     monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
-    ours, theirs = Channel.pair()
-    session = current_session()
-    session.channel = Channel(theirs)
-    machine = Machine(lambda atomic: 0.01)
-    limits(machine)
-    noisy_gradients(machine.metrics)
-    machine.metrics.update_gain("model", 1.5, 1.25)
-    current_session().reported_position = ReportedPosition(20, 1, 4, 100, 400)
-    machine.train(20, 64)
-    machine.metrics.refresh()
-    machine.metrics.refresh()
-    session.channel.close()
-    session.channel = None
-    messages = list(ours.reports())
-    ours.close()
+    with reported() as messages:
+        machine = Machine(lambda atomic: 0.01)
+        noisy(machine)
+        machine.metrics.update_gain("model", 1.5, 1.25)
+        current_session().reported_position = ReportedPosition(20, 1, 4, 100, 400)
+        machine.train(20, 64)
+        machine.metrics.refresh()
+        machine.metrics.refresh()
     events = [m for m in messages if isinstance(m, Event)]
     assert len(events) == 1  # once, however often it is looked at
     event = events[0].fields
@@ -540,8 +535,7 @@ def test_an_error_in_the_background_is_logged_and_does_not_end_it(
 def test_every_replica_measures_and_only_rank_0_decides_and_reports(script: Script) -> None:
     script.restart(ADAPTDL_NUM_REPLICAS="2", ADAPTDL_REPLICA_RANK="1")
     machine = Machine(lambda atomic: 0.01)
-    limits(machine)
-    noisy_gradients(machine.metrics)
+    noisy(machine)
     machine.train(20, 32)
     machine.metrics.refresh()
     assert machine.metrics.suggestion() is None
@@ -556,24 +550,17 @@ def test_the_report_interval_is_checked(script: Script) -> None:
 
 
 def test_hints_of_ones_own(script: Script) -> None:
-    ours, theirs = Channel.pair()
-    session = current_session()
-    session.channel = Channel(theirs)
     limit(32)
-    assert sched_hints.post_sched_hints(
-        {
-            "initBatchSize": np.int64(64),
-            "maxBatchSize": None,
-            "localBszBounds": [8, 64],
-            "gradParams": {"norm": np.float32(1.0), "var": 2.0},
-            "perfParams": dict.fromkeys(sched_hints.PERF_PARAMS, 1.0),
-        },
-        "namespace/job",
-    )
-    session.channel.close()
-    session.channel = None
-    (message,) = list(ours.reports())
-    ours.close()
+    given = {
+        "initBatchSize": np.int64(64),
+        "maxBatchSize": None,
+        "localBszBounds": [8, 64],
+        "gradParams": {"norm": np.float32(1.0), "var": 2.0},
+        "perfParams": dict.fromkeys(sched_hints.PERF_PARAMS, 1.0),
+    }
+    with reported() as messages:
+        assert sched_hints.post_sched_hints(given, "namespace/job")
+    (message,) = messages
     hints = sched_hints.decode(json.dumps(message.hints))
     assert (hints.init_batch_size, hints.local_bsz_bounds, hints.grad_params) == (64, (8, 64), (1.0, 2.0))
     with pytest.raises(ValueError, match="no such hint: 'batchSize'"):

@@ -8,7 +8,6 @@ import fake_agent
 import loop_script_path
 import pytest
 import torch
-from fake_agent import FakeAgent
 
 pytestmark = pytest.mark.processes
 
@@ -16,9 +15,7 @@ EPOCHS = 40
 
 
 def test_changes_of_size_come_between_its_steps(tmp_path: Path) -> None:
-    settings = fake_agent.settings(epochs=EPOCHS, pace=0.2)
-    with FakeAgent(loop_script_path.NO_SYNC, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
-        job.start(1)
+    with fake_agent.running(loop_script_path.NO_SYNC, tmp_path, 1, epochs=EPOCHS, pace=0.2) as job:
         for replicas in (2, 3, 1, 2):
             job.wait_for("step")
             job.rescale(replicas)
@@ -30,9 +27,7 @@ def test_changes_of_size_come_between_its_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_death_between_its_steps_restarts_and_says_why(tmp_path: Path, dies: int) -> None:
-    settings = fake_agent.settings(dies=dies)
-    with FakeAgent(loop_script_path.NO_SYNC, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
-        job.start(2)
+    with fake_agent.running(loop_script_path.NO_SYNC, tmp_path, 2, dies=dies) as job:
         assert job.running[dies].join() == -9
         assert job.running[1 - dies].join() == 1
         assert "restarts from the last checkpoint, because what it had accumulated by hand" in (

@@ -28,13 +28,6 @@ LOCALS = st.integers(1, 17)
 ACCUMULATIONS = st.integers(0, 4)
 
 
-@given(SIZES, REPLICAS, LOCALS, ACCUMULATIONS)
-def test_the_windows_of_a_pass_take_every_sample_once(
-    size: int, replicas: int, local: int, accum: int
-) -> None:
-    assert sum(sum(window) for window in windows(0, size, replicas, local, accum)) == size
-
-
 @given(SIZES, st.lists(st.tuples(REPLICAS, LOCALS, ACCUMULATIONS, st.integers(1, 5)), min_size=1, max_size=6))
 def test_any_sequence_of_sizes_hands_out_every_sample_once(
     size: int, schedule: list[tuple[int, int, int, int]]
@@ -150,10 +143,6 @@ def test_the_number_of_batches_is_known_in_advance(
 @given(st.integers(1, 10**6), REPLICAS)
 def test_a_local_batch_is_rounded_up(batch: int, replicas: int) -> None:
     assert 0 <= local_batch(batch, replicas) * replicas - batch < replicas
-
-
-def test_a_batch_of_64_on_three_replicas_is_22_each() -> None:
-    assert local_batch(64, 3) == 22
 
 
 def test_a_remainder_too_small_for_all_replicas_is_shared_with_the_step_before() -> None:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import parallel_cases as cases
 import pytest
 import torch.distributed as dist
 from fresh import Script
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, collective
 from adaptdl_elastic._session import Identity
 from adaptdl_elastic.torch._startup import checked_backend
 
-
-@pytest.fixture(autouse=True)
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    monkeypatch.delenv("ADAPTDL_CHECKPOINT_PATH", raising=False)
-    yield Script(monkeypatch)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _session.reset()
+pytestmark = pytest.mark.usefixtures("script")
 
 
 @pytest.mark.parametrize(
@@ -53,12 +47,6 @@ def test_what_can_not_be_is_refused_and_changes_nothing(arguments: Any, message:
     assert (adl.rank(), adl.world_size()) == (0, 1)
 
 
-def test_a_url_is_text() -> None:
-    url: Any = 5
-    with pytest.raises(TypeError, match="init_method=5: give a URL"):
-        adl.init_process_group("gloo", url)
-
-
 def test_a_rank_of_the_environment_does_not_fit_a_smaller_world(script: Script) -> None:
     script.restart(ADAPTDL_NUM_REPLICAS="4", ADAPTDL_REPLICA_RANK="3")
     with pytest.raises(ValueError, match="world_size=2, and this is rank 3 by the environment"):
@@ -78,6 +66,21 @@ def test_backends_are_spelt_as_torch_spells_them(backend: str) -> None:
     adl.init_process_group(backend, world_size=np.int64(1), rank=np.int64(0))  # type: ignore[arg-type]
     assert dist.get_world_size() == 1
     assert collective.allreduce(2) == 2
+
+
+def test_a_model_before_the_process_group_names_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        cases.adaptive()
+
+
+def test_a_newcomer_warms_up_on_torchs_fake_backend() -> None:
+    """Under its planned rank and size, before it meets the others."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    model = cases.Net()
+    optimizer = cases.sgd(model)
+    adp = adl.AdaptiveDataParallel(model, optimizer)
+    cases.steps(adp, optimizer, 2)
+    assert adp.gns.steps == 2
 
 
 def test_one_backend_for_each_kind_of_device() -> None:

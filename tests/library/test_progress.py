@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import insides
@@ -23,15 +22,7 @@ from adaptdl_elastic.torch._data.loop_progress import Progress, part_done, windo
 FIRST, LAST = 0.01, 0.0003
 
 
-@pytest.fixture(autouse=True)
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(
-        monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"), ADAPTDL_CHECKPOINT_INTERVAL="0"
-    )
-    _session.current().close()
-    _session.reset()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("script")
 
 
 class Stream(torch.utils.data.IterableDataset[int]):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_agent
 import generations
 import pytest
 import torch
-from fake_agent import FakeAgent
 from fresh import Script
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import checkpoint
 
 SCRIPT = Path(__file__).parents[1] / "support" / "random_script.py"
 STEPS = [(epoch, index) for epoch in range(2) for index in range(0, 48, 12)]
@@ -99,15 +98,12 @@ def test_numbers_are_kept_over_a_death_and_a_newcomer(tmp_path: Path) -> None:
     (tmp_path / "calm").mkdir()
     run(tmp_path / "calm", 2, epochs=2)
     calm = [drawn(tmp_path / "calm", rank) for rank in range(2)]
-    settings = json.dumps({"hold": [0, 24]})
-    with FakeAgent(SCRIPT, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
-        job.start(3)
+    with fake_agent.running(SCRIPT, tmp_path, 3, hold=[0, 24]) as job:
         for rank in range(3):
             job.wait_for_file(f"held-{rank}")
         job.kill(2)
         (tmp_path / "go").touch()
-        job.plan_recovery()
-        job.wait_for_all({"switched": 2})
+        job.survive()
         job.finish()
     for rank in range(2):
         again = drawn(tmp_path, rank)
@@ -115,10 +111,7 @@ def test_numbers_are_kept_over_a_death_and_a_newcomer(tmp_path: Path) -> None:
         assert [again[step] for step in later] == [calm[rank][step] for step in later]
 
 
-def test_the_script_s_streams_go_on_after_a_restart(
-    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("ADAPTDL_CHECKPOINT_PATH", str(tmp_path))
+def test_the_script_s_streams_go_on_after_a_restart(script: Script) -> None:
     torch.manual_seed(1)
     found: list[float] = []
 
@@ -136,9 +129,3 @@ def test_the_script_s_streams_go_on_after_a_restart(
     torch.manual_seed(1)
     epoch()
     assert found[2:] == expected[: len(found) - 2]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    yield Script(monkeypatch)
-    _session.reset()

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,17 @@ import loop_script_path
 import pytest
 import torch
 from fake_agent import FakeAgent
+from recovered import BATCH, SIZE, applied, as_undisturbed, same, train
 
 from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
 
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
-
-SIZE, BATCH = 2004, 12  # 1 to 4 replicas divide it: no uneven window, whose samples would weigh more
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
     with fake_agent.starter(tmp_path, "resilient", size=SIZE, batch=BATCH, pace=0.01, late=0.5) as start:
         yield start
-
-
-def applied(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> None:
-    """Every sample was applied exactly once per epoch, and the survivors have the same weights.
-
-    The weights tell: each application moves a sample's own weight by what its window gives it, and those
-    of a step that did not commit have left no trace.
-    """
-    weights = [torch.load(folder / f"weights-{rank}") for rank in range(replicas)]
-    for other in weights[1:]:
-        assert torch.equal(other, weights[0])
-    torch.testing.assert_close(-weights[0] * BATCH / epochs, torch.ones(size, dtype=torch.float64))
 
 
 def evaluated(folder: Path, epochs: int, size: int) -> None:
@@ -52,22 +40,17 @@ def evaluated(folder: Path, epochs: int, size: int) -> None:
     assert set(seen) == {(epoch, sample) for epoch in range(epochs) for sample in range(size)}
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize(
+    ("replicas", "die"), [(2, (0,)), (2, (1,)), (4, (0, 1)), (4, (1, 3)), (4, (2, 3))], ids=str
+)
 @pytest.mark.essential
-def test_one_of_two(start: Any, tmp_path: Path, dies: int) -> None:
-    job = start(2)
-    job.recover(dies)
-    job.finish()
-    applied(tmp_path, 1)
-
-
-@pytest.mark.parametrize("die", [(0, 1), (1, 3), (2, 3)])
-@pytest.mark.essential
-def test_two_of_four_at_once(start: Any, tmp_path: Path, die: tuple[int, ...]) -> None:
-    job = start(4)
+def test_half_of_the_replicas_at_once(
+    start: Any, tmp_path: Path, replicas: int, die: tuple[int, ...]
+) -> None:
+    job = start(replicas)
     job.recover(*die)
     job.finish()
-    applied(tmp_path, 2)
+    applied(tmp_path, replicas // 2)
 
 
 def test_when_torch_never_agrees_on_the_order_of_buckets(start: Any, tmp_path: Path) -> None:
@@ -99,11 +82,7 @@ def changes(*sizes: int) -> list[Act]:
 
 
 def kills_itself(rank: int) -> list[Act]:
-    return [
-        lambda job: job.bury(rank),
-        lambda job: job.plan_recovery(),
-        lambda job: job.wait_for("switched", len(job.running)),
-    ]
+    return [lambda job: job.bury(rank), lambda job: job.survive()]
 
 
 SHORT = {"size": 84, "epochs": 30, "evaluate": 1, "pace": 0.002}
@@ -160,8 +139,7 @@ def test_a_death_during_the_recovery(start: Any, tmp_path: Path) -> None:
     left, job.running = job.running, whole
     job.plan_recovery()
     job.running = left
-    job.plan_recovery()
-    job.wait_for("switched", 2)
+    job.survive()
     job.finish()
     applied(tmp_path, 2)
 
@@ -188,8 +166,7 @@ def test_a_death_while_newcomers_warm_up(start: Any, tmp_path: Path) -> None:
     job.withdraw()
     newcomer.process.kill()
     assert job.running == survivors
-    job.plan_recovery()
-    job.wait_for("switched")
+    job.survive()
     job.rescale(2)
     job.finish()
     applied(tmp_path, 2)
@@ -208,8 +185,7 @@ def test_a_newcomer_that_dies_while_the_others_switch(start: Any, tmp_path: Path
         job.generation -= 1
     job.wait_for("peer_lost", 2)
     job.generation += 1
-    job.plan_recovery()
-    job.wait_for("switched", 2)
+    job.survive()
     job.finish()
     applied(tmp_path, 2)
 
@@ -251,8 +227,7 @@ def test_the_last_word_of_the_dead_reaches_one_of_two(
             job.wait_for("saved")
             job.running[2].channel.send(SaveCheckpoint(8))
     job.bury(0)
-    job.plan_recovery()
-    job.wait_for("switched", 2)
+    job.survive()
     job.finish()
     if autoscale:
         weights = [torch.load(tmp_path / f"weights-{rank}") for rank in range(2)]
@@ -271,8 +246,7 @@ def test_a_silent_replica_is_not_waited_for_in_a_collective_of_the_library(
     if tag == "agreement":
         job.running[2].channel.send(SaveCheckpoint(7))
     job.forsake(0)
-    job.plan_recovery()
-    job.wait_for("switched", 2)
+    job.survive()
     job.finish()
     applied(tmp_path, 2, epochs=3, size=84)
     evaluated(tmp_path, 3, 84)
@@ -284,8 +258,7 @@ def test_sums_that_are_passed_on_by_one_that_got_them_passed_on(start: Any, tmp_
     job.bury(0)
     job.plan_recovery()
     job.bury(0)
-    job.plan_recovery()
-    job.wait_for("switched", 2)
+    job.survive()
     job.finish()
     applied(tmp_path, 2, epochs=3, size=84)
     shown = [line["sum"] for line in generations.records(tmp_path) if line["loop"] == "outside"]
@@ -309,8 +282,7 @@ def test_rank_0_dies_in_a_recovery_and_reaches_one_of_two(start: Any, tmp_path: 
     job.kill(3)
     job.plan_recovery()
     job.bury(0)
-    job.plan_recovery()
-    job.wait_for("switched", 2)
+    job.survive()
     job.finish()
     applied(tmp_path, 2)
 
@@ -334,18 +306,6 @@ def test_rank_0_dies_in_a_change_and_reaches_one(
     applied(tmp_path, len(job.running))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
-    """Deaths and changes of size at random moments."""
-    choose = random.Random(seed)
-    job = start(choose.randint(2, 4), epochs=3, evaluate=1)
-    job.wander(choose, 4)
-    job.finish()
-    applied(tmp_path, len(job.running), epochs=3)
-    evaluated(tmp_path, 3, SIZE)
-
-
 @pytest.fixture(scope="module")
 def undisturbed_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Return what a run of these settings in which no replica dies ends with; each is run once."""
@@ -360,27 +320,7 @@ def undisturbed_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., A
     return run
 
 
-def train(folder: Path, replicas: int, **given: Any) -> list[Any]:
-    """Train with `recovery_script`, in which replicas die; what the others have then."""
-    folder.mkdir()
-    faults, late = given.get("faults", []), given.pop("late", [])
-    settings = fake_agent.settings(**given)
-    with FakeAgent(loop_script_path.RECOVERY, folder, LOOP=settings, OUT=str(folder)) as job:
-        job.start(replicas)
-        if late:  # die when all have heard that one of them has missed something
-            job.wait_for("peer_lost", replicas)
-            job.kill(*late)
-        elif faults:
-            dead = [job.running[rank] for rank, *_ in faults]
-            assert [each.join() for each in dead] == [-9] * len(dead)
-            job.running = [each for each in job.running if each not in dead]
-        if faults:
-            job.plan_recovery()
-        job.finish()
-        print(job.outputs())
-        return [torch.load(folder / f"result-{rank}") for rank in range(len(job.running))]
-
-
+recovery_script = partial(fake_agent.running, loop_script_path.RECOVERY)
 REST = {"size": 483, "drop_last": True}  # three samples too many for 40 batches
 FAULTS: dict[str, dict[str, Any]] = {
     "rank 0 dies": {"faults": [[0, 20, 0, "die"]]},
@@ -399,27 +339,35 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_at_any_bucket_leaves_no_trace(tmp_path: Path, undisturbed_run: Any, name: str) -> None:
+IN_MID_STEP = ("rank 1 dies in a late bucket", "one is a step behind")
+WRITTEN: list[dict[str, Any]] = [
+    # a large average: after `optimizer.step()` in place or as new tensors, before it, torch's AveragedModel
+    *({"large": large} for large in ("data", "replaced", "before", "averaged")),
+    # many loops have no scheduler, nanoGPT's for one: a death made such a job restart
+    {"kind": "rate by hand"},
+]
+"""Ways in which the script may be written."""
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [*((name, {}) for name in FAULTS), *((name, written) for written in WRITTEN for name in IN_MID_STEP)],
+    ids=str,
+)
+def test_a_fault_at_any_bucket_leaves_no_trace(
+    tmp_path: Path, undisturbed_run: Any, name: str, written: dict[str, Any]
+) -> None:
     """Parameters, optimizer, scheduler and loss scale end as in a run in which nobody dies."""
     data = {key: value for key, value in FAULTS[name].items() if key in REST}
-    undisturbed = undisturbed_run(**data)
-    results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]})
+    undisturbed = undisturbed_run(**data, **written)
+    results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name], **written})
     assert len(results) == FAULTS[name].get("replicas", 3) - 1
     for result in results:
         as_undisturbed(result, undisturbed)
         assert result["draws"] == draws_of(result["seed"], 80)
+        assert str(result["average"]) == str(results[0]["average"])
+    assert bool(undisturbed["average"]) == (written.get("large") == "averaged")
     same(results)
-
-
-def as_undisturbed(result: Any, undisturbed: Any) -> None:
-    assert result["steps"] == undisturbed["steps"] == result["counted"] == 80
-    assert result["samples"] == undisturbed["samples"] == [480, 480]
-    for key in ("parameters", "mean", "large", "average"):
-        torch.testing.assert_close(result[key], undisturbed[key])
-    torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
-    assert result["optimizer"]["param_groups"] == undisturbed["optimizer"]["param_groups"]
-    assert (result["scheduler"], result["scaler"]) == (undisturbed["scheduler"], undisturbed["scaler"])
 
 
 def draws_of(seed: int, count: int) -> list[tuple[float, float]]:
@@ -433,22 +381,11 @@ def draws_of(seed: int, count: int) -> list[tuple[float, float]]:
         torch.set_default_dtype(default)
 
 
-def same(results: list[Any]) -> None:
-    """Everything that all replicas must share is bit for bit the same."""
-    for key in ("parameters", "optimizer", "scheduler", "scaler", "statistics", "mean"):
-        for result in results[1:]:
-            assert str(result[key]) == str(results[0][key]), key
-    for result in results[1:]:
-        torch.testing.assert_close(result["parameters"], results[0]["parameters"], rtol=0, atol=0)
-
-
 def test_one_behind_goes_on_from_its_own_step_when_the_only_donor_dies(
     tmp_path: Path, undisturbed_run: Any
 ) -> None:
     undisturbed = undisturbed_run()
-    settings = fake_agent.settings(faults=[[1, 20, 1, "miss"]], dies_giving=0)
-    with FakeAgent(loop_script_path.RECOVERY, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
-        job.start(3)
+    with recovery_script(tmp_path, 3, faults=[[1, 20, 1, "miss"]], dies_giving=0) as job:
         job.wait_for("peer_lost", 3)
         job.kill(2)
         job.plan_recovery()
@@ -459,50 +396,6 @@ def test_one_behind_goes_on_from_its_own_step_when_the_only_donor_dies(
         job.finish()
         assert "step 21 arrived elsewhere" in behind.text()
     as_undisturbed(torch.load(tmp_path / "result-0"), undisturbed)
-
-
-@pytest.mark.parametrize("name", ["rank 1 dies in a late bucket", "one is a step behind"])
-@pytest.mark.parametrize("large", ["data", "replaced", "before", "averaged"])
-def test_a_large_average_is_put_back_however_it_is_kept(
-    tmp_path: Path, undisturbed_run: Any, large: str, name: str
-) -> None:
-    """After `optimizer.step()` in place or as new tensors, before it, and torch's AveragedModel."""
-    undisturbed = undisturbed_run(large=large)
-    results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]}, large=large)
-    for result in results:
-        as_undisturbed(result, undisturbed)
-        assert str(result["average"]) == str(results[0]["average"])
-    assert bool(undisturbed["average"]) == (large == "averaged")
-
-
-@pytest.mark.parametrize("name", ["rank 1 dies in a late bucket", "one is a step behind"])
-def test_a_learning_rate_that_the_loop_sets_is_put_back(
-    tmp_path: Path, undisturbed_run: Any, name: str
-) -> None:
-    """Many loops have no scheduler, nanoGPT's for one: a death made such a job restart."""
-    undisturbed = undisturbed_run(kind="rate by hand")
-    results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]}, kind="rate by hand")
-    assert len(results) == 2
-    for result in results:
-        as_undisturbed(result, undisturbed)
-    same(results)
-
-
-@pytest.mark.parametrize(
-    ("large", "why"),
-    [
-        ("before once", "the step that failed has changed it before `optimizer.step()`"),
-        ("copied", "its `state_dict` does not return the tensors themselves"),
-    ],
-)
-def test_a_large_average_that_cannot_be_put_back_says_why(tmp_path: Path, large: str, why: str) -> None:
-    settings = fake_agent.settings(large=large, faults=[[1, 20, 0, "die"]])
-    with FakeAgent(loop_script_path.RECOVERY, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
-        job.start(2)
-        assert job.running[1].join() == -9
-        assert job.running[0].join() == 1
-        text = job.running[0].text()
-        assert f"has changed the State 'large', which cannot be put back because {why}" in text
 
 
 @pytest.mark.parametrize("name", ["rank 0 dies", "one is a step behind"])
@@ -529,9 +422,7 @@ def test_buffers_are_rank_0s_after_a_loop_however_it_was_left(
 @pytest.mark.parametrize("busy", [0, 1])
 def test_a_survivor_that_is_busy_outside_of_all_loops_is_waited_for(tmp_path: Path, busy: int) -> None:
     """It evaluates, draws or saves when another one dies: nothing tells how long that takes."""
-    settings = fake_agent.settings(busy=busy)
-    with FakeAgent(loop_script_path.RECOVERY, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
-        job.start(3)
+    with recovery_script(tmp_path, 3, busy=busy) as job:
         job.wait_for_file("busy")
         job.kill(2)
         job.plan_recovery()
@@ -544,24 +435,30 @@ def test_a_survivor_that_is_busy_outside_of_all_loops_is_waited_for(tmp_path: Pa
         same(results)
 
 
+LARGE = "has changed the State 'large', which cannot be put back because"
+
+
 @pytest.mark.parametrize(
-    ("kind", "bucket", "why"),
+    ("written", "bucket", "why"),
     [
-        ("unknown scheduler", 0, "given no lr_scheduler"),
-        ("unknown scaler", 0, "not given the GradScaler"),
-        ("two models", 2, "several models"),  # the second one's first: the first one has stepped
-        ("parts", 0, "the State 'counter', which cannot be put back because it has a `sync` of its own"),
-        ("lbfgs", 0, ""),
+        ({"kind": "unknown scheduler"}, 0, "given no lr_scheduler"),
+        ({"kind": "unknown scaler"}, 0, "not given the GradScaler"),
+        ({"kind": "two models"}, 2, "several models"),  # the second one's first: the first one has stepped
+        ({"kind": "parts"}, 0, "'counter', which cannot be put back because it has a `sync` of its own"),
+        ({"kind": "lbfgs"}, 0, ""),
+        (
+            {"large": "before once"},
+            0,
+            f"{LARGE} the step that failed has changed it before",
+        ),
+        ({"large": "copied"}, 0, f"{LARGE} its `state_dict` does not return the tensors themselves"),
     ],
 )
 @pytest.mark.essential
 def test_a_change_that_cannot_be_put_back_says_why_and_ends_the_job(
-    tmp_path: Path, kind: str, bucket: int, why: str
+    tmp_path: Path, written: dict[str, Any], bucket: int, why: str
 ) -> None:
-    faults = [[1, 20, bucket, "die"]]
-    settings = fake_agent.settings(kind=kind, faults=faults)
-    with FakeAgent(loop_script_path.RECOVERY, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
-        job.start(2)
+    with recovery_script(tmp_path, 2, **written, faults=[[1, 20, bucket, "die"]]) as job:
         assert job.running[1].join() == -9
         assert job.running[0].join() == 1
         text = job.running[0].text()

@@ -20,7 +20,7 @@ from elastic_run import run_agent
 from fake_agent import FakeAgent
 from fresh import Script
 
-from adaptdl_elastic import _codec, _session, checkpoint, collective
+from adaptdl_elastic import _codec, checkpoint, collective
 from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.torch._runtime.script_names import MOST_BYTES, ScriptNames
 
@@ -32,16 +32,10 @@ class Left(Exception):
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
+def script(script: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
     monkeypatch.setattr(uncaught_error, "explain", None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    yield Script(
-        monkeypatch,
-        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "checkpoints"),
-        ADAPTDL_CHECKPOINT_INTERVAL="0",
-    )
-    _session.current().close()
-    _session.reset()
+    return script
 
 
 def run(text: str, name: str = "__main__", **given: Any) -> Globals:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +16,14 @@ import numpy as np
 import pytest
 import sharded_cases
 import torch
-from fake_agent import FakeAgent
 from fresh import Script
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._elastic import script_objects
 
+pytestmark = pytest.mark.usefixtures("script")
 SAVED = ["Trainer.average", "ema", "fit.warm_up"]
 LINE = (
     "hidden[0] (AveragedModel) changes in training and is in no checkpoint: it has no variable of its "
@@ -66,9 +65,7 @@ def test_a_resumed_average_and_scheduler_equal_those_of_an_undisturbed_run(tmp_p
 
 @pytest.mark.processes
 def test_a_newcomer_in_place_gets_the_average_and_the_scheduler(tmp_path: Path) -> None:
-    settings = fake_agent.settings(epochs=60, pace=0.3)
-    with FakeAgent(loop_script_path.OBJECTS, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
-        job.start(2)
+    with fake_agent.running(loop_script_path.OBJECTS, tmp_path, 2, epochs=60, pace=0.3) as job:
         job.wait_for("step", 2)
         job.rescale(3)
         job.finish()
@@ -85,20 +82,12 @@ def test_a_newcomer_in_place_gets_the_average_and_the_scheduler(tmp_path: Path) 
 @pytest.mark.processes
 @pytest.mark.parametrize("passes", [1, 3])
 def test_the_step_that_a_death_breaks_off_counts_once_in_the_average(tmp_path: Path, passes: int) -> None:
-    settings = fake_agent.settings(epochs=60, pace=0.2, passes=passes)
-    with FakeAgent(
-        loop_script_path.OBJECTS,
-        tmp_path,
-        LOOP=settings,
-        OUT=str(tmp_path),
-        ADAPTDL_CHECKPOINT_INTERVAL="0.1",
-    ) as job:
-        job.start(2)
+    often, given = {"ADAPTDL_CHECKPOINT_INTERVAL": "0.1"}, {"epochs": 60, "pace": 0.2, "passes": passes}
+    with fake_agent.running(loop_script_path.OBJECTS, tmp_path, 2, often, **given) as job:
         job.wait_for_all({"resilient": 2, "saved": 3})
         (tmp_path / "break").touch()
         job.bury(1)
-        job.plan_recovery()
-        job.wait_for("switched")
+        job.survive()
         job.finish()
     result = torch.load(tmp_path / "result-0")
     assert result["ema"]["n_averaged"] == 60 * 8
@@ -127,21 +116,10 @@ def saved() -> dict[str, Any]:
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(
-        monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"), ADAPTDL_CHECKPOINT_INTERVAL="0"
-    )
-    _session.reset()
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
+def group(script: Script) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("script")
 def test_a_change_through_data_and_in_a_large_array_is_detected(caplog: pytest.LogCaptureFixture) -> None:
     average, same = Holder(w=torch.zeros(5000)), Holder(w=torch.zeros(5000))
     array = Holder(values=np.zeros(5000))
@@ -156,7 +134,6 @@ def test_a_change_through_data_and_in_a_large_array_is_detected(caplog: pytest.L
     assert "numpy.ndarray" in caplog.text
 
 
-@pytest.mark.usefixtures("script")
 def test_an_object_that_cannot_be_saved_is_not_named_as_saved() -> None:
     good, bad = Holder(n=0), Holder(cfg=SimpleNamespace(rate=1))
     for _ in adl.remaining_epochs_until(1):
@@ -165,7 +142,6 @@ def test_an_object_that_cannot_be_saved_is_not_named_as_saved() -> None:
         assert not any(one is bad for one in named)
 
 
-@pytest.mark.usefixtures("script")
 def test_a_kept_object_whose_state_becomes_unsavable_does_not_stop_checkpoints(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -200,7 +176,6 @@ def test_a_state_that_cannot_be_loaded_is_named_and_training_starts(
     assert "its saved state cannot be loaded (KeyError(" in caplog.text
 
 
-@pytest.mark.usefixtures("script")
 def test_an_object_made_in_the_loop_and_one_that_takes_over_a_name_are_saved(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -243,7 +218,7 @@ def test_each_of_two_loops_gets_its_own_average_back(
     assert two_loops(99) == expected
 
 
-@pytest.mark.usefixtures("script", "group")
+@pytest.mark.usefixtures("group")
 def test_an_object_that_holds_a_model_and_more_is_saved_and_a_part_is_not() -> None:
     net = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -259,7 +234,6 @@ def test_an_object_that_holds_a_model_and_more_is_saved_and_a_part_is_not() -> N
     assert part.state["w"] is net.weight
 
 
-@pytest.mark.usefixtures("script")
 def test_what_differs_between_replicas_is_left_out_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -326,7 +300,7 @@ def test_a_learning_rate_that_begins_again_after_a_restart_is_reported(
 
 
 @sharded_cases.needs_tested_torch
-@pytest.mark.usefixtures("script", "group")
+@pytest.mark.usefixtures("group")
 def test_a_sharded_model_is_no_object_of_the_script(caplog: pytest.LogCaptureFixture) -> None:
     net, optimizer = sharded_cases.sharded()
     model = adl.AdaptiveFSDP(net, optimizer)

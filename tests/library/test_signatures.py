@@ -12,6 +12,13 @@ from typing import Any
 
 import pytest
 
+SIZES = "current_local_bsz current_batch_size accumulation_steps training"
+
+
+def properties(owner: str, names: str) -> dict[str, type]:
+    return {f"{owner}.{name}": property for name in names.split()}
+
+
 ALL = {
     "torch": {
         "init_process_group": "backend, init_method=None, world_size=None, rank=None",
@@ -35,13 +42,7 @@ ALL = {
     },
     "torch.data": {
         "AdaptiveDataLoaderHelper": "batch_size=1",
-        "AdaptiveDataLoaderHelper.current_index": property,
-        "AdaptiveDataLoaderHelper.max_batch_size": property,
-        "AdaptiveDataLoaderHelper.local_bsz_bounds": property,
-        "AdaptiveDataLoaderHelper.current_local_bsz": property,
-        "AdaptiveDataLoaderHelper.current_batch_size": property,
-        "AdaptiveDataLoaderHelper.accumulation_steps": property,
-        "AdaptiveDataLoaderHelper.training": property,
+        **properties("AdaptiveDataLoaderHelper", "current_index max_batch_size local_bsz_bounds " + SIZES),
         "AdaptiveDataLoaderHelper.is_accum_step": "self",
         "AdaptiveDataLoaderHelper.is_optim_step": "self",
         "AdaptiveDataLoaderHelper.train": "self",
@@ -53,13 +54,10 @@ ALL = {
         ),
         "AdaptiveDataLoaderHelper.to_tensorboard": "self, writer, global_step, tag_prefix=''",
         "AdaptiveDataLoaderMixin": "batch_size",
+        **properties("AdaptiveDataLoaderMixin", SIZES),
         "AdaptiveDataLoaderMixin.autoscale_batch_size": (
             "self, max_batch_size, local_bsz_bounds=None, gradient_accumulation=False"
         ),
-        "AdaptiveDataLoaderMixin.current_local_bsz": property,
-        "AdaptiveDataLoaderMixin.current_batch_size": property,
-        "AdaptiveDataLoaderMixin.accumulation_steps": property,
-        "AdaptiveDataLoaderMixin.training": property,
         "AdaptiveDataLoaderMixin.to_tensorboard": "self, writer, global_step, tag_prefix=''",
         "AdaptiveDataLoader": "dataset, batch_size=1, shuffle=False, **kwargs",
         "ElasticSampler": "dataset, shuffle=True",
@@ -94,17 +92,15 @@ ALL = {
     },
     "torch.gradient_noise_scale": {
         "GradientNoiseScale": "adp, optimizer, mp_scaler=None, num_replicas=None, accum_scale=None",
+        **properties(
+            "GradientNoiseScale", "raw_sqr_avg raw_var_avg accum_scale accum_count should_zero_grad"
+        ),
         "GradientNoiseScale.gain": "self, scale",
         "GradientNoiseScale.sqr_avg": "self",
         "GradientNoiseScale.var_avg": "self",
-        "GradientNoiseScale.raw_sqr_avg": property,
-        "GradientNoiseScale.raw_var_avg": property,
         "GradientNoiseScale.get_progress": "self",
         "GradientNoiseScale.set_progress": "self, progress",
         "GradientNoiseScale.set_accum_scale": "self, accum_scale",
-        "GradientNoiseScale.accum_scale": property,
-        "GradientNoiseScale.accum_count": property,
-        "GradientNoiseScale.should_zero_grad": property,
         "GradientNoiseScale.reset_accumulation": "self",
         "AdamGradientNoiseScale": "adp, optimizer, mp_scaler=None, num_replicas=None, accum_scale=None",
     },

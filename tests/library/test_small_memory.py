@@ -138,8 +138,7 @@ def test_gradients_that_are_really_nan_are_not_taken_for_it(start: Any, tmp_path
 def test_a_peer_dies_in_the_step_that_does_not_fit(start: Any, tmp_path: Path) -> None:
     job = start(3, fits=["backward", 0, 5], die=[2, "train", 0, 1])
     job.bury(2)
-    job.plan_recovery()
-    job.wait_for_all({"switched": 2})
+    job.survive()
     job.finish()
     applied(tmp_path, 2)
 

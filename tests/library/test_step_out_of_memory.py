@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import small_memory
 import torch
 from fresh import Script
+from small_memory import Net
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield Script(
-        monkeypatch,
-        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "checkpoints"),
-        ADAPTDL_CHECKPOINT_INTERVAL="0",
-        ADAPTDL_EVENT_LOG=str(tmp_path / "events"),
-    )
-    _session.current().close()
-    _session.reset()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-class Net(torch.nn.Linear):
-    most = 10**9
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return small_memory.in_backward(super().forward(inputs), self.most)
 
 
 def train(most: int, set_to_none: bool, **ddp: Any) -> list[Any]:

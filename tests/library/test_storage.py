@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numbers_state import write
 
 from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic.storage import (
@@ -101,15 +102,6 @@ def test_a_new_id_sorts_after_all_that_exist(existing: list[str], generation: in
     fresh = storage_module.new_id(existing, generation)
     assert all(old < fresh for old in existing if not old.startswith("99999999"))
     assert fresh != storage_module.new_id(existing, generation)  # another writer's
-
-
-def write(storage: storage_module.Storage, states: dict[str, bytes], generation: int = 0) -> str:
-    writing = storage.begin(storage_module.new_id(storage.ids(), generation))
-    for name, content in states.items():
-        with writing.state(name) as file:
-            file.write(content)
-    writing.commit(Manifest(id=writing.id, states=writing.entries))
-    return writing.id
 
 
 def test_what_is_not_committed_is_not_there(tmp_path: Path) -> None:

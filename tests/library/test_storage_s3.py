@@ -15,10 +15,9 @@ from botocore.config import Config
 from cutting_proxy import CuttingProxy
 from fresh import Script
 from moto_process import REGION, Moto, running_moto
-from numbers_state import Number
+from numbers_state import Number, save, write
 
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic.agent.cluster.run_secret import common_secret
 from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -57,20 +56,11 @@ def keys(client: Any) -> list[str]:
     return [found["Key"] for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]
 
 
-def write(storage: storage_module.Storage, states: dict[str, bytes]) -> str:
-    writing = storage.begin(storage_module.new_id(storage.ids(), 0))
-    for name, content in states.items():
-        with writing.state(name) as file:
-            file.write(content)
-    writing.commit(Manifest(id=writing.id, states=writing.entries))
-    return writing.id
-
-
 def test_states_are_saved_restored_and_pruned(script: Script, bucket: Any) -> None:
     number = Number("n")
     for value in range(5):
         number.value = value
-        assert checkpoint.save_all_states() is not None
+        save()
     assert len(keys(bucket)) == 3 * 2
     assert all(key.startswith("jobs/one/") for key in keys(bucket))
     script.restart()
@@ -139,7 +129,7 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(
 ) -> None:
     """boto3 puts the manifest again, and S3 says that it is there already."""
     number = Number("n", 1)
-    assert checkpoint.save_all_states() is not None
+    save()
     number.value = 2
     said: list[int] = []
     with before_the_manifest(monkeypatch, lambda: proxy.lose(1)) as storage:
@@ -148,8 +138,7 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(
             "response-received.s3.PutObject",
             lambda response_dict, **_: response_dict and said.append(response_dict["status_code"]),
         )
-        saved = checkpoint.save_all_states()
-    assert saved is not None
+        saved = save()
     assert said[-1] == 412
     script.restart()
     assert (Number("n").value, checkpoint.loaded_id()) == (2, saved.id)
@@ -160,7 +149,7 @@ def test_data_stays_while_nobody_knows_whether_it_was_committed(
     script: Script, proxy: CuttingProxy, bucket: Any, monkeypatch: pytest.MonkeyPatch, arrives: bool
 ) -> None:
     number = Number("n", 1)
-    assert checkpoint.save_all_states() is not None
+    save()
     number.value = 2
     with before_the_manifest(monkeypatch, proxy.swallow if arrives else proxy.cut) as storage:
         impatient = Config(retries={"total_max_attempts": 2})
@@ -170,7 +159,7 @@ def test_data_stays_while_nobody_knows_whether_it_was_committed(
     proxy.heal()
     assert len(keys(bucket)) == (4 if arrives else 3)
     number.value = 3
-    assert checkpoint.save_all_states() is not None
+    save()
     assert len(keys(bucket)) == (6 if arrives else 4)  # what did not arrive is cleared away by the next
     for checkpoint_id, value in zip(storage.ids(), (1, 2, 3) if arrives else (1, 3), strict=True):
         with storage.open(checkpoint_id, storage.manifest(checkpoint_id).states["n"]) as file:
@@ -181,8 +170,7 @@ def test_a_damaged_or_missing_object_falls_back_to_the_checkpoint_before(script:
     number, ids = Number("n"), []
     for value in range(3):
         number.value = value
-        saved = checkpoint.save_all_states()
-        assert saved is not None
+        saved = save()
         ids.append(saved.id)
     bucket.put_object(Bucket=BUCKET, Key=f"jobs/one/data/{ids[2]}/n.state", Body=b"9")
     bucket.delete_object(Bucket=BUCKET, Key=f"jobs/one/data/{ids[1]}/n.state")
@@ -223,7 +211,7 @@ def test_a_denied_write_is_told_and_leaves_the_checkpoint_before(
     assert number.value == 1
     bucket.delete_bucket_policy(Bucket=BUCKET)
     number.value = 3
-    assert checkpoint.save_all_states() is not None
+    save()
     script.restart()
     assert Number("n").value == 3
 
@@ -235,7 +223,7 @@ def test_where_nothing_may_be_deleted_saves_go_on_and_it_is_said_once(
     deny(bucket, "s3:DeleteObject")
     number = Number("n")
     for number.value in range(5):
-        assert checkpoint.save_all_states() is not None
+        save()
     assert caplog.text.count("old checkpoints stay: cannot delete from s3://") == 1
     script.restart()
     assert Number("n").value == 4

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from signs import sign
+from step_records import note
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
@@ -29,26 +30,19 @@ def loader(shuffle=False):
     return adl.AdaptiveDataLoader(range(S["size"]), batch_size=12, shuffle=shuffle)
 
 
-def record(**fields):
-    if not adl.batch_counts():
-        return
-    with (OUT / f"record-{os.getpid()}").open("a") as file:
-        file.write(json.dumps(fields) + "\n")
-
-
 def train(model, optimizer, data, epoch):
     model.train()
     for batch in data:
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
-        record(loop="train", epoch=epoch, samples=batch.tolist(), training=data.training)
+        note(loop="train", epoch=epoch, samples=batch.tolist(), training=data.training)
         optimizer.step()
         pause()
 
 
 def evaluate(data, epoch):
     for count, batch in enumerate(data):
-        record(loop="evaluate", epoch=epoch, samples=batch.tolist(), training=data.training)
+        note(loop="evaluate", epoch=epoch, samples=batch.tolist(), training=data.training)
         pause()
         if S["kind"] == "leave" and (epoch, count) == (1, 1):
             sign("there")

@@ -271,9 +271,7 @@ def in_one_pass(steps: dict[int, dict[str, Any]]) -> None:
 
 def undisturbed(folder: Path) -> dict[str, Any]:
     """What becomes of the script when nothing happens to it."""
-    settings = fake_agent.settings(epochs=EPOCHS, size=SIZE, batch=BATCH)
-    with FakeAgent(loop_script_path.CHAOS, folder, LOOP=settings, OUT=str(folder)) as job:
-        job.start(1)
+    with fake_agent.running(loop_script_path.CHAOS, folder, 1, epochs=EPOCHS, size=SIZE, batch=BATCH) as job:
         job.finish()
     result: dict[str, Any] = torch.load(folder / "result-0")
     return {**result, "curve": attempts(folder)}

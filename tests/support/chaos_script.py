@@ -13,19 +13,19 @@ deaths: [rank, function, count]: dies at that call of a function of `state_trans
 import json
 import logging
 import os
-import signal
 import time
 from pathlib import Path
 
 import insides
 import torch
 import torch.distributed as dist
+from dying import die, get_into_trouble, tear
 from signs import sign
+from step_records import note
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
-from adaptdl_elastic.reducer import Reducer
-from adaptdl_elastic.torch._elastic import regroup, state_transfer
+from adaptdl_elastic.torch._elastic import state_transfer
 from adaptdl_elastic.torch._gradient import comm_hook
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
@@ -39,10 +39,6 @@ JOINS = "ADAPTDL_JOIN" in os.environ
 TOTAL = S["epochs"] * S["size"] // S["batch"]
 reduce_bucket = comm_hook.reduce_bucket
 counts = {}  # all-reduces by step
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def mine(what):
@@ -64,25 +60,8 @@ def faulty(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]
     return future
 
 
-def tear(tag, left):
-    combine, spread = Reducer.combine, Reducer.spread
-
-    def combined(self, call):
-        nonlocal left
-        left -= tag in call.tag
-        return combine(self, call)
-
-    def spread_to_one(self, kind, sequence, payload):
-        if left > 0:
-            return spread(self, kind, sequence, payload)
-        self._send(1, kind, sequence.to_bytes(8, "big") + payload)
-        die()
-
-    Reducer.combine, Reducer.spread = combined, spread_to_one
-
-
-def die_in(name, left, module=state_transfer):
-    function = getattr(module, name)
+def die_in(name, left):
+    function = getattr(state_transfer, name)
 
     def counted(*args, **options):
         nonlocal left
@@ -91,14 +70,7 @@ def die_in(name, left, module=state_transfer):
             die()
         return function(*args, **options)
 
-    setattr(module, name, counted)
-
-
-def record(**fields):
-    if not adl.batch_counts():
-        return
-    with (OUT / f"record-{os.getpid()}").open("a") as file:
-        file.write(json.dumps(fields) + "\n")
+    setattr(state_transfer, name, counted)
 
 
 class Model(torch.nn.Module):
@@ -127,11 +99,7 @@ def main():
         tear(tag, count)
     for name, count in mine("deaths"):
         die_in(name, count)
-    trouble = os.environ.get("TROUBLE")
-    if trouble == "crash":
-        raise RuntimeError("trouble")
-    if trouble is not None:
-        die_in(trouble, 1, state_transfer if trouble == "take" else regroup)
+    get_into_trouble()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
     model = Model()
@@ -161,7 +129,7 @@ def main():
             w, out = model(index)
             losses = w + (out - targets[index]) ** 2
             helper, session = adl.current_dataloader(), _session.current()
-            record(
+            note(
                 loop="train", generation=session.generation, step=session.step, epoch=epoch,
                 index=helper.current_index, samples=index.tolist()[: helper.local_samples],
                 loss=losses[: helper.local_samples].sum().item(),

@@ -4,7 +4,7 @@ kind: clause, steps with every fourth batch and where the counter meets `len(loa
 `adl.expected_batches()`;
 step, edit and parameter, what one rank does alone; scaler, gradients that are inf; gan, two models of which
 one steps with every second batch. no_sync: accumulate in `no_sync()`. dies: a rank that kills itself in
-mid-epoch. unused: `find_unused_parameters=True`, with which no death is survived.
+mid-epoch.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import torch
 
 import adaptdl_elastic.torch as adl
 
-S = {"kind": "clause", "no_sync": False, "size": 132, "epochs": 3, "pace": 0.0, "dies": -1, "unused": False}
+S = {"kind": "clause", "no_sync": False, "size": 132, "epochs": 3, "pace": 0.0, "dies": -1}
 S |= json.loads(os.environ["LOOP"])
 OUT = Path(os.environ["OUT"])
 KIND = S["kind"]
@@ -31,7 +31,7 @@ def main():
     net.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0) if KIND == "scaler" else None
-    model = adl.AdaptiveDataParallel(net, optimizer, mp_scaler=scaler, find_unused_parameters=S["unused"])
+    model = adl.AdaptiveDataParallel(net, optimizer, mp_scaler=scaler)
     if KIND == "gan":
         second = torch.nn.Linear(4, 1)
         optimizer2 = torch.optim.SGD(second.parameters(), lr=0.01)

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +250,10 @@ class FakeAgent:
     def recover(self, *ranks: int) -> Counter[str]:
         """These die, and the others go on; the kinds of messages that came meanwhile."""
         self.kill(*ranks)
+        return self.survive()
+
+    def survive(self) -> Counter[str]:
+        """Let those who live go on; the kinds of messages that came until they had."""
         self.plan_recovery()
         return self.wait_for_all({"switched": len(self.running)})
 
@@ -296,6 +300,16 @@ def _main(script: str, environment: dict[str, str], output: str, line: socket.so
 
 
 @contextlib.contextmanager
+def running(
+    script: Path, folder: Path, replicas: int, variables: Mapping[str, str] | None = None, **given: Any
+) -> Iterator[FakeAgent]:
+    """Start `script`, which writes into `folder`, with these settings on so many replicas."""
+    with FakeAgent(script, folder, LOOP=settings(**given), OUT=str(folder), **(variables or {})) as job:
+        job.start(replicas)
+        yield job
+
+
+@contextlib.contextmanager
 def starter(
     folder: Path, word: str | None, script: Path = loop_script_path.PATH, **defaults: Any
 ) -> Iterator[Callable[..., FakeAgent]]:
@@ -303,9 +317,7 @@ def starter(
     with contextlib.ExitStack() as jobs:
 
         def start(replicas: int, **given: Any) -> FakeAgent:
-            loop = settings(**{**defaults, **given})
-            job = jobs.enter_context(FakeAgent(script, folder, LOOP=loop, OUT=str(folder)))
-            job.start(replicas)
+            job = jobs.enter_context(running(script, folder, replicas, **{**defaults, **given}))
             if word is not None:
                 job.wait_for(word, replicas)
             return job

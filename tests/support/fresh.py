@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from adaptdl_elastic import _session
+from adaptdl_elastic import _session, checkpoint
 
 
 class Script:
@@ -24,6 +24,11 @@ class Script:
     def restart(self, **environment: str) -> None:
         self.set(**environment)
         _session.reset()
+
+    def resume(self, **environment: str) -> None:
+        """Save a checkpoint before the restart."""
+        checkpoint.save_all_states()
+        self.restart(**environment)
 
     def run(self, body: Callable[[], None]) -> None:
         body()

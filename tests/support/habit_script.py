@@ -60,12 +60,8 @@ def main():
     if habit == "results":
         OWN.manual_seed(os.getpid())
         between(None)
-    if habit == "broadcast":
-        dist.broadcast(torch.ones(1), 0)
-    elif habit == "barrier":
+    if habit == "barrier":
         dist.barrier()
-    elif habit == "objects":
-        dist.broadcast_object_list([None], 0)
     elif habit == "gather":
         dist.all_gather([torch.zeros(1) for _ in range(adl.world_size())], torch.ones(1))
     elif habit == "large":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import fake_agent
 import generations
-from fake_agent import FakeAgent
 
 SCRIPT = Path(__file__).parent / "loaders_script.py"
 CHANGED = 2700
@@ -29,9 +28,8 @@ def restarts(folder: Path, **settings: Any) -> None:
 
 def changes(folder: Path, **settings: Any) -> None:
     """1, 2, 3 replicas in place, then one dies, and one leaves."""
-    loop = json.dumps({"size": CHANGED, "batch": 6, "pace": 0.1, **settings})
-    with FakeAgent(SCRIPT, folder, LOOP=loop, OUT=str(folder)) as job:
-        job.start(1)
+    loop = {"size": CHANGED, "batch": 6, "pace": 0.1, **settings}
+    with fake_agent.running(SCRIPT, folder, 1, **loop) as job:
         job.wait_for("step")
         job.rescale(2)
         job.rescale(3)

@@ -8,7 +8,6 @@ with window / batch_size: each application of sample i in a window of n samples 
 import gc
 import json
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -17,12 +16,12 @@ import insides
 import signs
 import small_memory
 import torch
+from dying import die, get_into_trouble, tear
+from step_records import note, stop
 from torch.utils.data import Dataset, get_worker_info
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session, collective
-from adaptdl_elastic.reducer import Reducer
-from adaptdl_elastic.torch._elastic import regroup, state_transfer
+from adaptdl_elastic import _session
 from adaptdl_elastic.torch._gradient import out_of_memory
 from adaptdl_elastic.torch._process_group.backends.gloo import Gloo
 from adaptdl_elastic.torch.scaling_rules import LinearScale
@@ -83,29 +82,16 @@ class Model(torch.nn.Module):
         return self.w[index]
 
 
-def record(**fields):
-    if not adl.batch_counts():
-        return
-    with (OUT / f"record-{os.getpid()}").open("a") as file:
-        file.write(json.dumps({"rank": adl.rank(), "replicas": adl.world_size(), **fields}) + "\n")
-
-
 def interrupt(loop, epoch, count):
     if not adl.batch_counts():
         return
     if S["die"] == [int(os.environ.get("RANK", 0)), loop, epoch, count]:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if S["stop"] is None:
         return
     rank, *place = S["stop"]
-    if [loop, epoch, count] != place:
-        return
-    if adl.rank() == rank:
-        os.kill(os.getpid(), signal.SIGINT)
-    control, deadline = _session.current().consensus, time.monotonic() + 200
-    while not control.round_open:  # these steps are too quick for anything to be agreed meanwhile
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    if [loop, epoch, count] == place:
+        stop(rank)  # these steps are too quick for anything to be agreed meanwhile
 
 
 def work(steps):
@@ -118,23 +104,6 @@ def work(steps):
         if left <= 0:
             return
         time.sleep(min(left, 0.01))
-
-
-def tear(tag, count, how="SIGKILL"):
-    """Send ourselves a signal when rank 1 alone has the result of the `count`-th collective `tag`."""
-    combine, spread, left = Reducer.combine, Reducer.spread, [count]
-
-    def combined(self, call):
-        left[0] -= tag in call.tag
-        return combine(self, call)
-
-    def spread_to_one(self, kind, sequence, payload):
-        if left[0] > 0:
-            return spread(self, kind, sequence, payload)
-        self._send(1, kind, sequence.to_bytes(8, "big") + payload)
-        os.kill(os.getpid(), getattr(signal, how))
-
-    Reducer.combine, Reducer.spread = combined, spread_to_one
 
 
 def forget(generation):
@@ -194,19 +163,7 @@ def main():
     # A job that changes in place, but does not survive deaths, lets DDP broadcast buffers.
     ddp = {"find_unused_parameters": True} if S["mortal"] else {}
     model = adl.AdaptiveDataParallel(model, optimizer, scaling_rule=LinearScale(), **ddp)
-    trouble = os.environ.get("TROUBLE")
-    if trouble == "crash":
-        raise RuntimeError("trouble")
-    while trouble == "hang":
-        time.sleep(1)
-    if trouble in ("form", "take", "finish"):  # dies there
-        setattr(
-            state_transfer if trouble == "take" else regroup,
-            trouble,
-            lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL),
-        )
-    if trouble == "collective":
-        collective.allreduce(1)
+    get_into_trouble()
     for epoch in adl.remaining_epochs_until(S["epochs"]):
         model.train()
         if S["fresh"]:
@@ -214,7 +171,7 @@ def main():
         for count, batch in enumerate(loader, 1):
             interrupt("train", epoch, count)
             helper = adl.current_dataloader()
-            record(
+            note(
                 epoch=epoch, loop="train", samples=batch.tolist(), local=helper.local_samples,
                 window=helper.window_samples, optim=helper.is_optim_step(), index=helper.current_index,
             )  # fmt: skip
@@ -235,14 +192,14 @@ def main():
             sums["outside"] += 1
         if S["outside"] == "both":
             with sums.synchronized():
-                record(loop="outside", epoch=epoch, sum=sums["outside"])
+                note(loop="outside", epoch=epoch, sum=sums["outside"])
         with others.synchronized():
             others["kept"] += 1
             for count, batch in enumerate(evaluation if S["evaluate"] else (), 1):
                 interrupt("evaluate", epoch, count)
                 with torch.no_grad():
                     model(batch)
-                record(epoch=epoch, loop="evaluate", samples=batch.tolist(), local=len(batch))
+                note(epoch=epoch, loop="evaluate", samples=batch.tolist(), local=len(batch))
                 sums["seen"] += len(batch)
                 if not (OUT / "hurry").exists():
                     time.sleep(S["evaluation pace"])
@@ -251,7 +208,7 @@ def main():
             assert not S["evaluate"] or sums["seen"] == S["size"], sums["seen"]
             sums.clear()  # those to whom the sums have not come yet get them as they were
     torch.save(model.module.w.detach(), OUT / f"weights-{adl.rank()}")
-    record(loop="end", epoch=adl.finished_epochs())
+    note(loop="end", epoch=adl.finished_epochs())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
 
-S = {"epochs": 3, "size": 640, "batch": 8, "pace": 0.0, "optimizer": "sgd", "scheduler": "exponential"}
+S = {"epochs": 3, "size": 640, "batch": 8, "pace": 0.0, "scheduler": "exponential"}
 S |= json.loads(os.environ["LOOP"])
 OUT = Path(os.environ["OUT"])
 
@@ -45,10 +45,7 @@ def main():
     loader = adl.AdaptiveDataLoader(TensorDataset(inputs, targets), batch_size=S["batch"], shuffle=True)
     test = adl.AdaptiveDataLoader(TensorDataset(inputs, targets), batch_size=64)
     net = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.Tanh(), Versioned(16, 1))
-    if S["optimizer"] == "adam":
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    else:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     scheduler = schedule(optimizer)
     model = adl.AdaptiveDataParallel(net, optimizer, scheduler)
     losses = []
@@ -70,10 +67,8 @@ def main():
         scheduler.step()
     result = {
         "parameters": [p.detach() for p in net.parameters()],
-        "optimizer": optimizer.state_dict(),
         "lr": scheduler.get_last_lr(),
         "losses": losses,
-        "progress": model.gns.get_progress(),
     }
     torch.save(result, OUT / f"result-{adl.rank()}")
 

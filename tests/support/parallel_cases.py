@@ -149,6 +149,21 @@ def linear() -> nn.Linear:
     return nn.Linear(6, 1)
 
 
+def adaptive(model: Any = None, rate: float = 0.1, **options: Any) -> AdaptiveDataParallel:
+    """Wrap this model, or a linear one, that SGD trains."""
+    model = linear() if model is None else model
+    return AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=rate), **options)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Take a step of least squares, and return the loss before it."""
+    optimizer.zero_grad()
+    loss = ((model(x) - y) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def samples(count: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     x, y = torch.randn(200, 6, generator=generator), torch.randn(200, 1, generator=generator)
@@ -362,7 +377,7 @@ def uneven_passes(options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Two losses, one after the other, on [[4, 4], [1, 0]] samples; the gradient, and that of all nine."""
     rank = dist.get_rank()
     model, whole = linear(), linear()
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    adp = adaptive(model, 0.0, **options)
     window = [[4, 4], [1, 0]]
     start = 0
     for _ in range(2):  # with gradient_as_bucket_view the second window finds buckets filled
@@ -376,16 +391,15 @@ def uneven_passes(options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
                 (adp(3 * x) - y).square().mean().backward()
                 adp.optimizer.step()
                 start += sum(sizes)
-        ours = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        ours = _gradient(model)
     x, y = samples(9)
     ((whole(x) - y).square().mean() + (whole(3 * x) - y).square().mean()).backward()
-    return ours, torch.cat([p.grad.flatten() for p in whole.parameters() if p.grad is not None])
+    return ours, _gradient(whole)
 
 
 def unsynchronised_pass() -> str:
     """What is said of two backward passes through one forward pass, with replicas and accumulation."""
-    model = linear()
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    adp = adaptive(rate=0.0)
     with FakeLoader([[4, 4], [4, 4]], 16, 4) as loader:
         for loader.chunk in range(2):
             loss = adp(samples(4)[0]).square().mean()
@@ -428,7 +442,7 @@ def by_hand(plans: Sequence[Plan], options: dict[str, Any]) -> list[tuple[torch.
     """
     rank = dist.get_rank()
     model, whole = linear(), linear()
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    adp = adaptive(model, 0.0, **options)
     found = []
     for plan in plans:
         adp.zero_grad()
@@ -499,8 +513,7 @@ def buffers_of_some() -> float | None:
         return None
     model = linear()
     model.register_buffer("own", torch.zeros(()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    adp = AdaptiveDataParallel(model, optimizer, process_group=group)
+    adp = adaptive(model, 0.0, process_group=group)
     own: Any = model.own
     own.fill_(rank)
     adp.data_loop_begins()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from step_records import record, stop
+from step_records import note, stop
 from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
@@ -20,11 +20,6 @@ import adaptdl_elastic.torch as adl
 S = {"epochs": 2, "size": 48, "batch": 12, "own": True, "seed": 5, "stop": None, "hold": None}
 S |= json.loads(os.environ.get("LOOP", "{}"))
 OUT = Path(os.environ["OUT"])
-
-
-def note(**fields):
-    if adl.batch_counts():
-        record(**fields)
 
 
 def draw():

@@ -24,6 +24,15 @@ class _Backward(torch.autograd.Function):
         return gradient, None
 
 
+class Net(torch.nn.Linear):
+    """A linear model through which no backward pass of more than `most` samples gets."""
+
+    most = 10**9
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return in_backward(super().forward(inputs), self.most)
+
+
 def in_backward(values: torch.Tensor, most: int) -> torch.Tensor:
     """`values`, through which no backward pass of more than so many samples gets."""
     result: torch.Tensor = _Backward.apply(values, most)  # type: ignore[no-untyped-call]

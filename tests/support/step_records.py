@@ -16,9 +16,15 @@ def record(**fields):
         file.write(json.dumps({"rank": adl.rank(), "replicas": adl.world_size(), **fields}) + "\n")
 
 
-def stop():
-    """Ask for a stop on rank 0, and return when all replicas are held at the end of this step."""
-    if adl.rank() == 0:
+def note(**fields):
+    """Write such a line unless the batch has no effect."""
+    if adl.batch_counts():
+        record(**fields)
+
+
+def stop(rank=0):
+    """Ask for a stop on a rank, and return when all replicas are held at the end of this step."""
+    if adl.rank() == rank:
         os.kill(os.getpid(), signal.SIGINT)
     deadline = time.monotonic() + 200
     while not _session.current().consensus.round_open:

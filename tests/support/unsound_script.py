@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import adaptdl_elastic.torch as adl
 
 KIND, EPOCHS = sys.argv[1], int(sys.argv[2])
-SMALL = KIND in ("small", "grown", "dropped")
+SMALL = KIND in ("small", "dropped")
 STEPS = 60
 LIMIT = 100
 """Epochs above which the script waits for the file `end`, at a pace that leaves the machine to others."""

@@ -12,6 +12,8 @@ from fake_loader import FakeLoader
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 INF = float("inf")
 
 
@@ -22,7 +24,6 @@ def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, loss: t
     scaler.update()
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("other_first", [False, True])
 @pytest.mark.parametrize("attached", [False, True], ids=["plain", "AdaptiveDataParallel"])
 def test_the_scale_does_not_change_within_a_sum_of_gradients(other_first: bool, attached: bool) -> None:
@@ -62,7 +63,6 @@ def test_the_scale_does_not_change_within_a_sum_of_gradients(other_first: bool, 
     assert scales == sorted(set(scales)), "it grows after each window"
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("chunk_with_inf", [0, 1])
 def test_what_another_optimizer_finds_within_a_window_counts_at_its_end(chunk_with_inf: int) -> None:
     model, other = cases.linear(), cases.linear()
@@ -91,7 +91,6 @@ def test_what_another_optimizer_finds_within_a_window_counts_at_its_end(chunk_wi
     assert scaler.get_scale() == 8.0, "it is over"
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_disabled_scaler_may_be_shared() -> None:
     model, other = cases.linear(), cases.linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,7 +9,6 @@ from typing import Any
 import insides
 import parallel_cases as cases
 import pytest
-import torch
 from fake_loader import FakeLoader
 
 from adaptdl_elastic import _session, checkpoint
@@ -21,8 +20,7 @@ Sizes = dict[str, int]
 def begin() -> AdaptiveDataParallel:
     """A process, from the checkpoint there is."""
     _session.reset()
-    model = cases.linear()
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    adp = cases.adaptive(rate=0.0)
     cases.measure_always(adp)
     return adp
 
@@ -104,8 +102,7 @@ def test_a_newcomer_decides_as_those_who_were_there(caplog: pytest.LogCaptureFix
     train(there, {"1": 16})
     _session.reset()
     checkpoint.restore_states(snapshots)
-    model = cases.linear()
-    newcomer = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    newcomer = cases.adaptive(rate=0.0)
     cases.measure_always(newcomer)
     train(newcomer, {"1": 16})
     assert newcomer.gns.get_progress() == there.gns.get_progress() == 8.0

@@ -19,7 +19,7 @@ from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._sharded import fully_shard as private
 
-pytestmark = sharded_cases.needs_tested_torch
+pytestmark = [sharded_cases.needs_tested_torch, pytest.mark.usefixtures("alone")]
 
 
 def assert_close(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -30,7 +30,6 @@ def assert_close(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.usefixtures("alone")
 def test_a_checkpoint_of_two_is_continued_by_three_and_by_a_plain_model(tmp_path: Path) -> None:
     wanted = replicas.run(sharded_cases.save, 2, str(tmp_path))[0]
     assert_close(replicas.run(sharded_cases.load, 3, str(tmp_path))[2], wanted)
@@ -57,7 +56,6 @@ def test_parts_that_move_keep_weights_states_and_references() -> None:
     assert_close(first["next"], {name: value.tolist() for name, value in net.state_dict().items()})
 
 
-@pytest.mark.usefixtures("alone")
 def test_what_is_not_supported_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     net = sharded_cases.network()
     fully_shard(net[0])
@@ -86,7 +84,6 @@ def test_what_is_not_supported_is_refused_in_one_line(monkeypatch: pytest.Monkey
         adl.AdaptiveFSDP(net, optimizer)
 
 
-@pytest.mark.usefixtures("alone")
 def test_gathered_parameters_are_no_thawed_ones() -> None:
     net, optimizer = sharded_cases.sharded()
     model = adl.AdaptiveFSDP(net, optimizer)
@@ -96,7 +93,6 @@ def test_gathered_parameters_are_no_thawed_ones() -> None:
     model.refuse_thawed("a test")
 
 
-@pytest.mark.usefixtures("alone")
 def test_gradients_that_are_not_synchronised_are_refused_where_they_would_be_lost() -> None:
     net: Any
     net, optimizer = sharded_cases.sharded()
@@ -122,7 +118,6 @@ def test_gradients_that_are_not_synchronised_are_refused_where_they_would_be_los
     assert model.attempted_steps == 2
 
 
-@pytest.mark.usefixtures("alone")
 def test_gradients_that_were_not_stepped_yet_are_known() -> None:
     net, optimizer = sharded_cases.sharded()
     model = adl.AdaptiveFSDP(net, optimizer)
@@ -147,7 +142,6 @@ def test_gradients_that_were_not_stepped_yet_are_known() -> None:
     assert known == [True, True, True]
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_pass_that_adds_to_gradients_that_were_stepped_is_refused() -> None:
     net, optimizer = sharded_cases.sharded()
     model = adl.AdaptiveFSDP(net, optimizer)
@@ -171,7 +165,6 @@ def test_a_pass_that_adds_to_gradients_that_were_stepped_is_refused() -> None:
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.usefixtures("alone")
 def test_what_is_due_between_two_backward_passes_of_a_step_waits_for_the_step(
     sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

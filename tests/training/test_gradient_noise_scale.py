@@ -20,6 +20,8 @@ from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 SEEDS = 5
 LEARNING_RATES = pytest.mark.parametrize("lr", [0.0, 0.01, 0.1])
 
@@ -32,14 +34,12 @@ def assert_true(found: dict[str, list[float]], tolerance: float) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-@pytest.mark.usefixtures("alone")
 @LEARNING_RATES
 def test_one_replica_splits_its_batch_by_signs(lr: float) -> None:
     """Where AdaptDL's differenced estimator has |G|² = 0 at a learning rate of 0.1."""
     assert_true(regression.train_seeds(Run(lr), SEEDS), 0.15)
 
 
-@pytest.mark.usefixtures("alone")
 def test_one_replica_measures_a_few_samples() -> None:
     """The variance of one sample's gradient has a standard error of 0.7 % here, |G|² one of 5 %."""
     found = regression.train_seeds(Run(rows=True), SEEDS)
@@ -55,12 +55,10 @@ def test_replicas_are_the_parts_of_a_batch(lr: float) -> None:
         assert_true(found, 0.05)
 
 
-@pytest.mark.usefixtures("alone")
 def test_measured_now_and_then_the_means_are_the_same() -> None:
     assert_true(regression.train_seeds(Run(0.1, every_step=False), SEEDS), 0.15)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("every_step", [True, False])
 def test_adam_on_one_replica(every_step: bool) -> None:
     """In Adam's metric; the first step, which has none yet, is not measured."""
@@ -92,7 +90,6 @@ def test_estimates_are_those_of_the_closed_form(case: str) -> None:
         assert_true(found, 0.25 if count == 1 else 0.1)
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_closed_form_is_right() -> None:
     problem = regression.Problem(features=8)
     delta = torch.linspace(-1, 1, 8)
@@ -146,7 +143,6 @@ def short_batches(
     return adp, seen
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_variance_of_a_short_batch_is_that_of_its_samples() -> None:
     """Not of the initial batch size, although the learning rate stays that of it."""
     adp, seen = short_batches([64, 32], 800)
@@ -159,7 +155,6 @@ def test_the_variance_of_a_short_batch_is_that_of_its_samples() -> None:
     assert adp.gns.get_progress() == 800.0, "taken at the initial learning rate: an iteration each"
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("known", [True, False], ids=["of an elastic loader", "of another loader"])
 def test_a_last_batch_of_one_sample_is_not_measured_and_changes_nothing(known: bool) -> None:
     adp, seen = short_batches([64, 64, 1], 30, known=known)
@@ -168,20 +163,17 @@ def test_a_last_batch_of_one_sample_is_not_measured_and_changes_nothing(known: b
     assert adp._sampler._split_works
 
 
-@pytest.mark.usefixtures("alone")
 def test_batches_of_one_sample_are_compared_with_their_predecessors() -> None:
     _, seen = short_batches([1], 2000, batch_size=1)
     truth = regression.Problem(features=64).truth(torch.full((64,), 0.5))
     assert np.mean(seen[1], axis=0)[1] == pytest.approx(truth[1], rel=0.15)
 
 
-@pytest.mark.usefixtures("alone")
 def test_successive_gradients_of_different_sizes_are_not_compared() -> None:
     _, seen = short_batches([64, 64, 64, 40], 41, returns_loss=True, successive=True)
     assert set(seen) == {64}
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_loss_computed_in_forward_is_measured_on_half_of_the_batch() -> None:
     """Of an even and of an odd batch; a single step's estimates have no bias."""
     _, seen = short_batches([64, 33], 800, returns_loss=True)
@@ -354,7 +346,6 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("alone")
 def test_measuring_adam_asks_for_no_number_of_each_parameter() -> None:
     """Each of them would be a wait for the device, if the optimizer keeps its steps there."""
 

@@ -53,17 +53,21 @@ def truth(model: Model) -> float:
     return float(gradients.var(0).sum())
 
 
+def step(adp: AdaptiveDataParallel, after: Callable[[], object] = lambda: None) -> None:
+    """Take a step with a batch of 16; `after` is called before it, with the gradients there."""
+    adp.optimizer.zero_grad()
+    adp(*batch(16)).backward()
+    after()
+    adp.optimizer.step()
+
+
 def measured(model: Model, steps: int, after: Callable[[], object] = lambda: None) -> float:
     """tr Σ as the library tells it, at fixed parameters."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    adp = AdaptiveDataParallel(model, optimizer)
+    adp = cases.adaptive(model, 0.0)
     cases.measure_always(adp)
     insides.seed_signs(adp, 0)
     for _ in range(steps):
-        optimizer.zero_grad()
-        adp(*batch(16)).backward()
-        after()
-        optimizer.step()
+        step(adp, after)
     insides.collect(adp)
     return adp.gns.var_avg() * 16
 
@@ -93,16 +97,13 @@ def test_nothing_of_the_training_is_changed_by_it() -> None:
     def train(sampled: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = Model(dropout=0.5)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        adp = AdaptiveDataParallel(model, optimizer, name=f"sampled {sampled}")
+        adp = cases.adaptive(model, name=f"sampled {sampled}")
         cases.measure_always(adp)
         insides.run_halves(adp)
         if not sampled:
             adp.gns.settles_after = 1000
         for _ in range(8):
-            optimizer.zero_grad()
-            adp(*batch(16)).backward()
-            optimizer.step()
+            step(adp)
         assert adp.gns.known == sampled
         return [*model.parameters(), *model.buffers(), torch.get_rng_state()]
 
@@ -133,17 +134,14 @@ def test_a_half_that_does_not_fit_into_memory_costs_a_measurement_and_no_step(
 ) -> None:
     monkeypatch.setattr(Recovery, "why_not_repeatable", lambda self: None)  # as in a data loop
     model = HalfTooLarge()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adp = AdaptiveDataParallel(model, optimizer)
+    adp = cases.adaptive(model)
     cases.measure_always(adp)
     insides.say_samples(adp, 16)
     for _ in range(3):
         before = model.layer.weight.clone()
-        optimizer.zero_grad()
-        adp(*batch(16)).backward()
+        step(adp)
         assert model.layer.weight.grad is not None
         expected = before - 0.1 * model.layer.weight.grad
-        optimizer.step()
         assert adp.failure is None
         torch.testing.assert_close(model.layer.weight, expected)
     assert not adp.gns.known
@@ -183,15 +181,13 @@ def test_a_difference_undoes_one_factor_and_no_more() -> None:
 )
 def test_a_report_says_how_the_noise_was_measured_and_how_well(returns_its_loss: bool, name: str) -> None:
     model = Model() if returns_its_loss else nn.Linear(20, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    adp = AdaptiveDataParallel(model, optimizer)
+    adp = cases.adaptive(model, 0.0)
     cases.measure_always(adp)
     for _ in range(12):
-        x, y = batch(16)
-        optimizer.zero_grad()
-        loss = adp(x, y) if returns_its_loss else (adp(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
+        if returns_its_loss:
+            step(adp)
+        else:
+            cases.fit(adp, adp.optimizer, *batch(16))
     hints = current_session().metrics.hints()
     assert hints.estimator == name
     assert hints.grad_error == pytest.approx(adp.gns.sqr_error())
@@ -204,8 +200,6 @@ def test_with_adam_a_parameter_that_is_never_used_does_not_hinder() -> None:
     adp = AdaptiveDataParallel(model, optimizer, find_unused_parameters=True)
     cases.measure_always(adp)
     for _ in range(20):
-        optimizer.zero_grad()
-        adp(*batch(16)).backward()
-        optimizer.step()
+        step(adp)
     insides.collect(adp)
     assert adp.gns.known

@@ -15,6 +15,8 @@ from adaptdl_elastic.checkpoint.state_copy import strip
 from adaptdl_elastic.torch._elastic import state_marks, state_transfer, step_snapshot
 from adaptdl_elastic.torch._elastic.step_snapshot import LargeState
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 class Kept(checkpoint.TensorState):
     tensor: torch.Tensor
@@ -57,7 +59,6 @@ CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("where", ["cpu", "elsewhere"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_digest_depends_on_the_position(
@@ -71,7 +72,6 @@ def test_the_digest_depends_on_the_position(
     assert kept.digest(before) != kept.digest(change(before))
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("how", ["fingerprint", "block_sums"])
 def test_every_kind_of_tensor_has_a_digest(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_marks, "fingerprint", getattr(state_marks, how))
@@ -112,7 +112,6 @@ class History(checkpoint.State):
         self.text = fileobj.read().decode()
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("cost", "put_back"), [(0.009, True), (0.011, False)])
 def test_a_larger_pickled_state_is_copied_while_that_takes_a_hundredth_of_a_step(
     cost: float, put_back: bool, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +128,6 @@ def test_a_larger_pickled_state_is_copied_while_that_takes_a_hundredth_of_a_step
     assert history.text.count("b") == (11 if put_back else 12)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_large_state_that_changes_through_data_only_in_a_later_step_is_noticed() -> None:
     """Autograd does not count it; the elements that are looked at differ."""
     kept = Kept("kept")
@@ -144,7 +142,6 @@ def test_a_large_state_that_changes_through_data_only_in_a_later_step_is_noticed
     assert not large.can_be_put_back()
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("shape", ["expanded", "transposed", "a part", "empty", "complex"])
 def test_marks_take_tensors_of_every_layout(shape: str) -> None:
     plain = torch.arange(6000.0).reshape(60, 100)
@@ -162,7 +159,6 @@ def test_marks_take_tensors_of_every_layout(shape: str) -> None:
     assert large.can_be_put_back()
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:.*quantize")
 def test_a_large_quantised_state_is_read_whole_instead_of_by_elements() -> None:
     kept = Kept("kept")
@@ -189,7 +185,6 @@ class Many(Kept):
             tensor.copy_(saved)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_change_through_data_of_all_but_the_largest_tensors_is_noticed() -> None:
     many = Many()
     large = LargeState(many)
@@ -200,7 +195,6 @@ def test_a_change_through_data_of_all_but_the_largest_tensors_is_noticed() -> No
     assert not large.can_be_put_back()
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_set_beside_the_tensors_is_put_back() -> None:
     many = Many()
     large = LargeState(many)
@@ -213,7 +207,6 @@ def test_a_set_beside_the_tensors_is_put_back() -> None:
     assert many.tensors[0].tolist() == [1.0] * 9000
 
 
-@pytest.mark.usefixtures("alone")
 def test_tensors_of_dicts_in_another_order_are_not_taken_for_each_other() -> None:
     def skeleton(*names: str) -> Any:
         return strip({name: torch.zeros(3) for name in names}, [])
@@ -222,7 +215,6 @@ def test_tensors_of_dicts_in_another_order_are_not_taken_for_each_other() -> Non
     assert not state_transfer.same_skeleton(skeleton("a", "b"), skeleton("b", "a"))
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("declared", "copied"), [(False, []), (True, ["kept"])])
 def test_a_state_of_an_adapter_is_put_back_if_it_says_that_steps_change_it(
     declared: bool, copied: list[str], monkeypatch: pytest.MonkeyPatch
@@ -246,7 +238,6 @@ class Given(checkpoint.TensorState):
         return state_marks.marks_of_script(_session.current())
 
 
-@pytest.mark.usefixtures("alone")
 def test_values_that_a_newcomer_has_from_a_copy_are_those_of_the_others() -> None:
     """The others' equal strings are one object, their numbers are numpy's, and sets have any order."""
     history = [{"loss": 1, "tag": "train"}, {"loss": 2, "tag": "train"}]
@@ -257,7 +248,6 @@ def test_values_that_a_newcomer_has_from_a_copy_are_those_of_the_others() -> Non
     assert whole != given.mark({"history": [*part, history[1]], "best": 0.6, "seen": {16, 8}})
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_state_that_writes_pickles_is_compared_by_their_values() -> None:
     class Written(checkpoint.State):
         values: Any = ()

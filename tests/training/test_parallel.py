@@ -29,6 +29,8 @@ from adaptdl_elastic.torch import scaling_rules
 from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 DDP_OPTIONS: list[dict[str, Any]] = [
     {},
     {"gradient_as_bucket_view": True},
@@ -38,7 +40,6 @@ DDP_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("options", DDP_OPTIONS, ids=str)
 def test_one_replica_trains_bit_for_bit_as_ddp(optimizer: str, options: dict[str, Any]) -> None:
@@ -107,23 +108,6 @@ def test_a_process_group_made_anew_changes_nothing(tmp_path: Path) -> None:
     assert replicas.run(cases.same_size_again, 2, str(tmp_path)) == [True, True]
 
 
-def test_a_newcomer_warms_up_on_torchs_fake_backend() -> None:
-    """Under its planned rank and size, before it meets the others."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    _session.reset()
-    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
-        model = cases.Net()
-        optimizer = cases.sgd(model)
-        adp = AdaptiveDataParallel(model, optimizer)
-        cases.steps(adp, optimizer, 2)
-        assert adp.gns.steps == 2
-    finally:
-        torch.distributed.destroy_process_group()
-        _session.reset()
-
-
 def assert_close(ours: cases.Parameters, oracle: cases.Parameters) -> None:
     for a, b in zip(ours, oracle, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -133,7 +117,6 @@ EVEN = [[[4], [4], [4]]] * 4
 UNEVEN = [[[4], [4]], [[4], [4]], [[4], [3]], [[2]]]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("plan", [EVEN, UNEVEN], ids=["even", "uneven end"])
 @pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])
 @pytest.mark.parametrize("amp", [False, True], ids=["", "scaler"])
@@ -166,7 +149,6 @@ def test_ddps_options_go_with_accumulation(plan: list[list[list[int]]], options:
         assert_close(ours, cases.one_by_one(sizes, 0.3))
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_static_graph_can_not_accumulate() -> None:
     """DDP counts gradients over all passes up to the first synchronised one, and then waits for as many."""
     with pytest.raises(RuntimeError, match="static_graph=True cannot be combined"):
@@ -181,11 +163,9 @@ def test_compiled_models_go_with_replicas_and_accumulation() -> None:
         assert_close(ours, cases.one_by_one(sizes))
 
 
-@pytest.mark.usefixtures("alone")
 def test_gradients_are_out_of_sight_while_they_accumulate() -> None:
-    model = cases.linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adp = AdaptiveDataParallel(model, optimizer)
+    adp = cases.adaptive()
+    model, optimizer = adp.module, adp.optimizer
     x, y = cases.samples(4)
     with FakeLoader([[4], [4]], 8, 4) as loader:
         ((adp(x) - y) ** 2).mean().backward()
@@ -216,10 +196,8 @@ def test_nanogpts_flag_makes_the_all_reduces_and_gradients_of_ddp(count: int) ->
     assert not torch.equal(flag[0][1][0], flag[0][1][1])
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_flag_of_a_script_that_accumulates_outlasts_a_change_in_place() -> None:
-    model = cases.linear()
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    adp = cases.adaptive()
     adp.require_backward_grad_sync = False
     adp.reinit_process_group()
     adp(cases.samples(4)[0])
@@ -229,10 +207,8 @@ def test_the_flag_of_a_script_that_accumulates_outlasts_a_change_in_place() -> N
     assert adp.require_backward_grad_sync
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_flag_that_a_script_reads_is_what_it_has_set() -> None:
-    model = cases.linear()
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    adp = cases.adaptive()
     with adp.no_sync():
         assert not adp.require_backward_grad_sync
         adp(cases.samples(4)[0])
@@ -243,7 +219,6 @@ def test_the_flag_that_a_script_reads_is_what_it_has_set() -> None:
     assert adp.require_backward_grad_sync
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:Converting a tensor:UserWarning")  # LBFGS of torch 2.8
 def test_a_closure_can_not_accumulate() -> None:
     model = cases.linear()
@@ -269,7 +244,6 @@ def test_a_closure_can_not_accumulate() -> None:
 # Mixed precision.
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_loss_scale_does_not_show_in_the_statistics() -> None:
     def variance(scale: float) -> float:
         model = cases.linear()
@@ -290,7 +264,6 @@ def test_the_loss_scale_does_not_show_in_the_statistics() -> None:
     assert variance(1.0) == pytest.approx(variance(1024.0), rel=1e-4)
 
 
-@pytest.mark.usefixtures("alone")
 def test_steps_with_inf_are_skipped_and_said(caplog: pytest.LogCaptureFixture) -> None:
     model = cases.linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -317,7 +290,6 @@ def test_steps_with_inf_are_skipped_and_said(caplog: pytest.LogCaptureFixture) -
 # Statistics.
 
 
-@pytest.mark.usefixtures("alone")
 def test_statistics_are_kept_by_parameter_group() -> None:
     def moments(groups: int) -> tuple[Any, Any]:
         torch.manual_seed(0)
@@ -328,10 +300,7 @@ def test_statistics_are_kept_by_parameter_group() -> None:
         cases.measure_always(adp)
         insides.seed_signs(adp, 0)
         for step in range(5):
-            x, y = cases.samples(16, 16 * step)
-            optimizer.zero_grad()
-            ((adp(x) - y) ** 2).mean().backward()
-            optimizer.step()
+            cases.fit(adp, optimizer, *cases.samples(16, 16 * step))
         insides.collect(adp)
         return adp.gns.raw_sqr_avg, adp.gns.raw_var_avg
 
@@ -341,12 +310,11 @@ def test_statistics_are_kept_by_parameter_group() -> None:
     assert var.sum() == pytest.approx(one_var[0])
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_as_many_time_steps_as_samples_are_not_taken_for_samples(batch_first: bool) -> None:
     """Where the loader says along which dimension its samples lie; else it is the first of that size."""
     model = nn.Linear(6, 1, bias=False)
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    adp = cases.adaptive(model, 0.0)
     cases.measure_always(adp)
     draw = torch.Generator().manual_seed(1)
     with FakeLoader([[8]], 8, 8, sample_dimension=None if batch_first else 1):
@@ -361,7 +329,6 @@ def test_as_many_time_steps_as_samples_are_not_taken_for_samples(batch_first: bo
     assert adp.gns.var_avg() == pytest.approx(one.var(0).sum().item() / 8, rel=0.3)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_model_whose_inputs_have_no_samples_is_measured_by_successive_gradients(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -374,14 +341,12 @@ def test_a_model_whose_inputs_have_no_samples_is_measured_by_successive_gradient
             assert len(x) == 8, "this model knows one batch size"
             return (self.layer(x) - y).square().mean()
 
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    adp = AdaptiveDataParallel(model, optimizer)
+    adp = cases.adaptive(Model(), 0.001)
     cases.measure_always(adp)
     for step in range(12):
-        optimizer.zero_grad()
+        adp.optimizer.zero_grad()
         adp(*cases.samples(8, 8 * step)).backward()
-        optimizer.step()
+        adp.optimizer.step()
     assert adp.gns.var_avg() > 0.0
     assert caplog.text.count("successive steps") == 1, "said once"
 
@@ -398,7 +363,6 @@ class Answers(OrderedDict[str, Any]):
     """Another one, as some libraries return."""
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -421,8 +385,7 @@ def test_outputs_of_every_kind_that_ddp_knows_accumulate(wrap: Callable[[torch.T
         return list(output.values()) if isinstance(output, dict) else list(output)
 
     model = Model(6, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adp, inputs = AdaptiveDataParallel(model, optimizer), torch.randn(8, 6)
+    adp, inputs = cases.adaptive(model), torch.randn(8, 6)
     expected = torch.autograd.grad(scores(model(inputs)).square().mean(), list(model.parameters()))
     with FakeLoader([[4], [4]], 8, 4) as loader:
         for loader.chunk in range(2):
@@ -433,7 +396,6 @@ def test_outputs_of_every_kind_that_ddp_knows_accumulate(wrap: Callable[[torch.T
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_model_without_tensor_outputs_can_not_accumulate() -> None:
     class Box:
         def __init__(self, value: torch.Tensor) -> None:
@@ -443,13 +405,11 @@ def test_a_model_without_tensor_outputs_can_not_accumulate() -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return Box(super().forward(x))
 
-    model = Model(6, 1)
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    adp = cases.adaptive(Model(6, 1))
     with FakeLoader([[4], [4]], 8, 4), pytest.raises(RuntimeError, match="holds no tensor"):
         adp(torch.randn(4, 6))
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
@@ -457,19 +417,14 @@ def test_a_model_without_tensor_outputs_can_not_accumulate() -> None:
 def test_compiled_models(backend: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = cases.samples(16)
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
-        adp = AdaptiveDataParallel(torch.compile(model, backend=backend), optimizer)
+        adp = cases.adaptive(torch.compile(model, backend=backend))
         cases.measure_always(adp)
         for _ in range(5):
-            optimizer.zero_grad()
-            loss = ((adp(x) - y) ** 2).mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss))
+            losses.append(cases.fit(adp, adp.optimizer, x, y))
     assert losses[-1] < losses[0]
     assert adp.gns.var_avg() > 0.0
 
@@ -477,7 +432,6 @@ def test_compiled_models(backend: str) -> None:
 # What surrounds it.
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_parameter_without_gradient_is_ddps_error_or_left_alone() -> None:
     model = cases.Net(unused=True)
     optimizer = cases.sgd(model)
@@ -486,24 +440,19 @@ def test_a_parameter_without_gradient_is_ddps_error_or_left_alone() -> None:
         cases.steps(adp, optimizer, 2)
 
 
-@pytest.mark.usefixtures("alone")
 def test_schedulers_before_and_after_step_without_complaint() -> None:
     model = cases.linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     adp = AdaptiveDataParallel(model, optimizer, before)
     after = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    x, y = cases.samples(4)
     for _ in range(2):
-        optimizer.zero_grad()
-        ((adp(x) - y) ** 2).mean().backward()
-        optimizer.step()
+        cases.fit(adp, optimizer, *cases.samples(4))
         before.step()
         after.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
 
 
-@pytest.mark.usefixtures("alone")
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,15 +480,12 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(
     assert torch.equal(cases.flat(adp.module), cases.flat(resumed.module))
 
 
-@pytest.mark.usefixtures("alone")
 def test_two_models_need_two_names() -> None:
-    first, second = cases.linear(), cases.linear()
-    AdaptiveDataParallel(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    cases.adaptive()
     with pytest.raises(ValueError, match="name"):
-        AdaptiveDataParallel(second, torch.optim.SGD(second.parameters(), lr=0.1))
+        cases.adaptive()
 
 
-@pytest.mark.usefixtures("alone")
 def test_wrong_arguments_are_named() -> None:
     model, other = cases.linear(), cases.linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -563,7 +509,6 @@ def test_wrong_arguments_are_named() -> None:
     AdaptiveDataParallel(model, optimizer)  # as after a mistake in a notebook
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_optimizer_is_not_scaled_by_two_rules() -> None:
     """It would step at the learning rate times both factors."""
     first, second = cases.linear(), cases.linear()
@@ -571,12 +516,6 @@ def test_an_optimizer_is_not_scaled_by_two_rules() -> None:
     AdaptiveDataParallel(first, optimizer, name="first")
     with pytest.raises(ValueError, match="'first' already: make one for each"):
         AdaptiveDataParallel(second, optimizer, name="second")
-
-
-def test_no_process_group_is_said() -> None:
-    model = cases.linear()
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 class Writer(dict[str, float]):
@@ -587,10 +526,8 @@ class Writer(dict[str, float]):
         self[tag] = value
 
 
-@pytest.mark.usefixtures("alone")
 def test_tensorboard_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, writer = cases.linear(), Writer()
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    adp, writer = cases.adaptive(), Writer()
     adp.to_tensorboard(writer, 7, "train")
     assert writer["train/Gain"] == 1.0
     assert writer["train/Learning_Rate_Factor"] == 1.0
@@ -600,19 +537,13 @@ def test_tensorboard_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     adp.to_tensorboard(None, 7)  # as the loader's: others than rank 0 need no writer
 
 
-@pytest.mark.usefixtures("alone")
 def test_adamscale_for_an_optimizer_without_second_moments_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = cases.linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    adp = AdaptiveDataParallel(model, optimizer, scaling_rule=scaling_rules.AdamScale())
+    adp = cases.adaptive(rate=0.01, scaling_rule=scaling_rules.AdamScale())
     adp.gns.gap = 40
     for step in range(70):
-        x, y = cases.samples(16, step)
-        optimizer.zero_grad()
-        ((adp(x) - y) ** 2).mean().backward()
-        optimizer.step()
+        cases.fit(adp, adp.optimizer, *cases.samples(16, step))
     insides.collect(adp)
     assert not adp.gns.known
     assert adp.gns.lr_gain(8.0).tolist() == [1.0]
@@ -621,7 +552,6 @@ def test_adamscale_for_an_optimizer_without_second_moments_is_said_once(
     assert adp.gns._next == 90, "it is not tried in every step"
 
 
-@pytest.mark.usefixtures("alone")
 def test_factors_of_several_groups_are_told_apart_and_their_mean_by_adaptdls_tag() -> None:
     model, writer = cases.linear(), Writer()
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
@@ -638,27 +568,21 @@ def test_factors_of_several_groups_are_told_apart_and_their_mean_by_adaptdls_tag
     }
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_model_in_eval_is_trained_if_its_optimizer_steps() -> None:
     """To freeze BatchNorm's running means. Uneven batches weigh what they should from the first one on."""
-    model, whole = cases.linear(), cases.linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adp = AdaptiveDataParallel(model, optimizer)
+    adp, whole = cases.adaptive(), cases.linear()
     adp.eval()
     x, y = cases.samples(4)
     with FakeLoader([[3]], 4, 3, training_loader_undecided=True) as loader:
         ((adp(x[:3]) - y[:3]) ** 2).mean().backward()
         assert not loader.training
-        optimizer.step()
+        adp.optimizer.step()
         assert loader.training
     assert adp.initial_batch_size == 4
-    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
-    ((whole(x[:3]) - y[:3]) ** 2).mean().backward()
-    theirs.step()
-    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in whole.parameters()])
+    cases.fit(whole, torch.optim.SGD(whole.parameters(), lr=0.1), x[:3], y[:3])
+    assert_close([p.detach() for p in adp.parameters()], [p.detach() for p in whole.parameters()])
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("clip", [False, True])
 def test_a_fused_optimizers_steps_with_inf_are_not_counted(clip: bool) -> None:
     model = cases.linear()
@@ -676,20 +600,16 @@ def test_a_fused_optimizers_steps_with_inf_are_not_counted(clip: bool) -> None:
     assert (adp.gns.steps, adp.gns.skipped, adp.gns.get_progress()) == (2, 2, 2.0)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("unscale", [False, True])
 def test_accumulating_with_a_gradscaler_that_was_not_given_names_the_remedy(unscale: bool) -> None:
-    model = cases.linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adp = AdaptiveDataParallel(model, optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    adp = cases.adaptive()
+    optimizer, scaler = adp.optimizer, torch.amp.GradScaler("cpu", init_scale=4.0)
     with FakeLoader([[4], [4]], 8, 4):
         scaler.scale(adp(cases.samples(4)[0]).square().mean()).backward()
         with pytest.raises(RuntimeError, match="pass it as mp_scaler"):
             scaler.unscale_(optimizer) if unscale else scaler.step(optimizer)
 
 
-@pytest.mark.usefixtures("alone")
 def test_parameter_groups_that_come_later_are_refused() -> None:
     model = cases.linear()
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
@@ -700,23 +620,17 @@ def test_parameter_groups_that_come_later_are_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel])
 def test_copies_are_of_the_module(copied: Any) -> None:
-    model = cases.linear()
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    adp = cases.adaptive()
     with pytest.raises(TypeError, match=r"AveragedModel\(model\.module\)"):
         copied(adp)
     copied(adp.module)
 
 
-@pytest.mark.usefixtures("alone")
 def test_progress_is_that_of_the_model_that_has_come_furthest() -> None:
     """A WGAN's judge steps more often than its generator."""
-    made = []
-    for name in ("judge", "generator"):
-        model = cases.linear()
-        made.append(AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name))
+    made = [cases.adaptive(name=name) for name in ("judge", "generator")]
     told = []
     for step in range(6):
         for adp in made if step % 3 == 2 else made[:1]:
@@ -727,12 +641,9 @@ def test_progress_is_that_of_the_model_that_has_come_furthest() -> None:
     assert told[-1] == 6.0
 
 
-@pytest.mark.usefixtures("alone")
 def test_compiled_from_outside_with_accumulation() -> None:
     """What we do around the module is not compiled: it would be anew for every micro-batch."""
-    model, whole = cases.linear(), cases.linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    adp = AdaptiveDataParallel(model, optimizer)
+    adp, whole = cases.adaptive(rate=0.0), cases.linear()
     compiled = torch.compile(adp, backend="aot_eager")
     x, _ = cases.samples(48)
     whole(x).square().mean().backward()
@@ -741,7 +652,7 @@ def test_compiled_from_outside_with_accumulation() -> None:
     with limited, FakeLoader([[4]] * 12, 48, 4) as loader:
         for loader.chunk in range(12):
             compiled(x[4 * loader.chunk :][:4]).square().mean().backward()
-    assert_close([p.grad for p in model.parameters()], [p.grad for p in whole.parameters()])
+    assert_close([p.grad for p in adp.parameters()], [p.grad for p in whole.parameters()])
 
 
 @pytest.mark.processes

@@ -264,8 +264,8 @@ def test_forms_are_compared_again_and_the_oldest_are_forgotten() -> None:
 
 def test_a_failed_backward_pass_leaves_nothing_behind() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adp = AdaptiveDataParallel(model, optimizer)
+    adp = cases.adaptive(model)
+    optimizer = adp.optimizer
     cases.measure_always(adp)
 
     def fail(_: torch.Tensor) -> None:
@@ -293,8 +293,8 @@ def test_a_backward_pass_through_two_forward_passes_adds_their_variances() -> No
     """Two passes with equal batches have twice the variance of one."""
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    adp = AdaptiveDataParallel(model, optimizer)
+    adp = cases.adaptive(model, 0.0)
+    optimizer = adp.optimizer
     cases.measure_always(adp)
     found: dict[int, list[float]] = {1: [], 2: []}
     record = adp.gns.record

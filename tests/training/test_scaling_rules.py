@@ -105,9 +105,7 @@ def test_a_step_is_torchs_at_the_scaled_learning_rate(rule: Any) -> None:
     with FakeLoader([[12]], 4, 12):
         for _ in range(4):
             for model, optimizer in ((adp, adp.optimizer), (oracle, theirs)):
-                optimizer.zero_grad()
-                ((model(x) - y) ** 2).mean().backward()
-                optimizer.step()
+                cases.fit(model, optimizer, x, y)
     assert adp.scale == 3.0
     assert torch.equal(cases.flat(adp.module), cases.flat(oracle))
     assert [group["lr"] for group in adp.optimizer.param_groups] == [0.1, 0.5], "put back"
@@ -131,9 +129,7 @@ def test_adams_square_root_rule_is_malladis(kind: Any, decay: float, scaled_deca
     with FakeLoader([[16]], 4, 16):
         for _ in range(4):
             for net, optimizer in ((adp, adp.optimizer), (oracle, theirs)):
-                optimizer.zero_grad()
-                ((net(x) - y) ** 2).mean().backward()
-                optimizer.step()
+                cases.fit(net, optimizer, x, y)
     assert adp.scale == 4.0
     torch.testing.assert_close(cases.flat(adp.module), cases.flat(oracle), rtol=1e-6, atol=0.0)
     [group] = adp.optimizer.param_groups
@@ -239,12 +235,9 @@ class AdamWScheduleFree(torch.optim.Optimizer):
 
 def test_the_noise_scale_of_an_optimizer_that_counts_steps_by_group() -> None:
     adp = model_with(None, AdamWScheduleFree)
-    x, y = cases.samples(12)
     with FakeLoader([[12]], 4, 12):
         for _ in range(15):
-            adp.optimizer.zero_grad()
-            ((adp(x) - y) ** 2).mean().backward()
-            adp.optimizer.step()
+            cases.fit(adp, adp.optimizer, *cases.samples(12))
     assert adp.gns.known
     # the same gradient in every step, since nothing moves: P is its absolute value
     weight, (group, *_) = adp.module.weight, adp.optimizer.param_groups
@@ -291,11 +284,6 @@ def test_a_rule_of_ones_own() -> None:
     with pytest.raises(NotImplementedError, match="ScalingRuleBase"):
         scaling_rules.ScalingRuleBase().scale_lr(1.0)
     with pytest.raises(RuntimeError, match="one Fixed serves one model"):
-        AdaptiveDataParallel(
-            other := cases.linear(),
-            torch.optim.SGD(other.parameters(), lr=0.1),
-            scaling_rule=adp.scaling_rule,
-            name="b",
-        )
+        cases.adaptive(scaling_rule=adp.scaling_rule, name="b")
     with pytest.raises(RuntimeError, match="not in use"):
         _ = Fixed().adp

@@ -17,7 +17,10 @@ import adaptdl_elastic.torch as adl
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 # torch's own, of DDP and derivatives of derivatives
-pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("alone"),
+    pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning"),
+]
 
 Backward = Callable[[torch.Tensor], None]
 
@@ -28,7 +31,7 @@ def net() -> nn.Module:
 
 
 def wrapped(model: nn.Module, **options: Any) -> AdaptiveDataParallel:
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    adp = cases.adaptive(model, 0.0, **options)
     cases.measure_always(adp)
     return adp
 
@@ -70,7 +73,6 @@ def two_inputs(model: Any, x: torch.Tensor) -> torch.Tensor:
 SIZES = [[[8], [8]], [[8], [5]], [[8], [5], [3]], [[5]]]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("window", SIZES, ids=str)
 @pytest.mark.parametrize("backward", [once, in_halves])
 @pytest.mark.parametrize("loss", [penalised, squared, with_decay, two_inputs])
@@ -92,7 +94,6 @@ def test_the_sum_is_the_whole_batchs_gradient(
     torch.testing.assert_close(gradient(model), gradient(whole))
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("zero", [True, False])
 def test_a_pass_behind_step_counts_unless_zero_grad_comes(zero: bool, scaled: bool) -> None:
@@ -116,7 +117,6 @@ def test_a_pass_behind_step_counts_unless_zero_grad_comes(zero: bool, scaled: bo
     torch.testing.assert_close(gradient(model), gradient(whole))
 
 
-@pytest.mark.usefixtures("alone")
 def test_what_is_differentiated_is_as_without_us() -> None:
     """On uneven batches too."""
     model = net()
@@ -131,7 +131,6 @@ def test_what_is_differentiated_is_as_without_us() -> None:
     assert not adp.gns.accum_count
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_backward_pass_to_given_parameters_counts() -> None:
     whole, model = net(), net()
     x = torch.randn(16, 6)
@@ -143,7 +142,6 @@ def test_a_backward_pass_to_given_parameters_counts() -> None:
     torch.testing.assert_close(gradient(model), gradient(whole))
 
 
-@pytest.mark.usefixtures("alone")
 def test_outputs_are_not_copied() -> None:
     class Kept(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +154,6 @@ def test_outputs_are_not_copied() -> None:
         assert adp(torch.randn(8, 6)) is model.output
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_parameter_that_is_an_output() -> None:
     class Model(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
@@ -274,7 +271,6 @@ def raise_key_error(number: int) -> None:
         raise KeyError
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("loader", [planned, Own])
 def test_half_a_window_does_not_go_into_the_next_epochs_first_step(loader: Callable[[], Any]) -> None:
     first, second = stepped(loader(), raise_key_error)
@@ -283,7 +279,6 @@ def test_half_a_window_does_not_go_into_the_next_epochs_first_step(loader: Calla
     torch.testing.assert_close([*first, *second], [of_samples(0, 8)] * 2)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("loader", [planned, Own])
 def test_the_last_window_of_a_pass_is_stepped(loader: Callable[[], Any]) -> None:
     """Of loaders of one's own, too, whose windows are not planned."""
@@ -292,13 +287,11 @@ def test_the_last_window_of_a_pass_is_stepped(loader: Callable[[], Any]) -> None
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_loader_of_ones_own_that_ends_in_mid_window_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert stepped(Own(beyond=30), lambda _: None) == [[], []]
     assert caplog.text.count("the gradients of its last 1 batches are dropped") == 2
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("every", [1, 4])
 def test_with_autoscaling_accumulation_by_hand_does_not_make_epochs_longer(every: int) -> None:
     """An epoch is as much progress as one pass makes, which is that of fewer steps."""
@@ -324,7 +317,7 @@ def variance(backward: Backward, twice: bool = False) -> tuple[float, float]:
     """Mean sqr and var at a learning rate of 0."""
     torch.manual_seed(0)
     model = nn.Linear(6, 1, bias=False)
-    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), name=f"{backward} {twice}")
+    adp = cases.adaptive(model, 0.0, name=f"{backward} {twice}")
     cases.measure_always(adp)
     insides.seed_signs(adp, 0)
     for _ in range(400):
@@ -339,14 +332,12 @@ def variance(backward: Backward, twice: bool = False) -> tuple[float, float]:
     return adp.gns.sqr_avg(), adp.gns.var_avg()
 
 
-@pytest.mark.usefixtures("alone")
 def test_halves_of_a_loss_and_derivatives_on_the_side_are_measured_as_one_loss() -> None:
     sqr, var = variance(once)
     assert variance(in_halves) == (pytest.approx(sqr, rel=0.2), pytest.approx(var, rel=0.1))
     assert variance(once, twice=True) == (pytest.approx(sqr, rel=0.2), pytest.approx(var, rel=0.1))
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_gradient_penalty_is_measured_by_successive_gradients(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     adp = wrapped(model)
@@ -359,7 +350,6 @@ def test_a_gradient_penalty_is_measured_by_successive_gradients(caplog: pytest.L
     assert caplog.text.count("its derivatives are part of the loss") == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_first_micro_batch_is_all_of_its_passes() -> None:
     """D(real) and D(fake), accumulating on one replica."""
 
@@ -367,7 +357,7 @@ def test_the_first_micro_batch_is_all_of_its_passes() -> None:
         torch.manual_seed(0)
         model = nn.Linear(32, 1, bias=False)
         nn.init.constant_(model.weight, 0.2)
-        adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), name=f"{joint}")
+        adp = cases.adaptive(model, 0.0, name=f"{joint}")
         cases.measure_always(adp)
         for _ in range(200):
             with FakeLoader([[16], [16]], 32, 16) as loader:

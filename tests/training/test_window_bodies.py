@@ -13,6 +13,8 @@ import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._runtime import consensus
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 NUMBERS = torch.randn(44, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -117,7 +119,6 @@ def loader_of(most: int) -> adl.AdaptiveDataLoader[torch.Tensor]:
     return loader
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("most", [4, 5, 12])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_it_trains_as_without_windows(body: Callable[[Any, Any, torch.Tensor], None], most: int) -> None:
@@ -136,7 +137,6 @@ def test_it_trains_as_without_windows(body: Callable[[Any, Any, torch.Tensor], N
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.usefixtures("alone")
 def test_layers_that_are_thawed_can_not_be_accumulated() -> None:
     model, optimizer = made()
     frozen: Any = model[0]  # type: ignore[index]
@@ -153,7 +153,6 @@ def test_layers_that_are_thawed_can_not_be_accumulated() -> None:
         train()
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("every", [2, 3])
 def test_an_epoch_of_two_models_by_hand_is_one_pass(every: int) -> None:
     """Both are stepped once in so many batches."""
@@ -176,7 +175,6 @@ def test_an_epoch_of_two_models_by_hand_is_one_pass(every: int) -> None:
         assert samples == len(NUMBERS)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_checkpoint_is_saved_before_a_change_that_was_agreed_on_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
