@@ -18,6 +18,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     Transition,
 )
+from adaptdl_elastic.rendezvous.text import pluralize
 from adaptdl_elastic.storage import DirectoryStorage, StorageError
 
 
@@ -77,7 +78,7 @@ class FailureReporter:
         """
         self._tracebacks.show_first(newcomers)
         goes_on = "" if stopping else ", training goes on"
-        self._say(f"generation {plan.generation} is withdrawn{goes_on}: {reason}")
+        self._say(f"the change to {pluralize(plan.replicas, 'replica')} is called off{goes_on}: {reason}")
 
     def starts_again(self, plan: Plan, saved: CheckpointRecord | None) -> None:
         """Tell that a generation starts because the one before was lost, if that is so."""

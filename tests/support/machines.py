@@ -24,7 +24,11 @@ import psutil
 from etcd_server import tied
 
 ROOT = Path(__file__).resolve().parents[2]
-CLEAN = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+CLEAN = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+    "ETCDCTL_COMMAND_TIMEOUT": "100s",
+}
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "useradd", "mount", "chroot", "bash", "tar")
 # the network is the room's own
 NETWORK = "10.0.0"
