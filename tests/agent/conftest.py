@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,12 +12,20 @@ from cluster import Cluster
 from etcd_server import EtcdServer
 
 
+@pytest.fixture(scope="session")
+def shared_etcd() -> Iterator[EtcdServer]:
+    """An etcd that stays up; each test has a cluster of its own in it."""
+    with EtcdServer() as etcd:
+        yield etcd
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """An etcd, and agents on it; all of it is gone at the end."""
-    with EtcdServer() as etcd, ExitStack() as stack:
-        made = Cluster(etcd, tmp_path, stack)
+def cluster(shared_etcd: EtcdServer, tmp_path: Path) -> Iterator[Cluster]:
+    """Agents on an etcd; all of them are gone at the end."""
+    with ExitStack() as stack:
+        made = Cluster(shared_etcd, tmp_path, stack, name=f"of-{uuid.uuid4()}")
         yield made
+        shared_etcd.resume()  # a test that has paused it may have failed
         made.write_history()
         for name, run in made.agents.items():  # pytest shows it when the test has failed
             print(f"--- {name}, exit code {run.process.poll()}\n{run.text()}")

@@ -301,7 +301,7 @@ def test_a_job_that_trains_without_its_store_is_saved_before_its_node_ends(clust
     run.wait_for_event("generation")
     endpoint, away, now = cluster.etcd.endpoint, {"ADAPTDL_ETCD_TIMEOUT": "0.5"}, [0.0]
     group, said = Group(), list[str]()
-    assert not read_look(cluster.store, Keys(), "i-1").missing
+    assert not read_look(cluster.store, cluster.keys, "i-1").missing
 
     def wait(seconds: float) -> None:
         now[0] += seconds
@@ -313,7 +313,8 @@ def test_a_job_that_trains_without_its_store_is_saved_before_its_node_ends(clust
 
     cluster.etcd.pause()
     try:
-        watch(lambda: take_look(endpoint, "default", "i-1", away), said.append, lambda: now[0], wait, 90.0)
+        name = cluster.keys.cluster
+        watch(lambda: take_look(endpoint, name, "i-1", away), said.append, lambda: now[0], wait, 90.0)
         assert run.process.poll() is None, "it trains on until it is stopped"
         end_node("i-1", stop, lambda: group, pytest.fail, wait)
     finally:

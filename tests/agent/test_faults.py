@@ -8,10 +8,8 @@ import shlex
 import shutil
 import signal
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from cluster import LONG, PLAIN, TRAIN
 from elastic_run import ElasticRun, run_agent
@@ -23,28 +21,6 @@ ELASTIC = ("--standalone", "--no-autoscale", "--nproc-per-node=2", "--checkpoint
 
 def lines_of_ours(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("adaptdl-run:")]
-
-
-def child(run: ElasticRun, word: str) -> psutil.Process:
-    """A process of this run whose command line has a word."""
-    for process in psutil.Process(run.process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if word in " ".join(process.cmdline()):
-                return process
-    raise AssertionError(f"no {word} among the processes of the run")
-
-
-@pytest.mark.essential
-def test_a_plain_ddp_script_runs_as_under_torchrun(tmp_path: Path) -> None:
-    with ElasticRun(["--standalone", "--nproc-per-node=2", PLAIN, "ddp"], tmp_path) as run:
-        assert run.wait() == 0
-        assert sorted(run.text().splitlines()) == [
-            "[rank0]: gradient 12.0",
-            "[rank0]: rank 0 of 2",
-            "[rank1]: gradient 12.0",
-            "[rank1]: rank 1 of 2",
-        ]
-        assert run.of("exit")[0]["exit_code"] == 0
 
 
 @pytest.mark.essential
@@ -174,15 +150,6 @@ def test_a_crash_has_its_signal_as_exit_code(tmp_path: Path) -> None:
         assert "SIGKILL" in run.text()
 
 
-@pytest.mark.essential
-def test_a_killed_agent_leaves_nothing_behind(tmp_path: Path) -> None:
-    with ElasticRun(["--standalone", "--nproc-per-node=2", PLAIN, "sleep"], tmp_path) as run:
-        run.pids(0)
-        run.process.kill()
-        run.process.wait()
-        assert run.orphans() == []
-
-
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "deaf")
     script = f"trap '' TERM; echo > {tmp_path / 'deaf'}; sleep 1000"
@@ -250,27 +217,6 @@ def test_a_standalone_job_that_has_ended_stays_so_with_once(tmp_path: Path) -> N
         shutil.rmtree(tmp_path / ".adaptdl")
 
 
-def test_the_coordinator_may_die_without_touching_training(tmp_path: Path) -> None:
-    with ElasticRun([*ELASTIC, TRAIN, *LONG], tmp_path) as run:
-        run.wait_for_event("generation", generation=0)
-        child(run, "coordinator").kill()
-        seen = len(run.events)
-        run.wait_for_event("epoch", after=seen)
-        run.hurry()
-        assert run.wait() == 0
-        assert len(run.of("generation")) == 1
-        assert run.samples() == dict.fromkeys(range(60), 200)
-
-
-def test_the_fork_server_may_die(tmp_path: Path) -> None:
-    with ElasticRun([*ELASTIC, TRAIN, *LONG], tmp_path, fresh=True) as run:
-        run.wait_for_event("epoch", epoch=0)
-        child(run, "fork_server").kill()
-        run.hurry()
-        assert run.wait() == 0
-        assert run.samples()[59] == 200
-
-
 def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None:
     from adaptdl_elastic.rendezvous.local import runtime_file
 
@@ -311,15 +257,6 @@ def test_each_rank_has_its_own_redirects_and_tee(tmp_path: Path) -> None:
     assert logs == {name: [name] for name in kept}
     assert sorted(done.stdout.splitlines()) == ["[default2]:2 stdout"]
     assert sorted(done.stderr.splitlines()) == ["[rank1]: 1 stderr", "[rank2]: 2 stderr"]
-
-
-def test_the_time_out_of_the_store_reaches_the_coordinator(tmp_path: Path) -> None:
-    arguments = ["--standalone", "--etcd-timeout=17", "--rdzv-id=job", TRAIN, *LONG]
-    with ElasticRun(arguments, tmp_path) as run:
-        run.wait_for_event("generation")
-        assert child(run, "coordinator").environ()["ADAPTDL_ETCD_TIMEOUT"] == "17"
-        run.hurry()
-        assert run.wait() == 0
 
 
 ONE_SAMPLE = """

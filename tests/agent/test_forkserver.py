@@ -491,20 +491,6 @@ def test_a_signal_right_behind_the_start_is_not_lost(runner: Runner, tmp_path: P
     assert runner.ended == dict.fromkeys(numbers, -signal.SIGTERM)
 
 
-def test_what_a_replica_leaves_behind_is_killed(runner: Runner, tmp_path: Path) -> None:
-    """The grandchild has the FIFO open for writing as long as it lives; it may be dead before we look."""
-    os.mkfifo(tmp_path / "life")
-    life = os.open(tmp_path / "life", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        runner.start("exec", "sh", "-c", "exec 3> life; echo >&3; sleep 1000 & exit 1")
-        assert runner.wait() == 1
-        assert os.read(life, 1) == b"\n"
-        assert select.select([life], [], [], 60)[0], "the grandchild lives"
-        assert os.read(life, 1) == b""
-    finally:
-        os.close(life)
-
-
 @contextmanager
 def alive(fifo: Path) -> Iterator[Callable[[], None]]:
     """A process that opens the FIFO for writing says a line; the function waits until it is dead."""
@@ -519,6 +505,13 @@ def alive(fifo: Path) -> Iterator[Callable[[], None]]:
         yield dead
     finally:
         os.close(life)
+
+
+def test_what_a_replica_leaves_behind_is_killed(runner: Runner, tmp_path: Path) -> None:
+    with alive(tmp_path / "life") as dead:
+        runner.start("exec", "sh", "-c", "exec 3> life; sleep 1000 & exit 1")
+        assert runner.wait() == 1
+        dead()
 
 
 STUBBORN = "trap '' TERM; exec 3> life; echo > begun; exec sleep 1000"

@@ -34,7 +34,7 @@ def test_agents_and_the_library_listen_in_the_given_range_of_ports_only(cluster:
     ours = [port for process in agents for port in listening(process)]
     assert ours, "rank 0's agent keeps a store"
     assert all(low <= port <= low + 40 for port in ours), ours
-    for item in cluster.store.range(cluster.recorder.keys.job(JOB, "generations")).items:
+    for item in cluster.store.range(cluster.keys.job(JOB, "generations")).items:
         if item.key.endswith("/master"):  # rank 0 listens there until all have come; gloo's are the kernel's
             assert low <= decode(MasterRecord, item.value).collective_port <= low + 40
     cluster.finish(first, second)
@@ -64,7 +64,7 @@ def test_a_checkpoint_on_demand_is_there_when_the_command_returns(cluster: Clust
     first.wait_for_event("generation")
     assert first.of("checkpoint") == []
     cluster.ask("checkpoint", JOB, "--wait")
-    found = cluster.store.get(cluster.recorder.keys.job(JOB, "checkpoint"))
+    found = cluster.store.get(cluster.keys.job(JOB, "checkpoint"))
     assert found is not None
     record = decode(CheckpointRecord, found.value)
     assert (cluster.saved / record.id / "manifest.json").is_file()

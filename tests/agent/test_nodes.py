@@ -12,7 +12,7 @@ import pytest
 from cluster import JOB, Cluster
 from elastic_run import marked
 
-from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import LeaderRecord, decode
 
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -73,29 +73,57 @@ def test_the_only_node_hands_over_to_another_and_leaves(cluster: Cluster) -> Non
 
 
 @pytest.mark.parametrize(
-    ("names", "killed"),
+    ("left", "killed", "what"),
     [
-        pytest.param(("first", "second"), ("second",), id="a node"),
         # rank 0 and the coordinator are on the first
-        pytest.param(("first", "second", "third"), ("first", "second"), id="all nodes but one"),
+        pytest.param(("second", "third"), ("first",), "all processes", id="the coordinator's node"),
+        pytest.param(("first",), ("second",), "agents", id="an agent"),
+        pytest.param(("third",), ("first", "second"), "agents", id="all agents but one"),
+        pytest.param(("first",), ("second",), "agents, and one comes back", id="an agent that comes back"),
     ],
 )
-def test_the_nodes_whose_agents_are_killed_are_not_missed(
-    cluster: Cluster, names: tuple[str, ...], killed: tuple[str, ...]
+def test_the_nodes_that_die_are_not_missed(
+    cluster: Cluster, left: tuple[str, ...], killed: tuple[str, ...], what: str
 ) -> None:
+    names = sorted([*left, *killed])
     runs = dict(zip(names, cluster.together(*names), strict=True))
-    (left,) = (run for name, run in runs.items() if name not in killed)
-    mine = left.of("started")[-1]["pids"].values()
-    seen = len(left.events)
-    for name in killed:
-        runs[name].process.kill()
-    alone = left.wait_for_event("generation", replicas=1, after=seen)
-    assert (alone["cause"], alone["transition"]) == ("node_lost", "recover")
-    started = left.wait_for_event("started", generation=alone["generation"])
-    assert list(started["pids"].values()) == list(mine), "in its process"
-    cluster.finish(left)
-    assert left.of("failure") == []
-    cluster.check(epochs=60, replicas=1)
+    others, dead = [runs[name] for name in left], [runs[name] for name in killed]
+    mine = [run.of("started")[-1]["pids"] for run in others]
+    standby = cluster.keys.coordinator_standby("")
+    if len(left) > 1:
+        with cluster.store.watch(standby, 1) as changes:  # from the first change that there was
+            assert any(one.value is not None for one in changes)
+        place = cluster.store.get(cluster.keys.coordinator_host)
+        assert place is not None
+        assert place.value.split("/")[0] == "first"
+    seen = len(others[0].events)
+    dying = [psutil.Process(run.process.pid) for run in dead]
+    if what == "all processes":
+        dying += [child for agent in dying for child in agent.children(recursive=True)]
+    # all stand still before the first one ends, so that none reacts to that
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in dying:
+            process.send_signal(number)
+    if what == "agents, and one comes back":
+        others.append(cluster.train("second"))
+        # alone at first, or at once with the new one
+        others[0].wait_for_event("generation", after=seen, cause="node_lost")
+        others[-1].wait_for_event("generation", placements={"first": 1, "second": 1})
+    else:
+        lost = others[0].wait_for_event("generation", after=seen, replicas=len(left))
+        assert (lost["cause"], lost["transition"]) == ("node_lost", "recover")
+        for run, before in zip(others, mine, strict=True):
+            started = run.wait_for_event("started", generation=lost["generation"])
+            assert list(started["pids"].values()) == list(before.values()), "in its process"
+    if len(left) > 1:
+        leader = cluster.store.get(cluster.keys.coordinator_leader)
+        assert leader is not None
+        # the first to stand by, or one that another agent has started since
+        stood_by = {one.key.removeprefix(standby) for one in cluster.history() if one.key.startswith(standby)}
+        assert decode(LeaderRecord, leader.value).id in stood_by
+    cluster.finish(*others)
+    assert [run.of("failure") for run in others] == [[] for _ in others]
+    cluster.check(epochs=60, replicas=len(others))
 
 
 @pytest.mark.exhaustive
@@ -126,7 +154,7 @@ def test_a_job_whose_only_node_was_killed_is_lost_when_its_lease_has_run_out(clu
     only = cluster.train("only")
     only.wait_for_event("epoch")
     cluster.wait_for_state("running")
-    keys = Keys()
+    keys = cluster.keys
     leased = [keys.node("only", JOB), keys.coordinator_leader]
     revision = cluster.store.range(keys.root).revision
     for process in marked(only.mark):  # all of the machine at once: nobody can say goodbye

@@ -17,7 +17,6 @@ from cluster import JOB, Cluster
 from fake_imds import FakeImds
 
 from adaptdl_elastic.agent.machine import interruption
-from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, Plan, decode
 
 WARNING = 120.0  # seconds from a notice to the end of the node
@@ -25,7 +24,7 @@ WARNING = 120.0  # seconds from a notice to the end of the node
 
 def next_plan_after_the_word(cluster: Cluster, victim: str) -> int:
     """The generation of the first plan that was written after the agent had said that it leaves."""
-    keys, said = Keys("default"), False
+    keys, said = cluster.keys, False
     for change in cluster.history():
         if change.key == keys.node(victim, JOB) and change.value is not None:
             said = said or decode(NodeRecord, change.value).draining
@@ -61,7 +60,7 @@ def test_a_notice_is_a_plan_within_seconds_and_nothing_is_lost(
         notice = time.time()
         services[victim].spot(WARNING)
         after = runs[survivor].wait_for_event("generation", after=seen, cause="drain")
-        item = cluster.store.get(Keys("default").job(JOB, "plan"))
+        item = cluster.store.get(cluster.keys.job(JOB, "plan"))
         assert item is not None
         plan = decode(Plan, item.value, item.key)
         assert after["placements"] == {survivor: 1}

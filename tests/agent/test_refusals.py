@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
-import psutil
 import pytest
 from cluster import JOB, PLAIN, Cluster
 from elastic_run import run_agent
@@ -40,32 +38,6 @@ def test_a_directory_or_address_that_cannot_be_used_is_named_in_one_line(
     assert line.startswith("adaptdl-run: error: ")
     for word in words:
         assert word in line
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_an_agent_that_comes_back_to_find_its_name_taken_leaves(cluster: Cluster) -> None:
-    stale = cluster.train("first")
-    stale.wait_for_event("generation")
-    other = cluster.train("second")
-    grown = cluster.scale(2, stale)["generation"]
-    family = [stale.process, *psutil.Process(stale.process.pid).children(recursive=True)]
-    key = cluster.recorder.keys.node("first", JOB)
-    with cluster.store.watch(key, cluster.store.range(key).revision + 1) as changes:
-        for process in family:
-            process.send_signal(signal.SIGSTOP)
-        assert any(change.kind == "delete" for change in changes)
-    fresh = cluster.train("first")
-    both = other.wait_for(
-        lambda e: e["event"] == "generation" and e["generation"] > grown and e["replicas"] == 2
-    )
-    assert both["placements"] == {"second": 1, "first": 1}
-    for process in family:
-        process.send_signal(signal.SIGCONT)
-    assert stale.wait() == 1
-    assert f"'first' was taken by the agent at 127.0.0.1, process {fresh.process.pid}" in stale.text()
-    cluster.finish(other, fresh)
-    cluster.check(epochs=60, replicas=2)
 
 
 def test_a_job_whose_coordinator_cannot_start_fails_with_its_last_line(

@@ -25,9 +25,6 @@ class Job:
     cluster: Cluster
     agents: list[ElasticRun]
 
-    def heard_of_the_store(self, agent: ElasticRun) -> list[str]:
-        return [str(event["state"]) for event in agent.of("store")]
-
     def train_on(self) -> None:
         """Wait until each agent's replica has gone on; rank 0's agent says so."""
         agent = self.agents[0]
@@ -52,42 +49,32 @@ class Job:
 
     def vanished(self) -> set[str]:
         """Return the nodes whose registration has vanished at some time so far."""
-        nodes = {self.cluster.recorder.keys.node(node, JOB): node for node in NODES}
+        nodes = {self.cluster.keys.node(node, JOB): node for node in NODES}
         gone = {change.key for change in self.cluster.history() if change.kind == "delete"}
         return {node for key, node in nodes.items() if key in gone}
 
 
 @contextmanager
-def two_agents(folder: Path, own_files: bool = False) -> Iterator[Job]:
+def two_agents(folder: Path) -> Iterator[Job]:
+    """Start them; the second one has a password file of its own."""
     with GuardedEtcd(folder / "etcd") as guarded, ExitStack() as stack:
         # a busy machine may take long to start etcd again, which agents must not report
         environ = {**guarded.environ, "ADAPTDL_ETCD_TIMEOUT": "60"}
         cluster = Cluster(guarded.etcd, folder, stack, guarded.admin_options(), environ)
-        files = [{}, {"ADAPTDL_ETCD_PASSWORD_FILE": str(folder / "password-of-second")} if own_files else {}]
-        if own_files:
-            (folder / "password-of-second").write_text(guarded.password_file.read_text())
-        first = cluster.train("first", env=files[0])
+        (folder / "password-of-second").write_text(guarded.password_file.read_text())
+        first = cluster.train("first")
         first.wait_for_event("generation")
-        second = cluster.train("second", env=files[1])
+        own = {"ADAPTDL_ETCD_PASSWORD_FILE": str(folder / "password-of-second")}
+        second = cluster.train("second", env=own)
         cluster.scale(2, second)
         yield Job(guarded, cluster, [first, second])
         for agent in (first, second):  # pytest shows it when the test has failed
             print(agent.text())
 
 
-def test_a_password_whose_file_was_written_first_is_rotated_unnoticed(tmp_path: Path) -> None:
-    with two_agents(tmp_path) as job:
-        job.guarded.write_password(NEXT_PASSWORD)
-        job.train_on()
-        job.guarded.change_password(NEXT_PASSWORD)
-        job.train_on()
-        job.resize()
-        assert [job.heard_of_the_store(agent) for agent in job.agents] == [[], []]
-        assert job.vanished() == set()
-        job.finish()
-
-
-def test_a_password_that_the_store_refuses_for_longer_than_a_lease(tmp_path: Path) -> None:
+def test_a_password_that_the_store_refuses_for_longer_than_a_lease_and_whose_files_come_one_by_one(
+    tmp_path: Path,
+) -> None:
     with two_agents(tmp_path) as job:
         job.guarded.change_password(NEXT_PASSWORD)
         for agent in job.agents:
@@ -96,30 +83,16 @@ def test_a_password_that_the_store_refuses_for_longer_than_a_lease(tmp_path: Pat
         refused = job.agents[0].adaptdl("ls", "--etcd", job.guarded.etcd.endpoint, env=job.guarded.environ)
         assert refused.returncode == 1
         assert "refused the login" in refused.stderr
-        for _ in range(3):
-            job.train_on()
-        job.guarded.write_password(NEXT_PASSWORD)
-        for agent in job.agents:
+        for agent, file in zip(
+            job.agents, (job.guarded.password_file, tmp_path / "password-of-second"), strict=True
+        ):
+            for _ in range(3):
+                job.train_on()
+            file.write_text(NEXT_PASSWORD)
             agent.wait_for_event("store", state="back")
             assert "the store refuses us, training goes on: etcd refused the login" in agent.text()
             assert "the store lets us in again" in agent.text()
             assert "password" in agent.of("store")[0]["message"]
-        job.resize()
-        assert job.vanished() == set()
-        job.finish()
-
-
-def test_a_node_whose_password_file_comes_later_than_the_others(tmp_path: Path) -> None:
-    with two_agents(tmp_path, own_files=True) as job:
-        job.guarded.change_password(NEXT_PASSWORD)
-        for agent in job.agents:
-            agent.wait_for_event("store", state="refused")
-        job.guarded.write_password(NEXT_PASSWORD)
-        job.agents[0].wait_for_event("store", state="back")
-        for _ in range(3):
-            job.train_on()
-        (tmp_path / "password-of-second").write_text(NEXT_PASSWORD)
-        job.agents[1].wait_for_event("store", state="back")
         job.resize()
         assert job.vanished() == set()
         job.finish()

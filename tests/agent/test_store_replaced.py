@@ -36,12 +36,14 @@ def test_a_job_goes_on_in_a_store_that_has_lost_it(tmp_path: Path, how: str) -> 
         first = start("first")
         first.wait_for_event("generation", replicas=1)
         if how == "older":
-            etcd.terminate()
+            etcd.kill()
             shutil.copytree(data, backup)
-            etcd.start()
+            etcd.start()  # with its own data
         second = start("second")
         scale(2)
         etcd.kill()
+        seen = len(first.events)
+        first.wait_for_event("epoch", after=seen)  # training goes on meanwhile
         shutil.rmtree(data)
         if how == "older":
             shutil.copytree(backup, data)
@@ -57,3 +59,4 @@ def test_a_job_goes_on_in_a_store_that_has_lost_it(tmp_path: Path, how: str) -> 
         (tmp_path / "hurry").touch()
         assert (first.wait(), second.wait()) == (0, 0)
         assert not first.of("failure")
+        assert first.samples() == dict.fromkeys(range(60), 200)

@@ -133,14 +133,6 @@ def test_a_server_of_another_user_is_refused(server: LocalServer, monkeypatch: p
         connect(server.endpoint, options=PATIENT)
 
 
-def test_a_store_that_was_closed_opens_no_connection_again(store: LocalStore) -> None:
-    """The thread that renews leases may come so late; its connection would never be closed."""
-    store.put("/a", "1")
-    store.close()
-    with pytest.raises(StoreUnavailableError, match="closed"):
-        store.get("/a")
-
-
 @pytest.mark.processes
 def test_a_client_that_is_killed_loses_its_lease_and_leaves_no_thread(
     server: LocalServer, store: LocalStore

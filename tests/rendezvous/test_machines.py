@@ -119,32 +119,6 @@ def test_machines_reach_each_other_by_name(room: Room) -> None:
     assert "Connection refused" in said
 
 
-def test_users_are_of_a_machine_and_have_the_same_numbers_where_the_same_blocks_ran(room: Room) -> None:
-    numbers = room.everywhere("useradd --create-home everyone; id -u everyone")
-    assert numbers["first"] == numbers["second"]
-    room.bash("useradd alone", "first")
-    room.bash("! id alone 2>/dev/null", "second")
-    assert "alone" not in Path("/etc/passwd").read_text()
-    room.everywhere("echo secret > mine; chmod 600 mine", "everyone", "/home/everyone")
-    assert room.bash("cat mine", "first", "everyone", "/home/everyone") == "secret\n"
-
-
-def test_a_copy_keeps_rights_and_owners_by_name(room: Room) -> None:
-    room.bash(
-        "useradd filler; useradd owner; install -d -o owner -m 700 /etc/own; echo x > /etc/own/key", "first"
-    )
-    room.bash("chown owner /etc/own/key; chmod 600 /etc/own/key", "first")
-    room.bash("useradd owner", "second")
-    room.copy("/etc/own", "first", "second")
-    assert room.bash("stat -c '%U %a' /etc/own /etc/own/key", "second") == "owner 700\nowner 600\n"
-
-
-def test_the_environment_is_there_for_every_user(room: Room) -> None:
-    room.install_ourselves("/opt/ourselves")
-    said = room.everywhere("/opt/ourselves/bin/python -c 'import adaptdl_elastic; print(1)'", "nobody")
-    assert set(said.values()) == {"1\n"}
-
-
 def members(spaces: list[str]) -> list[psutil.Process]:
     """Return the processes of these process id namespaces."""
     found = []

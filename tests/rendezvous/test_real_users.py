@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,7 @@ NODES = ("node0", "node1")
 TRAIN = (Path(__file__).parents[1] / "agent" / "scripts" / "train.py").read_text()
 # as after the page's `export PATH`; the commands wait as long as a busy machine needs to start an etcd
 ON_PATH = {"PATH": "/opt/adaptdl/bin:/usr/sbin:/usr/bin:/sbin:/bin", "ADAPTDL_ETCD_TIMEOUT": "60"}
+BASH = ("howto/several-nodes.md", "bash")
 WAITER = shlex.quote(str(ROOT / "tests" / "support" / "store_waiter.py"))
 AS_ON_NODES = "set -a; source /etc/adaptdl/node.env; set +a\n"
 
@@ -61,10 +63,9 @@ class Cluster:
 
     def __init__(self, room: Room, logs: Path) -> None:
         self.room, self.logs = room, logs
-        trainer, etcd_user = blocks("howto/several-nodes.md", "bash", "test_real_users")
-        certificates, self.users = blocks("explanation/security.md", "bash", "test_bare_metal")
+        trainer, *_, etcd_user, self.doctor, self.typed = blocks(*BASH, "test_real_users")
+        certificates, users, self.rotation = blocks("explanation/security.md", "bash", "test_real_users")
         (self.person,) = blocks("howto/access.md", "bash", "test_real_users")
-        (self.rotation,) = blocks("explanation/security.md", "bash", "test_real_users")
         room.everywhere(trainer)
         if "etcd:" not in room.read("/etc/passwd", "etcd0"):  # Debian's package has brought it
             room.bash(etcd_user, "etcd0")
@@ -72,7 +73,7 @@ class Cluster:
         for name in ("ca.pem", "node.pem", "node-key.pem"):
             room.copy(f"/etc/adaptdl/pki/{name}", "etcd0", *NODES)
         self.etcd = self.start("etcd", one_of("howto/several-nodes.md", "ini", "Description=etcd"), "etcd0")
-        room.bash(self.users, "etcd0")
+        room.bash(users, "etcd0")
         room.copy("/etc/adaptdl/password", "etcd0", *NODES)
         variables = one_of("howto/several-nodes.md", "ini", "ADAPTDL_ETCD_PASSWORD_FILE=")
         room.write("/etc/adaptdl/node.env", variables, *NODES)
@@ -171,17 +172,16 @@ def test_the_pages_with_their_users_rights_and_units(cluster: Cluster) -> None:
         for path, users in paths.items():
             able = {user for user in asked if cluster.can_read(user, path, machine)}
             assert able == users, f"{path} on {machine}"
-    *_, doctor, job = blocks("howto/several-nodes.md", "bash", "test_bare_metal")
-    secret, plain = blocks("howto/from-torchrun.md", "bash", "test_bare_metal")
+    secret, plain = blocks("howto/from-torchrun.md", "bash", "test_real_users")
     room.bash(secret, "node0")
     room.copy("/etc/adaptdl/secret.env", "node0", "node1")
     for node in NODES:
         assert [user for user in public if cluster.can_read(user, "/etc/adaptdl/secret.env", node)] == [
             "trainer"
         ]
-        assert "FAIL" not in room.bash(doctor, node, "trainer", "/srv/jobs/images", ON_PATH)
+        assert "FAIL" not in room.bash(cluster.doctor, node, "trainer", "/srv/jobs/images", ON_PATH)
     room.write("/srv/jobs/images/train.py", long_script(2, 0.0), *NODES)
-    said = cluster.type_on_all(job)
+    said = cluster.type_on_all(cluster.typed)
     assert "weights" in "".join(said.values())
     said = cluster.type_on_all(plain)
     ranks = [re.findall(r"weights (\S+) of rank (\d)", said[node]) for node in NODES]
@@ -212,6 +212,12 @@ def test_the_unit_on_two_nodes_while_the_password_is_replaced(cluster: Cluster) 
     assert agents[1].wait() == 0, agents[1].log.read_text()
     for agent in agents:
         assert "the store" not in agent.log.read_text()
+    assert "may not do this" in cluster.shell("adaptdl ls --cluster other", code=1)
+    assert "asks for a user" in cluster.shell(
+        "unset ADAPTDL_ETCD_USER ADAPTDL_ETCD_PASSWORD_FILE\nadaptdl ls", code=1
+    )
+    for password in (before, room.read("/etc/adaptdl/password", "node1")):
+        assert password.strip() not in cluster.etcd.log.read_text()
     assert cluster.etcd.stop() in (0, -signal.SIGTERM)  # systemd takes both for a clean end
 
 
@@ -262,9 +268,9 @@ def test_two_people_share_machines_and_keep_their_secrets(cluster: Cluster) -> N
     assert by_hand.wait(200) == 0
 
 
+@pytest.mark.essential
 def test_two_machines_to_try_it(room: Room, tmp_path: Path) -> None:
-    etcd, node, control, *_ = blocks("howto/several-nodes.md", "bash", "test_bare_metal")
-    trainer = blocks("howto/several-nodes.md", "bash", "test_real_users")[0]
+    trainer, etcd, node, control, *_ = blocks(*BASH, "test_real_users")
     for node_name in NODES:
         room.bash(trainer + "install -d -o trainer /shared/first", node_name)
     room.write("/srv/jobs/images/train.py", long_script(seconds=0.2), *NODES)
@@ -283,3 +289,16 @@ def test_two_machines_to_try_it(room: Room, tmp_path: Path) -> None:
     room.bash("touch hurry", "node0", "trainer", "/srv/jobs/images")
     assert agents["node0"].wait() == 0, agents["node0"].log.read_text()
     server.stop()
+
+
+@pytest.mark.essential
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_understands_the_units(tmp_path: Path) -> None:
+    units = [text for text in blocks("howto/several-nodes.md", "ini") if "ExecStart=" in text]
+    for number, unit in enumerate(units):
+        path = tmp_path / f"unit{number}@.service"
+        path.write_text(re.sub(r"(?<=^ExecStart=)\S+", "/bin/true", unit, flags=re.MULTILINE))
+        command = ["systemd-analyze", "verify", "--man=no", str(path)]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert path.name not in said.stderr, said.stderr
+    assert len(units) == 2

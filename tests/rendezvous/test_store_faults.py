@@ -276,13 +276,6 @@ def test_connect_without_a_server_says_what_to_look_at(clock):
         connect(f"127.0.0.1:{port}", options=StoreOptions(timeout=0.3))
 
 
-def test_a_store_that_was_closed_says_so(own_world):
-    store = own_world.client()
-    store.close()
-    with pytest.raises(StoreUnavailableError, match="closed"):
-        store.get("/a")
-
-
 def test_the_api_is_found_out():
     binary = etcd_binary("3.5") or pytest.skip("no etcd 3.5")
     quick = StoreOptions(timeout=60)

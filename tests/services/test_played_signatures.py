@@ -41,8 +41,8 @@ def test_a_record_counts_for_the_job_and_the_person_that_it_names() -> None:
 def test_a_request_counts_for_a_quarter_of_an_hour_around_its_date() -> None:
     request = ("lab", "n1", "GET", "/v1/status", signatures.digest(b""))
 
-    def asked(moment: int) -> str:
-        signature = signatures.request_text(*request, str(moment))
+    def asked(moment: int, signed: int | None = None) -> str:
+        signature = signatures.request_text(*request, str(signed or moment))
         headers = {PERSON_HEADER: "alice", SIGNATURE_HEADER: signature, TIME_HEADER: str(moment)}
         return identify(None, headers, PEOPLE, request, NOW).person
 
@@ -50,3 +50,5 @@ def test_a_request_counts_for_a_quarter_of_an_hour_around_its_date() -> None:
     for moment in (NOW - YEAR, NOW - 901, NOW + 901, NOW + YEAR):
         with pytest.raises(DeniedError, match="set the clocks"):
             asked(moment)
+    with pytest.raises(DeniedError, match="not signed"):
+        asked(NOW, signed=NOW - YEAR)

@@ -29,7 +29,8 @@ LONG = ("60", "0.1")  # epochs, seconds per step: it lasts until somebody lets i
 class Cluster:
     """`start` nodes; `check` at the end holds what happened against the protocol.
 
-    options: by which the test itself is let into the store. env: of the agents, and of `adaptdl`.
+    options: by which the test itself is let into the store. env: of the agents, and of `adaptdl`. name: of
+    the cluster, whose part of the etcd is its own.
     """
 
     def __init__(
@@ -39,13 +40,15 @@ class Cluster:
         stack: ExitStack,
         options: StoreOptions | None = None,
         env: Mapping[str, str] | None = None,
+        name: str = "default",
     ) -> None:
         self.etcd, self.directory, self._stack = etcd, directory, stack
-        self._env = dict(env or {})
+        self.keys = Keys(name)
+        self._env = {"ADAPTDL_CLUSTER": name, **(env or {})}
         self.agents: dict[str, ElasticRun] = {}  # by node, or node#2 for its second agent
         self.saved = directory / "saved"
         self.store: Store = stack.enter_context(connect(etcd.endpoint, options=options))
-        self.recorder = Recorder(self.store)
+        self.recorder = Recorder(self.store, self.keys)
         stack.callback(self.recorder.close)
 
     def start(
@@ -103,7 +106,7 @@ class Cluster:
 
     def wait_for_node(self, node: str, like: str) -> str:
         """Until its agent has joined the run that the agent of the node `like` is of; that run."""
-        keys = Keys()
+        keys = self.keys
         known = self.store.range(keys.nodes)
         runs = {item.key: decode(NodeRecord, item.value).run for item in known.items}
         wanted = runs[keys.node(like, JOB)]
@@ -164,7 +167,7 @@ class Cluster:
         """Every change that there was in the store so far."""
         return self.recorder.changes()
 
-    def violations(self, keys: Keys | None = None) -> list[str]:
+    def violations(self) -> list[str]:
         """What the history checker finds."""
         logs: dict[str, Sequence[dict[str, object]]] = {name: run.events for name, run in self.agents.items()}
-        return violations(self.recorder.changes(), keys, JOB, logs)
+        return violations(self.recorder.changes(), self.keys, JOB, logs)

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 
 what = sys.argv[1] if len(sys.argv) > 1 else "hello"
 print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
@@ -11,18 +10,6 @@ if what == "raise":
     raise ValueError("boom")
 if what == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
-if what == "sleep":
-    time.sleep(1000)
-if what == "ddp":
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group("gloo")
-    model = DistributedDataParallel(torch.nn.Linear(4, 2))
-    model(torch.full((3, 4), float(dist.get_rank()))).sum().backward()
-    print(f"gradient {model.module.weight.grad.sum().item()}", flush=True)
-    dist.destroy_process_group()
 if what == "peer":  # the first time rank 1 is killed before a collective, which ends with an error on rank 0
     import torch.distributed as dist
 

@@ -16,25 +16,13 @@ import torch
 
 import adaptdl_elastic.torch as adl
 
-
-class Indices(torch.utils.data.Dataset[int]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
+SIZE = 4003
+PACE = 0.4  # seconds per step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--size", type=int, default=4003)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--pace", type=float, default=0.4, help="seconds per step")
-    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument(
         "--crash-at", type=int, default=-1, help="kill -9 the last rank there, in generation 0"
     )
@@ -42,16 +30,16 @@ def main() -> None:
 
     torch.manual_seed(3)
     adl.init_process_group("gloo")
-    loader = adl.AdaptiveDataLoader(Indices(args.size), batch_size=args.batch_size, shuffle=True)
+    loader = adl.AdaptiveDataLoader(range(SIZE), batch_size=16, shuffle=True)
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
     model = adl.AdaptiveDataParallel(net, optimizer)
     step = 0
     generation = os.environ.get("ADAPTDL_NUM_RESTARTS", "0")
-    for epoch in adl.remaining_epochs_until(args.epochs):
+    for epoch in adl.remaining_epochs_until(1):
         for indices in loader:
             optimizer.zero_grad()
-            model(indices.float().unsqueeze(1) / args.size).mean().backward()
+            model(indices.float().unsqueeze(1) / SIZE).mean().backward()
             optimizer.step()
             with (args.out / f"applied-{generation}-{adl.rank()}").open("a") as applied:
                 # behind these come repeated samples of weight 0, where another replica has the rest
@@ -62,8 +50,8 @@ def main() -> None:
                 adl.report(steps=step, replicas=adl.world_size())
             if generation == "0" and step == args.crash_at and adl.rank() == adl.world_size() - 1:
                 os.kill(os.getpid(), 9)
-            late = 8 * getattr(adl.current_dataloader(), "current_index", 0) / args.size
-            time.sleep(0 if Path("hurry").exists() else args.pace * max(1.0, late))
+            late = 8 * getattr(adl.current_dataloader(), "current_index", 0) / SIZE
+            time.sleep(0 if Path("hurry").exists() else PACE * max(1.0, late))
     (args.out / f"parameters-{adl.rank()}").write_text(repr(net.state_dict()))
 
 
