@@ -128,14 +128,14 @@ def test_a_change_that_is_withdrawn_says_whether_training_goes_on(tmp_path: Path
         if not interrupted:
             # or a later one: two seconds may be too short for the second, too
             run.wait_for(lambda event: event["event"] == "generation" and event["generation"] >= 2)
-            assert "generation 1 is withdrawn, training goes on: " in run.text()
+            assert "the change to 2 replicas is called off, training goes on: " in run.text()
             return
         wait_for_file(tmp_path / "joining", run)
         run.interrupt()
         assert run.wait() == 143, run.text()
         first, second, third = (line for line in run.text().splitlines() if line.startswith("adaptdl-run: "))
         assert first.startswith("adaptdl-run: SIGINT: saving and stopping")
-        assert second.startswith("adaptdl-run: generation 1 is withdrawn: ")
+        assert second.startswith("adaptdl-run: the change to 2 replicas is called off: ")
         assert "(exit code 143" in third
         assert "training goes on" not in run.text()
 
