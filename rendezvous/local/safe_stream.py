@@ -46,8 +46,10 @@ class Unshown:
         try:
             with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
-        except OSError:  # on a full disk it is the end of `with` that fails
+        except BaseException as error:  # on a full disk it is the end of `with` that fails
             self._text = text + self._text
+            if not isinstance(error, OSError):
+                raise
 
 
 class SafeStream(io.TextIOWrapper):

@@ -99,11 +99,14 @@ def read_text(kind: type[R], text: str | None) -> R | None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The keys under a prefix as of `revision`; a watch from `revision + 1` continues without a gap."""
+    """The keys under a prefix as of `revision`; a watch from `revision + 1` continues without a gap.
+
+    `prefix` is the one that `range` was given.
+    """
 
     items: tuple[KeyValue, ...]
     revision: int
-    prefix: str = ""
+    prefix: str
 
 
 class Lease(ABC):

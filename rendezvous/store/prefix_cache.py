@@ -34,11 +34,12 @@ Difference = tuple[str, Entry[T] | None, Entry[T] | None]
 
 
 class PrefixCache(Generic[T]):
-    """The keys under one prefix or several, kept current with what `Follow` yields.
+    """The keys under one prefix, or several that do not overlap, kept current with what `Follow` yields.
 
     * It is `whole` from the first snapshot on. Before, it holds what changes have told.
     * A snapshot is the truth, even if it is older than what is held: the store may have lost its data. Keys
-      that are not in it are dropped. A key of the same revision (0: unknown) and value is left as it is.
+      that are not in it are dropped. A key of the same revision (0: unknown) and value is left as it is. An
+      equal value at another revision counts as different.
     * A change that is not newer than what is held of its key, or than the last snapshot, changes nothing. So
       it may arrive twice, and a process may apply its own writes before the watch reports them.
     * A value that cannot be read (garbage, or a record of a newer version) is reported to `refuse`. The last
@@ -118,7 +119,8 @@ class PrefixCache(Generic[T]):
             after = Entry(item, self._read(item))
         except ValueError as error:
             self._refuse(item.key, error)
-            stays = before is not None and item.create_revision in (before.item.create_revision, unknown)
+            made = {item.create_revision, unknown if before is None else before.item.create_revision}
+            stays = len(made) == 1 or unknown in made
             after = Entry(item, before.record if before is not None and stays else None, readable=False)
         self._entries[item.key] = after
         return [(item.key, before, after)]

@@ -11,13 +11,17 @@ from adaptdl_elastic.agent.cluster.store_view import StoreView
 from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
+    Cause,
     CheckpointRecord,
     DrainRequest,
     EndedRecord,
     JobRequest,
+    JobSpec,
     MasterRecord,
     NodeRecord,
     Outcome,
+    Plan,
+    Transition,
     encode,
 )
 from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
@@ -33,8 +37,11 @@ def changed(key: str, value: str | None) -> Change:
 
 
 def snapshot(prefix: str, values: dict[str, str]) -> Snapshot:
-    """A copy of a store that has been filled just now, so that no revision is known."""
-    return Snapshot(tuple(KeyValue(key, value, 0, 0) for key, value in values.items()), 0, prefix)
+    """A copy of a store in which every value was written just now."""
+    items = [
+        KeyValue(key, value, revision, revision) for (key, value), revision in zip(values.items(), REVISIONS)
+    ]
+    return Snapshot(tuple(items), next(REVISIONS), prefix)
 
 
 def node(name: str, job: str = "job") -> tuple[str, str]:
@@ -73,19 +80,31 @@ def test_records_of_the_job_become_events(view: StoreView) -> None:
     assert told == [d.MasterSeen(master), d.EndedSeen(2, "a", Outcome.STOPPED)]
 
 
-def test_what_is_known_is_not_told_again_after_a_gap(view: StoreView) -> None:
-    key, texts = (
-        KEYS.generation("job", 3, "master"),
-        [encode(MasterRecord(3, "10.0.0.1", n, 6)) for n in (4, 5)],
-    )
-    assert len(list(view.apply(changed(key, texts[0])))) == 1
-    assert list(view.apply(snapshot(KEYS.job("job"), {key: texts[0]}))) == []
-    assert len(list(view.apply(snapshot(KEYS.job("job"), {key: texts[1]})))) == 1
-    assert list(view.apply(snapshot(KEYS.job("job"), {key: texts[1]}))) == []
-    # revisions begin again in a store that has lost its data and was given back what was known
-    list(view.apply(Change("put", key, texts[1], 1000)))
-    assert list(view.apply(snapshot(KEYS.job("job"), {key: texts[1]}))) == []
-    assert len(list(view.apply(Change("put", key, texts[0], 2)))) == 1
+def test_known_values_are_told_again_only_by_a_store_that_was_filled_again(view: StoreView) -> None:
+    key, prefix = KEYS.generation("job", 3, "master"), KEYS.job("job")
+    texts = [encode(MasterRecord(3, "10.0.0.1", n, 6)) for n in (4, 5)]
+
+    def told(text: str, revision: int) -> int:
+        """How many events a copy of the store brings."""
+        items = (KeyValue(key, text, min(revision, 1000), revision),)
+        return len(list(view.apply(Snapshot(items, revision, prefix))))
+
+    assert len(list(view.apply(Change("put", key, texts[0], 1000)))) == 1
+    assert told(texts[0], 1000) == 0
+    assert (told(texts[1], 1001), told(texts[1], 1001)) == (1, 0)
+    assert (told(texts[1], 3), told(texts[1], 3)) == (1, 0)
+    assert len(list(view.apply(Change("put", key, texts[0], 4)))) == 1
+
+
+def test_changes_of_a_store_to_which_lost_records_were_written_back_count(view: StoreView) -> None:
+    job = KEYS.job("job")
+    plans = [Plan("job", "run", n, (), Cause.POLICY, Transition.RESTART, "why") for n in (3, 4)]
+    records = {f"{job}plan": encode(plans[0]), f"{job}spec": encode(JobSpec("job", "run"))}
+    list(view.apply(snapshot(job, records)))
+    lost = view.lost_records(Snapshot((), 0, job))
+    assert {item.key: item.value for item in lost} == records
+    assert list(view.apply(Snapshot(tuple(lost), 0, job))) == []
+    assert list(view.apply(Change("put", f"{job}plan", encode(plans[1]), 1))) == [d.PlanSeen(plans[1])]
 
 
 def test_requests_are_kept(view: StoreView) -> None:

@@ -239,7 +239,7 @@ class Garbage:
                 self.past(job, self.random.choice((0, 1, 2, 5, 10**6)))
             if self.maybe(0.5):
                 self.status(job)
-        return Snapshot(tuple(self.items), len(self.items))
+        return Snapshot(tuple(self.items), len(self.items), "")
 
     def spec(self, job: str) -> None:
         pick = self.random.choice

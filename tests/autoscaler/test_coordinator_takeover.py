@@ -243,4 +243,4 @@ def test_every_leader_sees_the_jobs_in_the_order_of_their_names() -> None:
     keys, names = Keys("lab"), [f"job-{number:02d}" for number in range(20)]
     specs = [(keys.job(name, "spec"), encode(JobSpec(name, "run"))) for name in names]
     items = tuple(KeyValue(key, text, revision, revision) for revision, (key, text) in enumerate(specs, 1))
-    assert list(view_of(keys, Snapshot(items, len(items)), 0.0, 0.0).jobs) == names
+    assert list(view_of(keys, Snapshot(items, len(items), ""), 0.0, 0.0).jobs) == names

@@ -57,7 +57,7 @@ def job(tmp_path: Path) -> Any:
     return lambda **settings: Job(tmp_path, **settings)
 
 
-@pytest.mark.parametrize(("replicas", "size"), [(1, 61), (2, 61), (3, 61), (3, 1), (3, 2), (3, 4)])
+@pytest.mark.parametrize(("replicas", "size"), [(3, 61), (1, 61), (2, 61), (3, 1), (3, 2), (3, 4)])
 def test_without_any_change(job: Any, replicas: int, size: int) -> None:
     """Also with fewer samples than replicas."""
     run = job(size=size, epochs=2)
@@ -84,7 +84,7 @@ GENERATIONS: dict[str, tuple[dict[str, Any], list[tuple[int, Stop]], int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GENERATIONS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.essential) for name in GENERATIONS])
 def test_through_several_generations(job: Any, name: str) -> None:
     settings, stopped, last = GENERATIONS[name]
     run, epochs = job(**settings), settings.get("epochs", 1)

@@ -48,10 +48,10 @@ def check(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> Non
     ("sizes", "given"),
     [
         ((1, 3, 2, 4, 1), {"epochs": 2}),
-        ((2, 3, 1), {"accumulate": 3}),
-        ((1, 2), {"workers": 1}),
+        pytest.param((2, 3, 1), {"accumulate": 3}, marks=pytest.mark.essential),
+        pytest.param((1, 2), {"workers": 1}, marks=pytest.mark.essential),
         ((1, 2), {"workers": 1, "persistent": True}),
-        ((1, 2), {"stream": True}),
+        pytest.param((1, 2), {"stream": True}, marks=pytest.mark.essential),
     ],
     ids=str,
 )

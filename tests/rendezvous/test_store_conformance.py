@@ -85,6 +85,7 @@ def test_prefixes_end_where_they_end(world):
     assert names("job1") == ["job1/plan", "job10/plan"]
     assert names("job") == ["job/plan", "job1/plan", "job10/plan", "jobs"]
     assert names("nothing") == []
+    assert store.range(world.prefix + "job1").prefix == world.prefix + "job1"
     assert store.delete_prefix(world.prefix + "job1") == 2
     assert names("") == ["job/plan", "jobs", "other/job1"]
     assert store.delete_prefix(world.prefix + "job1") == 0

@@ -1,7 +1,8 @@
 """Select tests: `--quick` (no process), `--once` (every feature once), `--rest` (what `--once` leaves out).
 
 A test that starts processes has the marker `processes`, `etcd` or `slow`, or its module has. Of such tests
-`--once` takes the first case of each parametrised function. Neither `--quick` nor `--once` takes a test that
+`--once` takes the first case of each parametrised function, and the cases with a marker `essential` of their
+own. Neither `--quick` nor `--once` takes a test that
 is `exhaustive` unless it is `essential`. `--quick` checks that its tests start no process.
 
 Where ADAPTDL_TESTS_MAY_SKIP names a list of reasons, a test that is skipped for another reason fails.
@@ -90,7 +91,9 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
     found, seen = set(), set[str]()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if _exhaustive(item) or (_starts_processes(item) and name in seen):
+        case = getattr(item, "callspec", None)
+        essential = case is not None and any(mark.name == "essential" for mark in case.marks)
+        if _exhaustive(item) or (_starts_processes(item) and name in seen and not essential):
             found.add(item)
         seen.add(name)
     return found
