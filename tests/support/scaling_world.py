@@ -72,6 +72,7 @@ class World:
         self.at_risk: set[str] = set()
         self.log: list[object] = []
         self.last: Step | None = None
+        self.dearest = 0.0  # of all ticks
 
     def tick(self, seconds: float = 10.0) -> Step:
         self.now += seconds
@@ -93,6 +94,7 @@ class World:
         for action in done.actions:
             self._act(action)
         self.last = done
+        self.dearest = max(self.dearest, done.hourly_cost)
         return done
 
     def look(self) -> Capacity:
