@@ -263,6 +263,7 @@ def test_a_cheap_pool_that_has_none_to_give_does_not_change_the_price_of_what_it
             [],
             "--min-nodes 12 is more than the pools may have: their Max is 10",
         ),
+        ({"deadlines": {"train": 1020.0}}, [job()], "train: its deadline cannot be met"),
         ({"deadlines": {"train": 1e9}}, [job()], ""),
     ],
 )
