@@ -31,7 +31,7 @@ from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobState, JobStatus, LeaderRecord, Plan
+from adaptdl_elastic.rendezvous.schema.records import JobRequest, LeaderRecord, Plan
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
@@ -150,10 +150,6 @@ class Cluster:
         request = JobRequest(replicas=replicas, stop=stop)
         self.store.put(self.keys.job(job, "request"), records.encode(request))
 
-    def status(self, job: str) -> JobStatus | None:
-        item = self.store.get(self.keys.job(job, "status"))
-        return None if item is None else records.decode(JobStatus, item.value)
-
     def size(self, job: str) -> int:
         plans = [plan for plan in self.plans if plan.job == job]
         return plans[-1].replicas if plans else 0
@@ -177,19 +173,6 @@ def fences_never_fall(plans: list[Plan]) -> bool:
             return False
         last[plan.job] = plan.fence
     return True
-
-
-def test_a_job_from_its_first_plan_to_its_end(cluster: Cluster) -> None:
-    cluster.coordinator()
-    agent = cluster.job("a")
-    cluster.until(lambda: cluster.size("a") == 4)
-    cluster.scaled("a", 2)
-    cluster.until(lambda: agent.history and agent.history[-1][1] == 2)
-    agent.finish()
-    cluster.until(lambda: agent.exit_code == 0)
-    status = cluster.status("a")
-    assert status is not None
-    assert status.state is JobState.DONE
 
 
 def test_a_leader_that_stops_is_followed_at_once(cluster: Cluster) -> None:
@@ -374,21 +357,20 @@ def test_the_store_is_restarted_and_paused_and_nobody_is_evicted(keys: Keys) -> 
         assert fences_never_fall(cluster.plans)
 
 
-def test_it_goes_when_its_parent_does(cluster: Cluster) -> None:
+@pytest.mark.parametrize("terminated", [False, True])
+def test_it_ends_when_its_parent_does_or_a_signal_says_so(cluster: Cluster, terminated: bool) -> None:
     reader, writer = os.pipe()
     process = cluster.process("--parent-fd", str(reader), pass_fds=(reader,))
     os.close(reader)
     cluster.until(cluster.leader, "a leader")
-    os.close(writer)
+    if terminated:
+        process.terminate()
+    else:
+        os.close(writer)
     assert process.wait(PATIENCE) == 0
+    if terminated:
+        os.close(writer)
     assert cluster.leader() is None  # let go of, not left to run out
-
-
-def test_a_terminated_one_ends_at_once(cluster: Cluster) -> None:
-    process = cluster.process()
-    cluster.until(cluster.leader, "a leader")
-    process.terminate()
-    assert process.wait(PATIENCE) == 0
 
 
 def test_garbage_under_the_prefix_is_said_and_survived(cluster: Cluster) -> None:
