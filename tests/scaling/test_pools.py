@@ -236,9 +236,7 @@ def test_a_cheap_pool_that_has_none_to_give_does_not_change_the_price_of_what_it
     assert world.desired["spot"] == many - 1
     world.of_jobs(job(remaining=1e9)).run(3600)
     assert world.desired["spot"] == many - 1
-    assert world.of(Release) == [] or {
-        a.instance.partition("-")[0] for a in world.of(Release) if isinstance(a, Release)
-    } == {"demand"}
+    assert world.of(Release) == [] or {a.instance.partition("-")[0] for a in world.of(Release)} == {"demand"}
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,15 @@ def test_the_node_of_rank_0_is_kept(store: MemoryStore, order: tuple[int, ...]) 
     assert drained[0] != nodes[order[0]]
 
 
+def test_a_size_that_a_person_asked_for_is_bought(store: MemoryStore) -> None:
+    """The policy is told of what the nodes there are can hold of it; the nodes must come from us."""
+    cluster = Cluster(store).submit(nodes=1).ticks(1)
+    cluster.placed()
+    cluster.ask(replicas=3)
+    cluster.tick(60)
+    assert len(cluster.instances) == 3
+
+
 def test_a_dry_run_says_and_does_nothing(store: MemoryStore) -> None:
     cluster = Cluster(store, options=LoopOptions(dry_run=True)).submit(nodes=3)
     before = store.range("").items

@@ -11,7 +11,7 @@ from scaling_world import World, job, waiting
 
 from adaptdl_elastic.autoscaler.providers.base import Pool, ProviderError
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.scaling_types import Drain, Hold, LetGo, NodeUse, Release, Request
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Drain, Hold, LetGo, Release, Request
 
 DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0, instance_type="g5.xlarge")
 SPOT = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True, instance_type="g5.xlarge")
@@ -135,7 +135,7 @@ def test_a_pool_with_nothing_to_give_is_asked_less_and_less() -> None:
     world = World(SPOT)
     world.provider.outage["spot"] = "VcpuLimitExceeded"
     world.want(2).run(3600)
-    asked = [a for a in world.of(Request) if isinstance(a, Request) and a.desired == 2]
+    asked = [a for a in world.of(Request) if a.desired == 2]
     assert 3 <= len(asked) <= 9
     assert any("VcpuLimitExceeded" in warning for warning in world.tick().warnings)
     world.provider.outage.clear()
@@ -278,20 +278,16 @@ def test_whatever_happens_bounds_hold_and_all_is_well_in_the_end(story: list[tup
     assert (world.running, set(world.desired.values())) == ([], {0})
 
 
-def test_what_a_changing_job_has_or_is_to_have_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_changing_job_has_or_is_to_have_stays() -> None:
     world = World(DEMAND, settings=ScalingSettings(idle_after=3600.0))
     world.jobs = (waiting("a", 4),)
     world.until_running(4)
     holds, waits, *_ = sorted(world.running)
-    works = world.nodes_in_use
-
-    def nodes() -> dict[str, NodeUse]:
-        found = works()
-        found[holds] = replace(found[holds], replicas={"c": 1})
-        found[waits] = replace(found[waits], replicas={}, planned=frozenset({"c"}))
-        return found
-
-    monkeypatch.setattr(world, "nodes_in_use", nodes)
+    world.adjust = lambda found: {
+        **found,
+        holds: replace(found[holds], replicas={"c": 1}),
+        waits: replace(found[waits], replicas={}, planned=frozenset({"c"})),
+    }
     world.jobs, world.unsettled = (waiting("a", 1), waiting("c", 1)), frozenset({"c"})
     world.run(1200)
     assert sorted(world.running) == [holds, waits]
