@@ -32,15 +32,9 @@ def report(pump: Pump, job: str, theta: tuple[float, ...], count: int = 20, **ch
     reached = max(replicas for _, replicas in _agent(pump, job).history)
     sizes = [size for size in (1, 2, 4, 8) if size <= reached]
     goodput = 128 * plan.replicas / measured(theta, plan.replicas, 1).optim_step_time
-    fields: dict[str, Any] = {
-        "perf_params": theta,
-        "profile": tuple(measured(theta, size, count) for size in sizes),
-        "goodput": goodput,
-        "predicted_goodput": goodput,
-        "max_profiled_replicas": reached,
-        **changes,
-    }
-    _agent(pump, job).report(plan, **fields)
+    profile = tuple(measured(theta, size, count) for size in sizes)
+    fields = {"goodput": goodput, "predicted_goodput": goodput, "max_profiled_replicas": reached}
+    _agent(pump, job).report(plan, **{"perf_params": theta, "profile": profile, **fields, **changes})
 
 
 def _agent(pump: Pump, job: str) -> FakeAgent:
@@ -61,6 +55,14 @@ def grow(pump: Pump, *jobs: str) -> None:
         for job in jobs:
             report(pump, job, GOOD_PERF)
         pump.settle().later(61)
+
+
+def asked_with(pump: Pump, job: str) -> tuple[GoodputFunction, tuple[tuple[int, float], ...]]:
+    """Return the function of the model with which the policy is asked, and its corrections by size."""
+    (model,) = (info.model for info in pump.question().jobs if info.name == job)
+    assert model is not None
+    assert model.corrections is not None
+    return GoodputFunction(model.perf_params, GradParams(1.0, 1.0), 128), tuple(model.corrections.one)
 
 
 @pytest.mark.parametrize("kind", ["", "k"])
@@ -112,14 +114,10 @@ def test_what_others_have_measured_is_told_at_the_jobs_own_speed(pump: Pump) -> 
     sizes = [size for size in (1, 2) if size <= max(plan.replicas, 2)]
     slow = tuple(2 * x for x in GOOD_PERF[:6]) + GOOD_PERF[6:]
     report(pump, "young", slow, profile=tuple(measured(GOOD_PERF, s, 9, slower=2.0) for s in sizes))
-    infos = {info.name: info for info in pump.question().jobs}
-    model = infos["young"].model
-    assert model is not None
-    assert model.corrections is not None
-    function = GoodputFunction(model.perf_params, GradParams(1.0, 1.0), 128)
+    function, corrections = asked_with(pump, "young")
     predicted = {
         count: count * 128 / function.throughput(1, count, 128, 0) / math.exp(off)
-        for count, off in model.corrections.one
+        for count, off in corrections
     }
     expected = {count: measured(GOOD_PERF, count, 9, slower=2.0).optim_step_time for count in (1, 2, 4)}
     assert predicted == pytest.approx(expected, rel=1e-9)
@@ -136,13 +134,8 @@ def test_among_others_the_latest_report_counts(pump: Pump) -> None:
     pump.settle()
     running(pump, "young", profile_key="k")
     report(pump, "young", GOOD_PERF)
-    infos = {info.name: info for info in pump.question().jobs}
-    model = infos["young"].model
-    assert model is not None
-    assert model.corrections is not None
-    own, found = model.corrections.one
+    function, (own, found) = asked_with(pump, "young")
     step = measured(GOOD_PERF, 4, 10)
-    function = GoodputFunction(model.perf_params, GradParams(1.0, 1.0), 128)
     predicted = 4 * 128 / function.throughput(1, 4, 128, 0) / step.optim_step_time
     assert (own[0], found[0]) == (1, 4)
     assert float(predicted) == pytest.approx(math.exp(found[1]))

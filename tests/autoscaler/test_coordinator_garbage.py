@@ -15,6 +15,7 @@ from coordinator_script import play
 from fake_agents import hints_of
 from prometheus_client import CollectorRegistry
 
+from adaptdl_elastic import sched_hints
 from adaptdl_elastic.autoscaler.cluster_view import ClusterCache, View, view_of
 from adaptdl_elastic.autoscaler.coordinator import decide, reactive
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
@@ -49,23 +50,24 @@ NODES = ("n1", "n2", "n3")
 def test_a_forecast_that_was_nearly_nothing_stops_nobody(pump: Pump) -> None:
     elastic(pump)
     absurd = hints_of("a", pump.plan("a").generation, 3, goodput=1e10, predicted_goodput=1e-300)
-    pump.store.put(pump.keys.job("a", "plan"), json.dumps(_without_promise(pump)))
-    pump.store.put(pump.keys.job("a", "hints"), _encoded(absurd))
+    plan = json.loads(records.encode(pump.plan("a")))
+    pump.store.put(pump.keys.job("a", "plan"), json.dumps({**plan, "predicted_goodput": None}))
+    pump.store.put(pump.keys.job("a", "hints"), sched_hints.encode(absurd))
     play(pump, "job b; node n9 b; settle -> b/running")
     error = pump.status("a").prediction_error
-    assert error is not None
-    assert math.isfinite(error)
+    assert math.isfinite(math.nan if error is None else error)
 
 
-def _without_promise(pump: Pump) -> dict[str, Any]:
-    plan: dict[str, Any] = json.loads(records.encode(pump.plan("a")))
-    return {**plan, "predicted_goodput": None}
+def break_for_a(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    """Let a function of the product fail when it is called about job `a`, its second argument."""
+    works = getattr(module, name)
 
+    def breaks(*arguments: Any, **named: Any) -> Any:
+        if arguments[1].job == "a":
+            raise ZeroDivisionError("nobody has thought of this")
+        return works(*arguments, **named)
 
-def _encoded(hints: Any) -> str:
-    from adaptdl_elastic import sched_hints
-
-    return sched_hints.encode(hints)
+    monkeypatch.setattr(module, name, breaks)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +94,12 @@ def test_rates_beyond_any_machine_are_no_hints(pump: Pump) -> None:
 
 
 STEPS = {
-    "fence": (decide, "fence_off", 1),
-    "condition": (jobs, "condition_of", 1),
-    "urgent": (reactive, "see_to", 1),
-    "question": (questions, "_job", 1),
-    "status": (decide, "describe", 1),
-    "left": (decide.garbage_collection, "collect", 1),
+    "fence": (decide, "fence_off"),
+    "condition": (jobs, "condition_of"),
+    "urgent": (reactive, "see_to"),
+    "question": (questions, "_job"),
+    "status": (decide, "describe"),
+    "left": (decide.garbage_collection, "collect"),
 }
 
 
@@ -105,18 +107,12 @@ STEPS = {
 def test_a_job_that_can_not_be_dealt_with_is_left_alone_and_said(
     pump: Pump, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, name, at = STEPS[where]
     elastic(pump)
     before = pump.plan("a")
-    works = getattr(module, name)
-
-    def breaks(*arguments: Any, **named: Any) -> Any:
-        if arguments[at].job == "a":
-            raise ZeroDivisionError("nobody has thought of this")
-        return works(*arguments, **named)
-
-    monkeypatch.setattr(module, name, breaks)
-    pump.store.put(pump.keys.job("a", "hints"), _encoded(hints_of("a", before.generation, 3, inplace=True)))
+    break_for_a(monkeypatch, *STEPS[where])
+    pump.store.put(
+        pump.keys.job("a", "hints"), sched_hints.encode(hints_of("a", before.generation, 3, inplace=True))
+    )
     play(pump, "job b; node n9 b; settle -> b/running")
     assert pump.plan("a").placements == before.placements
     assert pump.status("a").reason == (
@@ -128,7 +124,7 @@ def test_a_job_that_can_not_be_dealt_with_is_left_alone_and_said(
     # a leader that comes to power meets it, too
     play(pump, "take_over; settle; job c; node n8 c; settle; later 61 -> c/running")
     # it is taken up again when it can be
-    monkeypatch.setattr(module, name, works)
+    monkeypatch.undo()
     pump.settle().later(61)
     assert "is left alone" not in pump.status("a").reason
     assert pump.plan("a").fence == pump.fence
@@ -136,14 +132,7 @@ def test_a_job_that_can_not_be_dealt_with_is_left_alone_and_said(
 
 def test_what_a_broken_job_holds_is_not_given_to_others(pump: Pump, monkeypatch: pytest.MonkeyPatch) -> None:
     elastic(pump)
-    works = jobs.condition_of
-
-    def breaks(view: Any, job: Any, settings: Any) -> Any:
-        if job.job == "a":
-            raise ZeroDivisionError("oops")
-        return works(view, job, settings)
-
-    monkeypatch.setattr(jobs, "condition_of", breaks)
+    break_for_a(monkeypatch, jobs, "condition_of")
     pump.job("b", max_replicas=4, max_nodes=4)
     for node in ("n0", "n1", "n9"):
         pump.node(node, "b")
@@ -175,25 +164,16 @@ def test_the_autoscaler_leaves_alone_what_it_can_not_deal_with_and_says_so(
 ) -> None:
     elastic(pump)
     play(pump, "job b; node n9 b; settle")
-    module, name, at = {
-        "condition": (scaling_observe, "condition_of", 1),
-        "question": (questions, "_job", 1),
-        "size": (scaling_observe, "_as_asked", 1),
-    }[where]
-    works = getattr(module, name)
-
-    def breaks(*arguments: Any, **named: Any) -> Any:
-        if arguments[at].job == "a":
-            raise ZeroDivisionError("nobody has thought of this")
-        return works(*arguments, **named)
-
-    monkeypatch.setattr(module, name, breaks)
+    functions = {
+        "condition": (scaling_observe, "condition_of"),
+        "question": (questions, "_job"),
+        "size": (scaling_observe, "_as_asked"),
+    }
+    break_for_a(monkeypatch, *functions[where])
     pool = Pool("p", slots=4, hourly_price=1.0, minimum=0, maximum=4, desired=0)
     seen = observe(_view(pump), Capacity((pool,)), ())
-    assert {info.name: info.requested_replicas for info in seen.jobs} == {
-        "a": sum(p.replicas for p in pump.plan("a").placements),
-        "b": None,
-    }
+    sizes = {info.name: info.requested_replicas for info in seen.jobs}
+    assert sizes == {"a": pump.plan("a").replicas, "b": None}
     said = step(seen, Remembered(), ScalingSettings()).warnings
     error = "ZeroDivisionError: nobody has thought of this"
     assert f"a: keeps what it has, because its records cannot be used: {error}" in said

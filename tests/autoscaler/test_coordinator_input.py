@@ -85,19 +85,16 @@ def test_a_node_that_says_it_has_a_billion_slots_is_not_used(pump: Pump) -> None
 def test_garbage_is_said_once_and_changes_nothing(pump: Pump) -> None:
     elastic(pump)
     before = pump.plan("a")
+    node = '{"node": "%s", "job": "a", "run": "x", "agent": "y", "host": "h", "slots": %d}'
     for key, value in {
         pump.keys.job("a", "hints"): '{"job": "a", "generation": NaN}',
-        pump.keys.node(
-            "n9", "a"
-        ): '{"node": "n9", "job": "a", "run": "x", "agent": "y", "host": "h", "slots": -4}',
+        pump.keys.node("n9", "a"): node % ("n9", -4),
         pump.keys.job("b", "spec"): "not json",
         pump.keys.job("c", "plan"): "[]",
         pump.keys.generation("a", 2, "ended", "n0"): "{}",
         pump.keys.root + "jobs/a/generations/x/ended/n0": "{}",
         pump.keys.root + "whatever": "\x00",
-        pump.keys.node(
-            "n8", "a"
-        ): '{"node": "n7", "job": "a", "run": "x", "agent": "y", "host": "h", "slots": 1}',
+        pump.keys.node("n8", "a"): node % ("n7", 1),
     }.items():
         pump.store.put(key, value)
     pump.settle().later(120)
@@ -106,11 +103,11 @@ def test_garbage_is_said_once_and_changes_nothing(pump: Pump) -> None:
     assert len(problems) == len(set(problems)) == 6
 
 
-@pytest.mark.parametrize("what", ["plan", "status"])
-def test_what_is_ours_is_written_again_over_garbage(pump: Pump, what: str) -> None:
+@pytest.mark.parametrize("record", ["plan", "status"])
+def test_records_of_the_coordinator_are_written_again_over_garbage(pump: Pump, record: str) -> None:
     elastic(pump)
     before = pump.plan("a"), pump.status("a").state
-    pump.store.put(pump.keys.job("a", what), "garbage")
+    pump.store.put(pump.keys.job("a", record), "garbage")
     pump.settle()
     assert (pump.plan("a"), pump.status("a").state) == before
 
@@ -264,11 +261,7 @@ def test_a_batch_that_stays_goes_to_half_as_many_replicas_as_it_has_samples(
     batch: int, most: str | None
 ) -> None:
     """Its throughput is that of the batch, in the time of the largest share."""
-    limits: dict[str, object] = {
-        "init_batch_size": batch,
-        "max_batch_size": most and batch,
-        "local_bsz_bounds": None,
-    }
+    limits = {"init_batch_size": batch, "max_batch_size": most and batch, "local_bsz_bounds": None}
     found = model(hints_of("a", 0, 1, gradient_accumulation=True, **limits))
     assert found is not None
     sizes = np.arange(1, 41)
@@ -282,10 +275,7 @@ def test_a_batch_that_stays_goes_to_half_as_many_replicas_as_it_has_samples(
         assert predicted.goodput[0, replicas - 1] == pytest.approx(batch / seconds)
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [{"init_batch_size": 0}, {"perf_params": None}, {"grad_params": None}],
-)
-def test_who_has_not_measured_enough_has_no_model(missing: dict[str, object]) -> None:
+@pytest.mark.parametrize("missing", [{"init_batch_size": 0}, {"perf_params": None}, {"grad_params": None}])
+def test_a_job_that_has_not_measured_enough_has_no_model(missing: dict[str, object]) -> None:
     assert model(hints_of("a", 0, 1)) is not None
     assert model(hints_of("a", 0, 1, **missing)) is None

@@ -101,10 +101,15 @@ class World:
 
 
 @pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    made: list[World] = []
-    yield made
-    for world in made:
+def made() -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(*given: Any, **settings: Any) -> World:
+        worlds.append(World(*given, **settings))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
         world.term.close()
     # a round may have been begun while the thread of the one before was still ending, perhaps with an error
     for thread in threading.enumerate():
@@ -112,7 +117,7 @@ def worlds() -> Iterator[list[World]]:
             thread.join(120)
 
 
-def test_a_policy_that_hangs_is_given_up_said_and_not_asked_twice_at_once(worlds: list[World]) -> None:
+def test_a_policy_that_hangs_is_given_up_said_and_not_asked_twice_at_once(made: Callable[..., World]) -> None:
     hangs, entered, running, most = threading.Event(), threading.Semaphore(0), [0], [0]
 
     def slow(*args: Any) -> Decision:
@@ -123,8 +128,7 @@ def test_a_policy_that_hangs_is_given_up_said_and_not_asked_twice_at_once(worlds
         running[0] -= 1
         return share_policy(*args)
 
-    world = World(slow, policy_timeout=30.0, interval=10.0)
-    worlds.append(world)
+    world = made(slow, policy_timeout=30.0, interval=10.0)
     world.step(3)
     assert entered.acquire(timeout=120)
     world.clock.now += 29
@@ -156,12 +160,13 @@ def test_a_policy_that_hangs_is_given_up_said_and_not_asked_twice_at_once(worlds
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("death", [SystemExit, KeyboardInterrupt, MemoryError, GeneratorExit])
-def test_a_policy_whose_thread_dies_is_noticed(worlds: list[World], death: type[BaseException]) -> None:
+def test_a_policy_whose_thread_dies_is_noticed(
+    made: Callable[..., World], death: type[BaseException]
+) -> None:
     def dies(*_: Any) -> Decision:
         raise death
 
-    world = World(dies)
-    worlds.append(world)
+    world = made(dies)
     world.step(3)
     assert world.owner.computing is not None
     world.owner.computing.join(120)
@@ -169,9 +174,8 @@ def test_a_policy_whose_thread_dies_is_noticed(worlds: list[World], death: type[
     assert set(world.said()) == {"MemoryError" if death is MemoryError else "its thread was ended"}
 
 
-def test_a_plan_that_somebody_else_always_writes_first_keeps_nobody_busy(worlds: list[World]) -> None:
-    world = World(share_policy, Deaf)
-    worlds.append(world)
+def test_a_plan_that_somebody_else_always_writes_first_keeps_nobody_busy(made: Callable[..., World]) -> None:
+    world = made(share_policy, Deaf)
     world.step(3)
     world.heard()
     before = world.count.decisions

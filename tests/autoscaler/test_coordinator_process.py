@@ -22,7 +22,7 @@ from coordinator_pump import share_policy
 from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
 from ports import free_port
-from submitted_jobs import submission_by
+from submitted_jobs import put_submission, submission_by
 
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
@@ -31,8 +31,7 @@ from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobState, JobStatus, LeaderRecord, Plan
-from adaptdl_elastic.rendezvous.schema.submissions import Signed
+from adaptdl_elastic.rendezvous.schema.records import JobRequest, LeaderRecord, Plan
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
@@ -86,18 +85,10 @@ class Cluster:
                 assert left > 0, f"waited in vain for {what or done}: {self.plans[-3:]}"
                 self.changed.wait(min(left, 0.5))
 
-    def coordinator(
-        self, policy: Policy = share_policy, ttl: float = 60.0, **settings: object
-    ) -> Coordinator:
+    def coordinator(self, policy: Policy = share_policy, ttl: float = 60.0, **settings: Any) -> Coordinator:
         """Start one in a thread of this process; on a busy machine, too, its lease does not run out."""
-        fields: dict[str, object] = {"interval": 1.0, "min_gap": 0.0, "policy_timeout": 600.0}
-        served = Coordinator(
-            self.client(),
-            self.keys,
-            CoordinatorSettings(**{**fields, **settings}),  # type: ignore[arg-type]
-            policy,
-            ttl=ttl,
-        )
+        chosen = {"interval": 1.0, "min_gap": 0.0, "policy_timeout": 600.0, **settings}
+        served = Coordinator(self.client(), self.keys, CoordinatorSettings(**chosen), policy, ttl=ttl)
         thread = threading.Thread(target=served.run, daemon=True)
         thread.start()
 
@@ -127,9 +118,28 @@ class Cluster:
         item = self.store.get(self.keys.coordinator_leader)
         return None if item is None else records.decode(LeaderRecord, item.value)
 
+    def metrics(self) -> str:
+        """Wait for a leader; return where it says that it serves metrics."""
+        self.until(self.leader, "a leader")
+        leader = self.leader()
+        assert leader is not None
+        return leader.metrics
+
     def job(self, name: str, slots: int = 4, **changes: object) -> FakeAgent:
         submit(self.store, self.keys, spec_of(name, **changes))
         return self.agent("n0", name, slots)
+
+    def job_on_two(self) -> list[FakeAgent]:
+        """Start a job with a replica on each of two nodes; return their agents."""
+        agents = [self.job("a", slots=1), self.agent("n1", "a", 1)]
+        self.until(lambda: self.size("a") == 2 and all(agent.running is not None for agent in agents))
+        return agents
+
+    def job_on_one(self) -> FakeAgent:
+        """Start a job that grows to the four slots of a node; return its agent."""
+        agent = self.job("a")
+        self.until(lambda: agent.history[-1:] == [(2, 4)])
+        return agent
 
     def agent(self, node: str, job: str, slots: int = 4) -> FakeAgent:
         agent = FakeAgent(self.client(), self.keys, node, job, slots, clock=time.time).register().follow()
@@ -139,10 +149,6 @@ class Cluster:
     def ask(self, job: str, replicas: int | None = None, stop: bool = False) -> None:
         request = JobRequest(replicas=replicas, stop=stop)
         self.store.put(self.keys.job(job, "request"), records.encode(request))
-
-    def status(self, job: str) -> JobStatus | None:
-        item = self.store.get(self.keys.job(job, "status"))
-        return None if item is None else records.decode(JobStatus, item.value)
 
     def size(self, job: str) -> int:
         plans = [plan for plan in self.plans if plan.job == job]
@@ -169,25 +175,11 @@ def fences_never_fall(plans: list[Plan]) -> bool:
     return True
 
 
-def test_a_job_from_its_first_plan_to_its_end(cluster: Cluster) -> None:
-    cluster.coordinator()
-    agent = cluster.job("a")
-    cluster.until(lambda: cluster.size("a") == 4)
-    cluster.scaled("a", 2)
-    cluster.until(lambda: agent.history and agent.history[-1][1] == 2)
-    agent.finish()
-    cluster.until(lambda: agent.exit_code == 0)
-    status = cluster.status("a")
-    assert status is not None
-    assert status.state is JobState.DONE
-
-
 def test_a_leader_that_stops_is_followed_at_once(cluster: Cluster) -> None:
     first = cluster.coordinator()
     assert first.leads.wait(PATIENCE)
     second = cluster.coordinator()
-    agent = cluster.job("a")
-    cluster.until(lambda: agent.history[-1:] == [(2, 4)])
+    agent = cluster.job_on_one()
     assert not second.leads.is_set()
     ran = list(agent.history)
     first.stop()
@@ -237,8 +229,7 @@ def test_two_clusters_in_one_etcd_do_not_meet(cluster: Cluster, etcd: EtcdServer
 def test_kill_9_of_the_leader_leaves_training_alone(cluster: Cluster) -> None:
     first = cluster.process(ttl=5.0)  # it does not come to give it back
     cluster.until(cluster.leader, "a leader")
-    agent = cluster.job("a")
-    cluster.until(lambda: agent.history[-1:] == [(2, 4)])
+    agent = cluster.job_on_one()
     successor = cluster.coordinator()
     first.send_signal(signal.SIGKILL)
     ran = list(agent.history)
@@ -253,8 +244,7 @@ def test_who_stands_by_has_seen_who_was_lost_with_the_leader(cluster: Cluster) -
     """A leader that has not would wait for the node: here, for hours."""
     first = cluster.process(ttl=5.0)  # it does not come to give it back
     cluster.until(cluster.leader, "a leader")
-    agents = [cluster.job("a", slots=1), cluster.agent("n1", "a", 1)]
-    cluster.until(lambda: cluster.size("a") == 2 and all(agent.running is not None for agent in agents))
+    agents = cluster.job_on_two()
     successor = cluster.coordinator(node_ttl=10_000.0, steady=0.0)
     assert successor.stands_by.wait(PATIENCE)
     (standby,) = cluster.store.range(cluster.keys.coordinator_standby("")).items
@@ -309,8 +299,7 @@ def test_who_stands_by_while_the_store_is_away_evicts_nobody(keys: Keys) -> None
 def test_a_leader_that_was_stopped_wakes_up_as_an_old_one(cluster: Cluster) -> None:
     old = cluster.process(ttl=5.0)
     cluster.until(cluster.leader, "a leader")
-    agent = cluster.job("a")
-    cluster.until(lambda: agent.history[-1:] == [(2, 4)])
+    cluster.job_on_one()
     old.send_signal(signal.SIGSTOP)
     successor = cluster.coordinator()
     assert successor.leads.wait(PATIENCE)
@@ -351,8 +340,7 @@ def test_the_store_is_restarted_and_paused_and_nobody_is_evicted(keys: Keys) -> 
         server = stack.enter_context(EtcdServer())
         cluster = Cluster(server, keys, stack)
         cluster.coordinator(ttl=5.0)
-        agents = [cluster.job("a", slots=1), cluster.agent("n1", "a", 1)]
-        cluster.until(lambda: cluster.size("a") == 2 and all(a.running is not None for a in agents))
+        cluster.job_on_two()
         generation = cluster.plans[-1].generation
         server.kill()
         server.start()
@@ -369,21 +357,20 @@ def test_the_store_is_restarted_and_paused_and_nobody_is_evicted(keys: Keys) -> 
         assert fences_never_fall(cluster.plans)
 
 
-def test_it_goes_when_its_parent_does(cluster: Cluster) -> None:
+@pytest.mark.parametrize("terminated", [False, True])
+def test_it_ends_when_its_parent_does_or_a_signal_says_so(cluster: Cluster, terminated: bool) -> None:
     reader, writer = os.pipe()
     process = cluster.process("--parent-fd", str(reader), pass_fds=(reader,))
     os.close(reader)
     cluster.until(cluster.leader, "a leader")
-    os.close(writer)
+    if terminated:
+        process.terminate()
+    else:
+        os.close(writer)
     assert process.wait(PATIENCE) == 0
+    if terminated:
+        os.close(writer)
     assert cluster.leader() is None  # let go of, not left to run out
-
-
-def test_a_terminated_one_ends_at_once(cluster: Cluster) -> None:
-    process = cluster.process()
-    cluster.until(cluster.leader, "a leader")
-    process.terminate()
-    assert process.wait(PATIENCE) == 0
 
 
 def test_garbage_under_the_prefix_is_said_and_survived(cluster: Cluster) -> None:
@@ -414,13 +401,12 @@ def test_the_log_of_events_is_bounded(cluster: Cluster) -> None:
 def test_a_coordinator_serves_metrics_unasked_and_says_where(cluster: Cluster) -> None:
     cluster.process(env={**os.environ, "ADAPTDL_METRICS_PORT": "0"})
     cluster.job("a")
-    cluster.until(lambda: cluster.size("a") == 4 and cluster.leader() is not None)
-    leader = cluster.leader()
-    assert leader is not None
-    assert leader.metrics.startswith("127.0.0.1:")
+    cluster.until(lambda: cluster.size("a") == 4)
+    address = cluster.metrics()
+    assert address.startswith("127.0.0.1:")
 
     def scraped() -> str:
-        with urllib.request.urlopen(f"http://{leader.metrics}/metrics", timeout=PATIENCE) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE) as answer:
             return str(answer.read(), "utf-8")
 
     cluster.until(lambda: 'adaptdl_job_replicas{job_name="a"} 4.0' in scraped(), "the metrics of the job")
@@ -429,10 +415,7 @@ def test_a_coordinator_serves_metrics_unasked_and_says_where(cluster: Cluster) -
 
 def test_metrics_can_be_switched_off(cluster: Cluster) -> None:
     cluster.process("--metrics-port", "off")
-    cluster.until(cluster.leader)
-    leader = cluster.leader()
-    assert leader is not None
-    assert leader.metrics == ""
+    assert cluster.metrics() == ""
 
 
 @pytest.mark.parametrize("given", ["by the environment", "to a child"])
@@ -451,9 +434,7 @@ def test_a_job_goes_on_without_metrics_whose_port_is_taken(
             cluster.process(env={**os.environ, "ADAPTDL_METRICS_PORT": port}, stderr=log)
         cluster.job("a")
         cluster.until(lambda: cluster.size("a") == 4, "the job")
-        leader = cluster.leader()
-        assert leader is not None
-        assert leader.metrics == ""
+        assert cluster.metrics() == ""
     if given == "to a child":
         os.close(writer)
     (line,) = (line for line in (tmp_path / "log").read_text().splitlines() if "metrics" in line)
@@ -484,9 +465,7 @@ def test_a_failure_is_counted_once_and_by_every_leader(cluster: Cluster) -> None
     second = cluster.process("--metrics-port", str(ports[1]))
     # of one size: replicas that fail while they are about to leave are no failure
     agent = cluster.job("a", max_restarts=0, max_replicas=1)
-    asked = submission_by("eve", "queued", command=("t.py",))
-    signed = Signed(records.encode(asked), "eve", "-")
-    cluster.store.put(cluster.keys.submission("queued"), records.encode(signed))
+    put_submission(cluster.store, cluster.keys, submission_by("eve", "queued", command=("t.py",)))
     cluster.until(lambda: served(ports[0]).get('adaptdl_jobs{state="running"}') == 1)
     found = served(ports[0])
     assert (found["adaptdl_failed_jobs_total"], found['adaptdl_jobs{state="queued"}']) == (0, 1)

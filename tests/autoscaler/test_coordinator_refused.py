@@ -38,14 +38,8 @@ class Office(Observer):
 
 
 def coordinator(store: Store, identity: str, *observers: Observer) -> Coordinator:
-    return Coordinator(
-        store,
-        KEYS,
-        CoordinatorSettings(interval=1.0, min_gap=0.0),
-        share_policy,
-        identity=identity,
-        observers=observers,
-    )
+    settings = CoordinatorSettings(interval=1.0, min_gap=0.0)
+    return Coordinator(store, KEYS, settings, share_policy, identity=identity, observers=observers)
 
 
 class World:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from coordinator_pump import Pump, elastic, start
 from coordinator_script import play
-from submitted_jobs import submission_by
+from submitted_jobs import put_submission, submission_by
 
 from adaptdl_elastic.autoscaler.cluster_view import Observed, view_of
 from adaptdl_elastic.autoscaler.coordinator.decide import decide
@@ -24,7 +24,6 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     encode,
 )
-from adaptdl_elastic.rendezvous.schema.submissions import Signed
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, state_of
 from adaptdl_elastic.rendezvous.store.base import KeyValue, Snapshot
 
@@ -122,20 +121,10 @@ def test_an_old_leader_can_write_nothing_after_a_takeover(pump: Pump) -> None:
     play(pump, "job waiting min_replicas=3; node n0 waiting; settle")
     old = pump.view()
     pump.take_over().settle()
-    stale = decide(
-        replace(
-            old,
-            jobs={
-                name: replace(job, request=Observed(JobRequest(replicas=1), 1, 0.0))
-                for name, job in old.jobs.items()
-            },
-            now=old.now + 1000,
-        ),
-        Memory(),
-        keys=pump.keys,
-        fence=pump.fence - 1,
-        settings=pump.settings,
-    )
+    asked = Observed(JobRequest(replicas=1), 1, 0.0)
+    jobs = {name: replace(job, request=asked) for name, job in old.jobs.items()}
+    view = replace(old, jobs=jobs, now=old.now + 1000)
+    stale = decide(view, Memory(), keys=pump.keys, fence=pump.fence - 1, settings=pump.settings)
     plans = [a for a in stale.actions if isinstance(a, CompareAndSwap) and isinstance(a.record, Plan)]
     assert plans
     for action in plans:
@@ -180,7 +169,7 @@ def test_a_submitted_job_whose_status_was_deleted_is_done_and_not_queued() -> No
     pump = Pump(settings=CoordinatorSettings(min_gap=0.0, keep_ended=1))
     for index in range(2):
         asked = submission_by("alice", f"j{index}")
-        pump.store.put(pump.keys.submission(asked.job), encode(Signed(encode(asked), "alice", "")))
+        put_submission(pump.store, pump.keys, asked)
         pump.job(asked.job)
         pump.node("n0", asked.job)
         pump.settle()
@@ -193,8 +182,7 @@ def test_a_submitted_job_whose_status_was_deleted_is_done_and_not_queued() -> No
     assert forgotten.over  # also for a node that was added later: it does not begin the job again
     assert forgotten.run.run
     assert state_of(forgotten, found) == ("done", kept.run.reason)
-    spec = pump.store.get(pump.keys.job("j1", "spec"))
-    assert spec is not None
+    (spec,) = pump.store.range(pump.keys.job("j1", "spec")).items
     pump.store.put(pump.keys.job("j0", "spec"), spec.value.replace("j1", "j0"))  # read before its deletion
     assert SubmissionReader(pump.store, pump.keys, "id").read(None) == found
     pump.store.delete_prefix(pump.keys.job("j0"))
@@ -204,8 +192,7 @@ def test_a_submitted_job_whose_status_was_deleted_is_done_and_not_queued() -> No
 
 def test_another_run_of_a_forgotten_job_counts_instead_of_the_run_before() -> None:
     pump = Pump(settings=CoordinatorSettings(min_gap=0.0, keep_ended=0))
-    asked = submission_by("alice", "a")
-    pump.store.put(pump.keys.submission("a"), encode(Signed(encode(asked), "alice", "")))
+    put_submission(pump.store, pump.keys, submission_by("alice", "a"))
     reader, runs = SubmissionReader(pump.store, pump.keys, "id"), []
     for run in ("r1", "r2"):
         pump.job("a", run=run)
@@ -225,7 +212,7 @@ def test_jobs_that_ended_long_ago_are_read_once(monkeypatch: pytest.MonkeyPatch)
     for index in range(20):
         asked = submission_by("alice", f"j{index}")
         ended = JobStatus(asked.job, "r1", JobState.DONE)
-        pump.store.put(pump.keys.submission(asked.job), encode(Signed(encode(asked), "alice", "")))
+        put_submission(pump.store, pump.keys, asked)
         pump.store.put(pump.keys.outcome(asked.job, "status"), encode(ended))
     reader = SubmissionReader(pump.store, pump.keys, "id")
     first = reader.read(None)

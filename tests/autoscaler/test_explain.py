@@ -124,11 +124,7 @@ def test_a_job_that_has_waited_is_explained_as_one_that_has(pump: Pump) -> None:
 
 
 def test_a_job_that_is_over(pump: Pump) -> None:
-    pump.job("a")
-    agent = pump.node("n0", "a", 4)
-    pump.settle()
-    agent.finish()
-    pump.settle()
+    play(pump, "job a; node n0 a 4; settle; n0 finish; settle")
     assert explained(pump, "a").state == JobState.DONE.value
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from coordinator_pump import Pump
+from coordinator_script import play
 
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, replica_environment
 from adaptdl_elastic.autoscaler.coordinator.job_models import Report, curve_of, informed
@@ -16,19 +17,9 @@ from adaptdl_elastic.sched_hints import JobHints
 
 
 def hints(job: str, **changes: Any) -> JobHints:
-    fields: dict[str, Any] = {
-        "generation": 0,
-        "nodes": 1,
-        "replicas": 1,
-        "init_batch_size": 32,
-        "batch_size": 32,
-        "atomic_bsz": 32,
-        "max_batch_size": 512,
-        "grad_params": (1.0, 1.0),
-        "perf_params": (0.1, 0.01, 0.1, 0.1, 0.1, 0.1, 1.5),
-        **changes,
-    }
-    return JobHints(job=job, **fields)
+    theta = (0.1, 0.01, 0.1, 0.1, 0.1, 0.1, 1.5)
+    found = JobHints(job, 0, 1, 1, 32, 32, 32, max_batch_size=512, grad_params=(1.0, 1.0), perf_params=theta)
+    return replace(found, **changes)
 
 
 @pytest.mark.parametrize(
@@ -56,27 +47,20 @@ def test_the_smallest_limit_counts(
     ("key", "node_type", "limit"), [("k", "small", 48), ("k", "large", None), ("other", "small", None)]
 )
 def test_replicas_of_a_new_job_begin_with_what_others_have_learnt(
-    key: str, node_type: str, limit: int | None
+    pump: Pump, key: str, node_type: str, limit: int | None
 ) -> None:
-    pump = Pump()
-    pump.job("a", profile_key="k")
-    node = pump.node("n0", "a", reports=False)
-    node.register(node_type="small")
-    pump.settle()
-    assert pump.plan("a").memory_limit is None
-    node.report(pump.plan("a"), node_type="small", memory_limit=48)
-    pump.settle()
-    pump.job("b", profile_key=key)
-    pump.node("n1", "b", reports=False).register(node_type=node_type)
-    pump.settle()
-    assert pump.plan("b").memory_limit == limit
+    play(
+        pump,
+        f"""
+        job a profile_key=k; node n0 a reports=False; n0 register node_type=small; settle -> memory_limit=None
+        n0 report node_type=small memory_limit=48; settle
+        job b profile_key={key}; node n1 b reports=False; n1 register node_type={node_type}; settle
+        -> b/memory_limit={limit}""",
+    )
 
 
-def test_the_agent_tells_the_limit_to_its_replicas() -> None:
-    pump = Pump()
-    pump.job("a")
-    pump.node("n0", "a")
-    pump.settle()
+def test_the_agent_tells_the_limit_to_its_replicas(pump: Pump) -> None:
+    play(pump, "job a; node n0 a; settle")
     plan = pump.plan("a")
     job = JobEnvironment("n0", ReplicaSettings({}), None)
     master = MasterRecord(plan.generation, "127.0.0.1", 1, 2)

@@ -14,7 +14,7 @@ from fake_agents import FakeAgent, spec_of
 from filled_metrics import filled_pump, observe
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from submitted_jobs import submission_by
+from submitted_jobs import put_submission, submission_by
 
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, Memory
 from adaptdl_elastic.autoscaler.diagnostics.prometheus import (
@@ -39,6 +39,24 @@ def pump() -> Pump:
     return filled_pump()
 
 
+class Scraped:
+    """The metrics of a coordinator of version 1.2.3, and what is read of them."""
+
+    def __init__(self, *decided: Pump) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = CoordinatorMetrics(self.registry, "1.2.3")
+        for pump in decided:
+            observe(pump, self.metrics)
+
+    @property
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()
+
+    @property
+    def samples(self) -> dict[tuple[str, str], float]:
+        return samples(self.text)
+
+
 def samples(text: str) -> dict[tuple[str, str], float]:
     return {
         (
@@ -51,9 +69,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 
 def test_what_a_scrape_shows(pump: Pump) -> None:
-    registry = CollectorRegistry()
-    observe(pump, CoordinatorMetrics(registry))
-    found = samples(generate_latest(registry).decode())
+    found = Scraped(pump).samples
     assert found["adaptdl_leader", ""] == 1
     assert found["adaptdl_slots", ""] == 4
     assert found["adaptdl_slots_used", ""] == 2
@@ -71,36 +87,23 @@ def test_what_a_scrape_shows(pump: Pump) -> None:
 def test_what_a_dead_autoscaler_paid_an_hour_is_not_said(pump: Pump, age: float, said: bool) -> None:
     status = AutoscalerStatus("ec2", 1, 1, 2.5, 7.0, jobs=(JobCost("a", 6.5, 2.5, 9.0, 3600.0),))
     pump.store.put(pump.keys.autoscaler_status, encode(replace(status, updated=pump.view().wall - age)))
-    registry = CollectorRegistry()
-    observe(pump, CoordinatorMetrics(registry))
-    found = samples(generate_latest(registry).decode())
+    found = Scraped(pump).samples
     assert (("adaptdl_hourly_cost", "") in found) is said
     assert (("adaptdl_job_cost_forecast", "a") in found) is said
     assert found["adaptdl_cost_total", ""] == 7.0
     assert found["adaptdl_job_cost_total", "a"] == 6.5
 
 
-def test_every_metric_has_a_value_when_all_is_known(pump: Pump) -> None:
-    registry = CollectorRegistry()
-    observe(pump, CoordinatorMetrics(registry))
-    names = {name for name, _ in samples(generate_latest(registry).decode())}
-    assert {*JOB_METRICS, *CLUSTER_METRICS} <= names
-
-
 def test_one_that_does_not_lead_says_nothing_of_jobs(pump: Pump) -> None:
-    registry = CollectorRegistry()
-    metrics = CoordinatorMetrics(registry)
-    observe(pump, metrics)
-    metrics.leading(False)
-    found = samples(generate_latest(registry).decode())
+    scraped = Scraped(pump)
+    scraped.metrics.leading(False)
+    found = scraped.samples
     assert found["adaptdl_leader", ""] == 0
     assert ("adaptdl_job_replicas", "a") not in found
 
 
 def test_every_metric_of_the_dashboard_exists(pump: Pump) -> None:
-    registry = CollectorRegistry()
-    observe(pump, CoordinatorMetrics(registry))
-    exported = {name for name, _ in samples(generate_latest(registry).decode())}
+    exported = {name for name, _ in Scraped(pump).samples}
     board = json.loads(DASHBOARD.read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
     expressions += [variable["query"] for variable in board["templating"]["list"]]
@@ -132,24 +135,19 @@ def test_the_page_of_metrics_names_every_metric() -> None:
 
 
 def test_a_replica_that_lags_is_a_series_with_rank_host_and_part(pump: Pump) -> None:
-    registry = CollectorRegistry()
-    metrics = CoordinatorMetrics(registry)
-    observe(pump, metrics)
-    line = 'adaptdl_job_straggler_ratio{host="n7",job_name="a",part="data",rank="3"} 3.5'
-    assert line in generate_latest(registry).decode()
+    scraped = Scraped(pump)
+    assert 'adaptdl_job_straggler_ratio{host="n7",job_name="a",part="data",rank="3"} 3.5' in scraped.text
     pump.agents[0].report(pump.plan("a"))
-    observe(pump, metrics)
-    assert "adaptdl_job_straggler_ratio{" not in generate_latest(registry).decode()
+    observe(pump, scraped.metrics)
+    assert "adaptdl_job_straggler_ratio{" not in scraped.text
     assert "`adaptdl_job_straggler_ratio" in DASHBOARD.parents[1].joinpath("reference/metrics.md").read_text()
     assert "adaptdl_job_straggler_ratio" in DASHBOARD.read_text()
 
 
 def test_no_label_is_one_that_prometheus_sets_itself(pump: Pump) -> None:
-    registry = CollectorRegistry()
-    observe(pump, CoordinatorMetrics(registry))
     labels = {
         label
-        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for family in text_string_to_metric_families(Scraped(pump).text)
         for sample in family.samples
         for label in sample.labels
     }
@@ -158,10 +156,8 @@ def test_no_label_is_one_that_prometheus_sets_itself(pump: Pump) -> None:
 
 
 def test_the_load_of_a_node_is_shown_while_it_is_registered(pump: Pump) -> None:
-    registry = CollectorRegistry()
-    metrics = CoordinatorMetrics(registry, "1.2.3")
-    observe(pump, metrics)
-    text = generate_latest(registry).decode()
+    scraped = Scraped(pump)
+    text = scraped.text
     for line in (
         'adaptdl_node_cpu_utilization_ratio{node="n0"} 0.75',
         'adaptdl_node_gpu_utilization_ratio{gpu="0",node="n0"} 0.5',
@@ -173,8 +169,8 @@ def test_the_load_of_a_node_is_shown_while_it_is_registered(pump: Pump) -> None:
     for agent in pump.agents:
         agent.vanish()
     pump.settle()
-    observe(pump, metrics)
-    assert 'node="n0"' not in generate_latest(registry).decode()
+    observe(pump, scraped.metrics)
+    assert 'node="n0"' not in scraped.text
 
 
 def test_by_default_the_first_free_port_is_taken() -> None:
@@ -191,14 +187,14 @@ def test_by_default_the_first_free_port_is_taken() -> None:
         assert set(served) <= set(DEFAULT_PORTS)
 
 
-def shown(pump: Pump, metrics: CoordinatorMetrics, registry: CollectorRegistry) -> dict[str, float]:
+def shown(pump: Pump, scraped: Scraped) -> dict[str, float]:
     """Return the failures and the jobs by state that a leader serves."""
-    metrics.leading(True)
+    scraped.metrics.leading(True)
     decided = decide_at_once(
         pump.view(), Memory(), keys=pump.keys, fence=pump.fence, settings=pump.settings, policy=pump.policy
     )
-    metrics.decided(pump.view(), decided, 0.01)
-    found = samples(generate_latest(registry).decode())
+    scraped.metrics.decided(pump.view(), decided, 0.01)
+    found = scraped.samples
     states = {label: number for (name, label), number in found.items() if name == "adaptdl_jobs" and number}
     totals = ("adaptdl_failed_jobs_total", "adaptdl_unfinished_jobs", "adaptdl_queue")
     return states | {name: found[name, ""] for name in totals}
@@ -208,8 +204,7 @@ def test_failures_are_counted_in_the_store_and_every_leader_shows_the_number() -
     pump = Pump(settings=CoordinatorSettings(interval=60.0, min_gap=0.0, keep_ended=1))
 
     def failures() -> float:
-        registry = CollectorRegistry()
-        return shown(pump, CoordinatorMetrics(registry), registry)["adaptdl_failed_jobs_total"]
+        return shown(pump, Scraped())["adaptdl_failed_jobs_total"]
 
     def agents(*jobs: str) -> list[FakeAgent]:
         for job in jobs:
@@ -247,13 +242,13 @@ def test_failures_are_counted_in_the_store_and_every_leader_shows_the_number() -
 
 
 def test_jobs_are_counted_by_the_states_that_commands_show() -> None:
-    pump, registry = Pump(), CollectorRegistry()
-    metrics, reader = CoordinatorMetrics(registry), SubmissionReader(pump.store, pump.keys, "")
-    metrics.read_submitted = lambda: reader.read(None)
+    pump, scraped = Pump(), Scraped()
+    reader = SubmissionReader(pump.store, pump.keys, "")
+    scraped.metrics.read_submitted = lambda: reader.read(None)
     pump.store.put(pump.keys.service("n0"), encode(ServiceRecord("n0", "127.0.0.1", 1, 1)))
     for name, replicas in (("runs", 1), ("queued", 2), ("cancelled", 1), ("pending", 1)):
         asked = submission_by("eve", name, command=("t.py",), min_replicas=replicas, max_replicas=replicas)
-        pump.store.put(pump.keys.submission(name), encode(Signed(encode(asked), "eve", "-")))
+        put_submission(pump.store, pump.keys, asked)
     wish = Signed(encode(Cancellation("cancelled", "eve")), "eve", "-")
     for name in ("runs", "cancelled", "pending"):
         pump.job(name, min_replicas=1 if name == "runs" else 9)
@@ -262,7 +257,7 @@ def test_jobs_are_counted_by_the_states_that_commands_show() -> None:
     pump.settle()
     assert pump.status("cancelled").state is JobState.PENDING
     pump.store.put(pump.keys.cancellation("cancelled"), encode(wish))
-    assert shown(pump, metrics, registry) == {
+    assert shown(pump, scraped) == {
         "running": 1,
         "queued": 1,
         "pending": 1,
@@ -275,26 +270,26 @@ def test_jobs_are_counted_by_the_states_that_commands_show() -> None:
     def silent() -> Submitted:
         raise StoreError("it does not answer")
 
-    metrics.read_submitted = silent  # the agents' own jobs are still counted
-    assert shown(pump, metrics, registry)["running"] == 1
+    scraped.metrics.read_submitted = silent  # the agents' own jobs are still counted
+    assert shown(pump, scraped)["running"] == 1
 
 
 def test_one_that_does_not_lead_says_whether_jobs_need_one_that_does() -> None:
-    pump, registry = Pump(), CollectorRegistry()
-    metrics = CoordinatorMetrics(registry)
-    assert ("adaptdl_unfinished_jobs", "") not in samples(generate_latest(registry).decode())
+    pump, scraped = Pump(), Scraped()
+    metrics = scraped.metrics
+    assert ("adaptdl_unfinished_jobs", "") not in scraped.samples
     pump.job("a")
     agent = pump.node("n0", "a")
     pump.settle()
     metrics.follows(pump.view())
-    found = samples(generate_latest(registry).decode())
+    found = scraped.samples
     assert (found["adaptdl_leader", ""], found["adaptdl_unfinished_jobs", ""]) == (0, 1)
     assert not {name for name, _ in found} & {"adaptdl_jobs", "adaptdl_slots", *JOB_METRICS}
     agent.finish()
     pump.settle()
     metrics.follows(pump.view())
-    assert samples(generate_latest(registry).decode())["adaptdl_unfinished_jobs", ""] == 0
+    assert scraped.samples["adaptdl_unfinished_jobs", ""] == 0
     # the last that one knows that leads no more
     observe(filled_pump(), metrics)
     metrics.leading(False)
-    assert samples(generate_latest(registry).decode())["adaptdl_unfinished_jobs", ""] == 2
+    assert scraped.samples["adaptdl_unfinished_jobs", ""] == 2

@@ -35,6 +35,11 @@ from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, Profil
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode, encode
 
 
+@pytest.fixture
+def pump() -> Pump:
+    return Pump(policy=allocate)
+
+
 def two_types(pump: Pump, profile_key: str = "") -> None:
     """A job that runs on a slow node and has run on a fast one, and both nodes."""
     pump.job("a", max_replicas=2, max_nodes=2, profile_key=profile_key)
@@ -54,8 +59,7 @@ def two_types(pump: Pump, profile_key: str = "") -> None:
     )
 
 
-def test_the_policy_is_asked_with_the_types_of_nodes_and_a_model_for_each() -> None:
-    pump = Pump(policy=allocate)
+def test_the_policy_is_asked_with_the_types_of_nodes_and_a_model_for_each(pump: Pump) -> None:
     two_types(pump)
     question = pump.question()
     assert {node.name: node.node_type for node in question.nodes} == {"n0": "slow", "n1": "fast"}
@@ -64,16 +68,14 @@ def test_the_policy_is_asked_with_the_types_of_nodes_and_a_model_for_each() -> N
     assert slow == pytest.approx(10 * fast, rel=0.01)
 
 
-def test_a_job_moves_to_the_fast_node_and_is_told_why() -> None:
-    pump = Pump(policy=allocate)
+def test_a_job_moves_to_the_fast_node_and_is_told_why(pump: Pump) -> None:
     two_types(pump)
     play(pump, "later 120.0; settle")
     assert set(pump.placed("a")) == {"n1"}
     assert "on a fast node" in pump.plan("a").reason
 
 
-def test_a_report_from_nodes_of_several_types_is_of_none_of_them() -> None:
-    pump = Pump(policy=allocate)
+def test_a_report_from_nodes_of_several_types_is_of_none_of_them(pump: Pump) -> None:
     pump.job("a", min_replicas=4, max_replicas=4, max_nodes=2)
     for node, name in (("n0", "slow"), ("n1", "fast")):
         pump.node(node, "a", 2).register(node_type=name)
@@ -83,8 +85,7 @@ def test_a_report_from_nodes_of_several_types_is_of_none_of_them() -> None:
     assert set(info.models) == {"fast", "slow", "fast+slow"}
 
 
-def test_nodes_are_shown_with_their_types() -> None:
-    pump = Pump(policy=allocate)
+def test_nodes_are_shown_with_their_types(pump: Pump) -> None:
     two_types(pump)
     rows = node_rows(pump.view(), Ledger(pump.view()))
     assert {row["node"]: row["node_type"] for row in rows} == {"n0": "slow", "n1": "fast"}
@@ -98,8 +99,7 @@ def test_a_registration_without_a_type_is_still_read() -> None:
     assert decode(NodeRecord, encode(record)) == record
 
 
-def test_a_cluster_of_one_type_is_asked_about_as_before() -> None:
-    pump = Pump(policy=allocate)
+def test_a_cluster_of_one_type_is_asked_about_as_before(pump: Pump) -> None:
     play(pump, "job a max_replicas=2; node n0 a 2; settle")
     (info,) = pump.question().jobs
     assert info.model is not None
@@ -108,16 +108,11 @@ def test_a_cluster_of_one_type_is_asked_about_as_before() -> None:
 
 
 @pytest.mark.parametrize(
-    "impossible",
-    [
-        {"perf_params": [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]},
-        {"local_bsz_bounds": [9, 3]},
-    ],
+    "impossible", [{"perf_params": [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]}, {"local_bsz_bounds": [9, 3]}]
 )
 def test_an_impossible_profile_of_another_type_is_not_read_and_stops_no_other_job(
-    impossible: dict[str, Any],
+    pump: Pump, impossible: dict[str, Any]
 ) -> None:
-    pump = Pump(policy=allocate)
     play(pump, "job a profile_key=k; node n0 a 2; settle")
     hints = job_hints.encode(
         JobHints("a", 0, 1, 1, 64, 64, 64, perf_params=(0.1, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0))
@@ -229,20 +224,18 @@ def test_bounds_of_another_job_on_a_type_are_not_taken_for_a_job_s_own() -> None
 
 
 def test_reports_of_one_script_that_cannot_be_combined_stop_no_other_job(
-    monkeypatch: pytest.MonkeyPatch,
+    pump: Pump, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(reports: object) -> None:
         raise ValueError("cannot be combined")
 
     monkeypatch.setattr(node_types, "script_profile", fail)
-    pump = Pump(policy=allocate)
     two_types(pump, profile_key="k")
     play(pump, "job b; node n2 b; settle -> b/running running")
 
 
-def test_types_that_were_measured_are_told_apart_from_assumed_ones() -> None:
+def test_types_that_were_measured_are_told_apart_from_assumed_ones(pump: Pump) -> None:
     """The autoscaler buys by them. A job without nodes knows what it has measured, too."""
-    pump = Pump(policy=allocate)
     two_types(pump)
     pump.node("n2", "a", 2, reports=False).register(node_type="new", instance="i-2")
     (info,) = pump.question().jobs
@@ -266,8 +259,7 @@ def test_a_ratio_that_other_scripts_have_measured_counts_as_a_measurement() -> N
     assert known.models("a", "", told)[1].keys() == {"slow", "fast"}
 
 
-def test_a_node_where_a_job_computed_for_longer_is_of_a_slower_class() -> None:
-    pump = Pump(policy=allocate)
+def test_a_node_where_a_job_computed_for_longer_is_of_a_slower_class(pump: Pump) -> None:
     pump.job("a", max_replicas=2, max_nodes=2, profile_key="script")
     agents = [pump.node(name, "a", 2, reports=False) for name in ("n0", "n1", "n2", "n3")]
     for agent, machine in zip(agents, ("m0", "m1", "m0", "m3"), strict=True):
@@ -290,36 +282,31 @@ SLOW = (0.5, 0.005, 0.0, 0.0, 0.0, 0.0, 1.0)
 FAST = (0.1, 0.001, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
-def two_nodes() -> tuple[Pump, dict[str, FakeAgent], str]:
-    """Return a job on one of two nodes, its agents by node, and the node that it is on."""
-    pump = Pump(policy=allocate)
+def two_nodes(pump: Pump) -> tuple[FakeAgent, str, str]:
+    """Return the agent of a job on one of two nodes, and the nodes: where it is, and the other one."""
     pump.job("a", max_replicas=2, max_nodes=2, profile_key="script")
     agents = {name: pump.node(name, "a", 2, reports=False) for name in ("n0", "n1")}
     for name, agent in agents.items():
         agent.register(host=name)
     pump.settle()
     (here,) = pump.placed("a")
-    return pump, agents, here
+    (other,) = agents.keys() - {here}
+    return agents[here], here, other
 
 
-@pytest.mark.parametrize(
-    "times",
-    [
-        {"n0": (1, 5e-324, 1.0)},
-        {"n0": (32, 5e-324, 1.0), "n1": (32, 1e9, 1.0)},
-    ],
-)
-def test_impossible_times_of_nodes_stop_no_decision(times: dict[str, tuple[int, float, float]]) -> None:
-    pump, agents, here = two_nodes()
-    agents[here].report(pump.plan("a"), perf_params=(2.0, 1.0, *SLOW[2:]), node_times=times, time=1.0)
+@pytest.mark.parametrize("times", [{"n0": (1, 5e-324, 1.0)}, {"n0": (32, 5e-324, 1.0), "n1": (32, 1e9, 1.0)}])
+def test_impossible_times_of_nodes_stop_no_decision(
+    pump: Pump, times: dict[str, tuple[int, float, float]]
+) -> None:
+    agent, *_ = two_nodes(pump)
+    agent.report(pump.plan("a"), perf_params=(2.0, 1.0, *SLOW[2:]), node_times=times, time=1.0)
     play(pump, "job b; node n2 b; later 120.0; settle -> b/running")
 
 
-def test_a_job_leaves_a_node_that_only_it_has_found_to_be_slow() -> None:
-    pump, agents, here = two_nodes()
-    (other,) = {"n0", "n1"} - {here}
+def test_a_job_leaves_a_node_that_only_it_has_found_to_be_slow(pump: Pump) -> None:
+    agent, here, other = two_nodes(pump)
     now = pump.clock.now
-    agents[here].report(
+    agent.report(
         pump.plan("a"), time=now, perf_params=SLOW, profile=(ProfileEntry(1, 1, 64, 0.82, 0.82, 50, 50),),
         grad_params=(1.0, 100.0), remaining_samples=1e7, inplace=True,
         node_times={other: (64, 0.164, now - 200.0), here: (64, 0.82, now)},
@@ -329,15 +316,14 @@ def test_a_job_leaves_a_node_that_only_it_has_found_to_be_slow() -> None:
 
 
 @pytest.mark.parametrize("generation", [0, 7])
-def test_step_times_on_a_fast_node_are_not_of_the_slow_class(generation: int) -> None:
+def test_step_times_on_a_fast_node_are_not_of_the_slow_class(pump: Pump, generation: int) -> None:
     """The last time of a node may be that of the slow one: of an earlier moment, or by another clock."""
-    pump, agents, here = two_nodes()
-    (other,) = {"n0", "n1"} - {here}
+    agent, here, other = two_nodes(pump)
     slow, now = "nodes, slow 1", pump.clock.now
     entry = ProfileEntry(1, 1, 64, 0.164, 0.164, 50, 50)
     before = TypeProfile(slow, (replace(entry, accum_step_time=0.82, optim_step_time=0.82),), SLOW, 1)
     plan = replace(pump.plan("a"), generation=pump.plan("a").generation + generation)
-    agents[here].report(
+    agent.report(
         plan, time=now, init_batch_size=64, perf_params=FAST, profile=(entry,), elsewhere=(before,),
         node_times={here: (64, 0.164, now - 100.0), other: (64, 0.82, now)},
     )  # fmt: skip
@@ -396,19 +382,9 @@ def entries(seconds: float, *replicas: int) -> tuple[ProfileEntry, ...]:
 def report_on(job: str, node_type: str, seconds: float, *replicas: int, **more: object) -> JobHints:
     theta = (0.9 * seconds, 1e-9, 0.0, 0.0, 0.1 * seconds, 0.0, 1.0)
     base = JobHints(
-        job=job,
-        generation=0,
-        nodes=1,
-        replicas=1,
-        init_batch_size=64,
-        batch_size=64,
-        atomic_bsz=64,
-        max_profiled_replicas=max(replicas),
-        grad_params=(1.0, 100.0),
-        perf_params=theta,
-        profile=entries(seconds, *replicas),
-        node_type=node_type,
-    )
+        job, 0, 1, 1, 64, 64, 64, max_profiled_replicas=max(replicas), grad_params=(1.0, 100.0),
+        perf_params=theta, profile=entries(seconds, *replicas), node_type=node_type,
+    )  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
 
 

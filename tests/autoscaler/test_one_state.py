@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from page_world import PageWorld
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from submitted_jobs import submission_by
+from submitted_jobs import put_submission, submission_by
 
 from adaptdl_elastic.autoscaler.cli import Place, Where, adaptdl
 from adaptdl_elastic.autoscaler.commands.tables import read
@@ -36,7 +36,7 @@ def small_world(*states: str) -> PageWorld:
     for number, state in enumerate(states):
         asked = submission_by("eve", state, command=("t.py",), created=number + 1.0)
         asked = replace(asked, min_replicas=9, max_replicas=9) if state == "queued" else asked
-        store.put(keys.submission(state), encode(Signed(encode(asked), "eve", "-")))
+        put_submission(store, keys, asked)
         if state in ("queued", "starting"):
             continue
         said = JobState.RUNNING if state in (LOST, "cancelled") else JobState(state)

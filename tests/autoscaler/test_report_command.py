@@ -263,18 +263,11 @@ def test_a_change_has_its_gain_over_the_size_before_it_and_why_it_was_made(tmp_p
     )
 
 
-def test_the_command_reports_on_the_last_of_several_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_command_reports_on_the_last_of_several_runs(tmp_path: Path, killed: bool) -> None:
+    first = log([100.0] * 10)[: -1 if killed else None]
     second = [{**event, "time": event["time"] + 1000.0} for event in log([300.0] * 10)]
-    done = ask(written(tmp_path, [*log([100.0] * 10), *second]), "--json")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.output)
-    assert found["seconds"] == 30.0
-    assert {round(one["critical_batch_size"]) for one in found["periods"]} == {300}
-
-
-def test_a_run_that_was_killed_is_not_merged_with_the_next_one_in_its_log(tmp_path: Path) -> None:
-    second = [{**event, "time": event["time"] + 1000.0} for event in log([300.0] * 10)]
-    done = ask(written(tmp_path, [*log([100.0] * 10)[:-1], *second]), "--json")
+    done = ask(written(tmp_path, [*first, *second]), "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.output)
     assert found["seconds"] == 30.0
@@ -379,22 +372,8 @@ GENERATION, BATCH_SIZE, SAMPLE = 1, 2, 4  # places in `log`
 MISSING = object()
 NAN = float("nan")
 WRONG: list[Any] = [
-    NAN,
-    math.inf,
-    1e308,
-    -1e308,
-    10**400,
-    1e-320,
-    -1,
-    0,
-    1e15,
-    True,
-    "x",
-    "\ud800",
-    None,
-    [],
-    [1],
-    {},
+    *(NAN, math.inf, 1e308, -1e308, 10**400, 1e-320, -1, 0, 1e15),
+    *(True, "x", "\ud800", None, [], [1], {}),
 ]
 
 

@@ -76,10 +76,8 @@ def test_the_answer_of_a_round_holds_for_what_has_not_changed_meanwhile(pump: Pu
 
 
 def test_what_a_person_asked_for_and_could_not_be_had_at_once_waits_for_no_interval(pump: Pump) -> None:
-    pump.ask("a", replicas=4)  # no room: the policy has to say
-    pump.settle()
-    pump.answer()  # of the round that knew nothing of it
-    pump.settle()
+    # no room: the policy has to say; the answer is of the round that knew nothing of it
+    play(pump, "ask a replicas=4; settle; answer; settle")
     assert len(pump.asked) == 1
     asked_about = {info.name: info for info in pump.asked[0].question.jobs}
     assert asked_about["a"].requested_replicas == 3  # as many as there can be
@@ -134,12 +132,8 @@ def test_a_report_that_changes_what_is_best_waits_for_no_interval(change: float,
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_job_that_trains_outside_of_epochs_keeps_its_size(outside: bool) -> None:
     pump = Pump()
-    pump.job("a", max_replicas=4)
-    agent = pump.node("n0", "a", 1)
-    pump.settle()
-    agent.report(pump.plan("a"), outside_epochs=outside)
-    play(pump, "node n1 a 3; settle; later 600")
-    assert pump.plan("a").replicas == (1 if outside else 4)
+    play(pump, f"job a max_replicas=4; node n0 a 1; settle; n0 report outside_epochs={outside}")
+    play(pump, f"node n1 a 3; settle; later 600 -> replicas={1 if outside else 4}")
 
 
 def test_the_policys_reason_for_giving_nothing_is_shown_until_it_says_something_else() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -41,14 +42,9 @@ class Jobs:
         self._stack = stack
         self.servers: dict[str, LocalServer] = {}
 
-    def start(
-        self,
-        name: str,
-        node: str = "host",
-        state: JobState = JobState.RUNNING,
-        server: LocalServer | None = None,
-    ) -> LocalServer:
+    def start(self, name: str, state: JobState = JobState.RUNNING, **more: Any) -> LocalServer:
         """A job as its agent and its coordinator have written it, with a store of its own or in `server`."""
+        node, server = more.get("node", "host"), more.get("server")
         server = server or self._stack.enter_context(LocalServer())
         self.servers[name] = server
         store = server.store
@@ -173,13 +169,8 @@ def test_a_job_of_which_nothing_lives_is_lost(jobs: Jobs, state: JobState) -> No
     last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(2000.0))
     why = f"no agent answers (last heard of at {last}); the same command starts it again"
     row = json.loads(jobs.says("ls", "--json"))[0]
-    assert (row["state"], row["replicas"], row["nodes"], row["placements"], row["reason"]) == (
-        "lost",
-        0,
-        0,
-        {},
-        why,
-    )
+    shown = row["state"], row["replicas"], row["nodes"], row["placements"], row["reason"]
+    assert shown == ("lost", 0, 0, {}, why)
     assert "size          none\n" in jobs.says("status", "mnist")
     for command in (["scale", "mnist", "--replicas=1"], ["stop", "mnist"], ["checkpoint", "mnist"]):
         assert jobs.complains(*command) == f"adaptdl: mnist cannot be asked for anything: {why}"
@@ -189,20 +180,14 @@ def test_a_job_of_which_nothing_lives_is_lost(jobs: Jobs, state: JobState) -> No
     assert f"(last heard of at {last}); the same command goes on from its last checkpoint" in jobs.says("ls")
 
 
-def test_a_job_that_waits_for_nodes_is_not_lost_without_any(jobs: Jobs) -> None:
-    store = jobs.start("mnist", state=JobState.PENDING).store
+@pytest.mark.parametrize("state", [JobState.PENDING, JobState.DONE])
+def test_a_job_that_waits_for_nodes_or_has_ended_is_not_lost_without_any(jobs: Jobs, state: JobState) -> None:
+    store = jobs.start("mnist", state=state).store
     store.delete(KEYS.node("host", "mnist"))
     store.delete(KEYS.coordinator_leader)
-    row = json.loads(jobs.says("ls", "--json"))[0]
-    assert row["state"] == "pending"
-    assert "the same command starts it again" in row["reason"]
-
-
-def test_a_job_that_has_ended_is_not_lost(jobs: Jobs) -> None:
-    store = jobs.start("mnist", state=JobState.DONE).store
-    store.delete(KEYS.node("host", "mnist"))
-    store.delete(KEYS.coordinator_leader)
-    assert json.loads(jobs.says("ls", "--all", "--json"))[0]["state"] == "done"
+    (row,) = json.loads(jobs.says("ls", "--all", "--json"))
+    assert row["state"] == state.value
+    assert ("the same command starts it again" in row["reason"]) is (state is JobState.PENDING)
 
 
 def test_lists_of_jobs_that_wait_and_that_have_ended(jobs: Jobs) -> None:

@@ -342,9 +342,46 @@ def test_a_job_that_has_outlived_its_declaration_grows_again() -> None:
     assert allocate([replace(ending, outlived=True)], cluster(4), current, 0.0).changed == ("job",)
 
 
-def test_nothing_grows_beyond_twice_what_was_profiled() -> None:
-    found = allocate([job(max_profiled_replicas=2)], cluster(8, 8), {"job": {"node-0": 2}}, 0.0)
-    assert sum(found.allocations["job"].values()) == 4
+Rows = dict[str, tuple[list[JobInfo], list[NodeInfo], dict[str, Allocation], dict[str, Allocation]]]
+DECISIONS: Rows = {
+    # jobs, nodes, what the jobs have, and what they get
+    "no jobs": ([], cluster(4), {}, {}),
+    "no nodes": ([job()], [], {}, {"job": {}}),
+    "a node with fewer than no slots": ([job()], [NodeInfo("bad", -4)], {}, {"job": {}}),
+    "nodes with no slots or fewer are not there": (
+        [job()], [NodeInfo("bad", -4), NodeInfo("empty", 0), NodeInfo("good", 2)], {}, {"job": {"good": 2}},
+    ),
+    "nothing grows beyond twice what was profiled": (
+        [job(max_profiled_replicas=2)], cluster(8, 8), {"job": {"node-0": 2}}, {"job": {"node-0": 4}},
+    ),
+    "a draining node is left even by a job that may not be preempted": (
+        [job(preemptible=False)], [NodeInfo("old", 4, draining=True), NodeInfo("new", 4)],
+        {"job": {"old": 2}}, {"job": {"new": 4}},
+    ),
+    "preemptible nodes are the last choice of jobs that ask": (
+        [job("wary", max_replicas=1, avoid_preemptible_nodes=True), job("brave", max_replicas=1)],
+        [NodeInfo("spot", 4, preemptible=True), NodeInfo("solid", 4)],
+        {}, {"wary": {"solid": 1}, "brave": {"spot": 1}},
+    ),
+    "nodes at risk are the last choice of all": (
+        [job(max_replicas=4)], [NodeInfo("shaky", 4, at_risk=True), NodeInfo("sound", 4)],
+        {}, {"job": {"sound": 4}},
+    ),
+    "survivors come first, so that rank 0 stays": (
+        [job(max_profiled_replicas=4)], cluster(4, 4, 4),
+        {"job": {"node-2": 4}}, {"job": {"node-2": 4, "node-0": 4}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_jobs_get_nodes_that_they_can_and_may_use(name: str) -> None:
+    jobs, nodes, current, expected = DECISIONS[name]
+    found = allocate(jobs, nodes, current, 0.0)
+    assert {job: list(places.items()) for job, places in found.allocations.items()} == {
+        job: list(places.items()) for job, places in expected.items()
+    }
+    assert all(text == "there are no nodes" for text in found.pending.values())
 
 
 def test_short_remainders_come_first() -> None:
@@ -379,24 +416,6 @@ def test_a_job_that_may_not_be_preempted_keeps_what_it_has() -> None:
     assert "preempted" in found.reasons["pinned"].text
 
 
-def test_a_draining_node_is_left_even_by_a_job_that_may_not_be_preempted() -> None:
-    nodes = [NodeInfo("old", 4, draining=True), NodeInfo("new", 4)]
-    found = allocate([job(preemptible=False)], nodes, {"job": {"old": 2}}, 0.0)
-    assert set(found.allocations["job"]) == {"new"}
-
-
-def test_preemptible_nodes_are_the_last_choice_of_jobs_that_ask() -> None:
-    nodes = [NodeInfo("spot", 4, preemptible=True), NodeInfo("solid", 4)]
-    jobs = [job("wary", max_replicas=1, avoid_preemptible_nodes=True), job("brave", max_replicas=1)]
-    found = allocate(jobs, nodes, {}, 0.0)
-    assert found.allocations == {"wary": {"solid": 1}, "brave": {"spot": 1}}
-
-
-def test_nodes_at_risk_are_the_last_choice_of_all() -> None:
-    nodes = [NodeInfo("shaky", 4, at_risk=True), NodeInfo("sound", 4)]
-    assert set(allocate([job(max_replicas=4)], nodes, {}, 0.0).allocations["job"]) == {"sound"}
-
-
 def test_scattered_replicas_are_brought_together_when_that_pays() -> None:
     scattered = {"job": {"node-0": 1, "node-1": 1}}
     slow = job(model=SLOW_NETWORK, max_replicas=2, pause=1.0)
@@ -414,12 +433,6 @@ def test_small_jobs_move_to_make_room_for_a_large_one_and_no_more_than_must(slot
     moved = [name for name in current if dict(found.allocations[name]) != current[name]]
     assert len(moved) == 1
     assert found.allocations[moved[0]] or slots == 2
-
-
-def test_survivors_come_first_so_that_rank_zero_stays() -> None:
-    current = {"job": {"node-2": 4}}
-    found = allocate([job(max_profiled_replicas=4)], cluster(4, 4, 4), current, 0.0)
-    assert next(iter(found.allocations["job"])) == "node-2"
 
 
 @pytest.mark.parametrize(
@@ -445,12 +458,6 @@ def test_a_node_that_lost_slots_is_not_overfilled() -> None:
     assert sum(sum(a.values()) for a in found.allocations.values()) == 2
 
 
-def test_no_nodes_and_no_jobs() -> None:
-    assert allocate([], cluster(4), {}, 0.0).allocations == {}
-    assert allocate([job()], [], {}, 0.0).allocations == {"job": {}}
-    assert allocate([job()], [NodeInfo("broken", -3)], {}, 0.0).allocations == {"job": {}}
-
-
 def test_the_fairness_knob_moves_slots_from_who_scales_well_to_who_does_not() -> None:
     slow_bus = replace(MODEL, perf_params=PerfParams(0.12, 0.003, 0.40, 0.01, 0.50, 0.05, 1.6))
     jobs, nodes = [job("well"), job("badly", model=slow_bus)], cluster(8)
@@ -469,12 +476,6 @@ def test_weights_count() -> None:
         for weight in (0.1, 10.0)
     )
     assert sum(light.values()) < sum(heavy.values())
-
-
-def test_a_node_with_no_slots_or_fewer_is_not_there() -> None:
-    found = allocate([job()], [NodeInfo("bad", -4), NodeInfo("empty", 0), NodeInfo("good", 2)], {}, 0.0)
-    assert found.allocations["job"] == {"good": 2}
-    assert allocate([job()], [NodeInfo("bad", -4)], {}, 0.0).pending == {"job": "there are no nodes"}
 
 
 def test_reasons_say_whose_choice_a_size_is() -> None:

@@ -34,17 +34,9 @@ def slowed(speed: float, model: GoodputModel = MODEL) -> GoodputModel:
 
 
 def job(name: str = "job", slow: float = 0.2, **changes: object) -> JobInfo:
-    base = JobInfo(
-        name,
-        1,
-        64,
-        model=MODEL,
-        models={"fast": MODEL, "slow": slowed(slow)},
-        max_profiled_replicas=64,
-        pause=1.0,
-        remaining=1e7,
-        attained=1e5,
-    )
+    models = {"fast": MODEL, "slow": slowed(slow)}
+    times = {"pause": 1.0, "remaining": 1e7, "attained": 1e5}
+    base = JobInfo(name, 1, 64, model=MODEL, models=models, max_profiled_replicas=64, **times)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

@@ -33,11 +33,16 @@ def rigid(name: str, **changes: object) -> JobInfo:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def test_jobs_that_must_span_nodes_take_turns_with_one_that_finds_no_room_beside_them() -> None:
-    # eight jobs on two nodes each leave 32 of 64 slots, and nowhere four together
+def eight_wide_jobs() -> tuple[list[JobInfo], Mapping[str, Allocation]]:
+    """Return jobs on two nodes each. They leave 32 of 64 slots, and nowhere four together."""
     jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2) for i in range(8)]
-    current: Mapping[str, Allocation] = allocate(jobs, NODES, {}, 0.0).allocations
+    current = allocate(jobs, NODES, {}, 0.0).allocations
     assert all(current.values())
+    return jobs, current
+
+
+def test_jobs_that_must_span_nodes_take_turns_with_one_that_finds_no_room_beside_them() -> None:
+    jobs, current = eight_wide_jobs()
     jobs.append(rigid("whole"))
     waiting, longest, turns = dict.fromkeys(j.name for j in jobs), 0.0, 0
     for step in range(100):
@@ -278,8 +283,7 @@ def test_overdue_jobs_start_in_the_order_of_their_waits_whatever_weights_there_a
 
 
 def test_a_longer_job_does_not_push_out_another_before_its_time() -> None:
-    jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2) for i in range(8)]
-    current = allocate(jobs, NODES, {}, 0.0).allocations
+    jobs, current = eight_wide_jobs()
     found = allocate([*jobs, rigid("whole", remaining=1e9, waiting_since=0.0)], NODES, current, 800.0)
     assert found.changed == ()
     assert found.reasons["whole"].text.endswith("(waiting for 800 s)")
@@ -289,8 +293,7 @@ def test_a_longer_job_does_not_push_out_another_before_its_time() -> None:
 def test_what_is_decided_does_not_depend_on_the_order_of_the_jobs(seed: int) -> None:
     import random
 
-    jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2) for i in range(8)]
-    current = allocate(jobs, NODES, {}, 0.0).allocations
+    jobs, current = eight_wide_jobs()
     everybody = [*jobs, rigid("whole", waiting_since=0.0)]
     straight = allocate(everybody, NODES, current, 1000.0).allocations
     random.Random(seed).shuffle(everybody)

@@ -7,7 +7,7 @@ from typing import Any
 import boto3
 import pytest
 from botocore.config import Config
-from moto_process import REGION, Moto, make_group
+from moto_process import REGION, Moto, make_group, make_hook
 from thin_aws import AutoScaling, client_error
 
 from adaptdl_elastic.autoscaler.providers.base import (
@@ -40,22 +40,12 @@ def with_thin_fake(moto: Moto, *groups: str, **more: Any) -> tuple[Ec2Provider, 
     return provider(moto, *groups, clients={"autoscaling": thin}, **more), thin
 
 
-def raw_group(moto: Moto, name: str = "workers") -> dict[str, Any]:
-    answer = moto.client("autoscaling").describe_auto_scaling_groups(AutoScalingGroupNames=[name])
-    return dict(answer["AutoScalingGroups"][0])
-
-
 def test_grows_from_zero_and_sees_its_instances(moto: Moto) -> None:
     make_group(moto, "workers")
     ours = provider(moto)
     pool = ours.capacity().pool("workers")
-    assert (pool.desired, pool.minimum, pool.maximum) == (0, 0, 4)
-    assert (pool.slots, pool.hourly_price, pool.preemptible, pool.instance_type) == (
-        1,
-        1.0,
-        False,
-        "g5.xlarge",
-    )
+    assert (pool.desired, pool.minimum, pool.maximum, pool.slots) == (0, 0, 4, 1)
+    assert (pool.hourly_price, pool.preemptible, pool.instance_type) == (1.0, False, "g5.xlarge")
     ours.request("workers", 2)
     ours.request("workers", 2)  # twice is once
     now = ours.capacity()
@@ -108,18 +98,6 @@ def test_a_replacement_takes_the_place_of_a_broken_one(moto: Moto) -> None:
     assert [i.id for i in after.instances if i.state is InstanceState.RUNNING] != [broken]
 
 
-def test_a_reclaimed_instance_is_replaced_by_its_group(moto: Moto) -> None:
-    make_group(moto, "workers", desired=2, spot=True)
-    ours = provider(moto)
-    before = {i.id for i in ours.capacity().instances}
-    moto.client("ec2").terminate_instances(InstanceIds=[next(iter(before))])
-    after = ours.capacity()
-    running = {i.id for i in after.instances if i.state is InstanceState.RUNNING}
-    assert after.pool("workers").desired == 2
-    assert len(running) == 2
-    assert len(running & before) == 1
-
-
 def test_lowering_takes_back_only_what_has_not_come(moto: Moto) -> None:
     make_group(moto, "workers", desired=2)
     ours = provider(moto)
@@ -145,14 +123,9 @@ def test_at_its_minimum_a_group_says_so(moto: Moto) -> None:
 
 
 def test_spot_prices_and_terms_come_from_what_the_group_launches(moto: Moto) -> None:
-    zone = f"{REGION}a"
+    zone, mixed = f"{REGION}a", {"OnDemandBaseCapacity": 1, "OnDemandPercentageAboveBaseCapacity": 0}
     prices = {("g5.xlarge", zone): ((0.0, 0.35),), ("g5.12xlarge", zone): ((0.0, 1.5),)}
-    make_group(
-        moto,
-        "workers",
-        types=("g5.12xlarge", "g5.xlarge"),
-        mixed={"OnDemandBaseCapacity": 1, "OnDemandPercentageAboveBaseCapacity": 0},
-    )
+    make_group(moto, "workers", types=("g5.12xlarge", "g5.xlarge"), mixed=mixed)
     ours = provider(moto, spot_prices=lambda: prices)
     first = ours.capacity().pool("workers")
     assert (first.preemptible, first.hourly_price, first.slots) == (False, 1.0, 1)
@@ -168,25 +141,15 @@ def test_spot_price_history_is_read(moto: Moto) -> None:
     assert pool.hourly_price == pytest.approx(0.00001)  # what moto says of every type
 
 
-def test_two_groups_are_two_pools(moto: Moto) -> None:
-    make_group(moto, "spot", spot=True)
-    make_group(moto, "demand", desired=1)
-    now = provider(moto, "spot", "demand").capacity()
-    assert [(p.name, p.preemptible, p.desired) for p in now.pools] == [
-        ("spot", True, 0),
-        ("demand", False, 1),
-    ]
-
-
 def test_ruling_is_undone_even_after_a_crash(moto: Moto) -> None:
     make_group(moto, "workers", desired=1)
     first = provider(moto)
     first.take_over()  # and dies
     with provider(moto):
-        ruled = raw_group(moto)
+        ruled = moto.group()
         assert [p["ProcessName"] for p in ruled["SuspendedProcesses"]] == ["AZRebalance"]
         assert ruled["NewInstancesProtectedFromScaleIn"]
-    after = raw_group(moto)
+    after = moto.group()
     assert after["SuspendedProcesses"] == []
     assert not after["NewInstancesProtectedFromScaleIn"]
     assert RULED_TAG not in {tag["Key"] for tag in after["Tags"]}
@@ -199,7 +162,7 @@ def test_processes_that_somebody_else_suspended_stay_suspended(moto: Moto) -> No
     )
     with provider(moto):
         pass
-    after = raw_group(moto)
+    after = moto.group()
     assert [p["ProcessName"] for p in after["SuspendedProcesses"]] == ["AZRebalance"]
     assert after["NewInstancesProtectedFromScaleIn"]
 
@@ -217,12 +180,7 @@ def test_protection_is_set_once(moto: Moto) -> None:
 
 def test_a_hook_is_kept_waiting_and_completed(moto: Moto) -> None:
     make_group(moto, "workers", desired=2)
-    moto.client("autoscaling").put_lifecycle_hook(
-        AutoScalingGroupName="workers",
-        LifecycleHookName="drain",
-        LifecycleTransition="autoscaling:EC2_INSTANCE_TERMINATING",
-        HeartbeatTimeout=60,
-    )
+    make_hook(moto, "drain")
     ours, thin = with_thin_fake(moto)
     leaving = ours.capacity().instances[0].id
     ours.release(leaving)
@@ -267,11 +225,11 @@ def test_a_group_or_setting_that_cannot_be_used_is_refused_with_the_remedy(
 def test_an_instance_of_somebody_else(moto: Moto) -> None:
     make_group(moto, "workers", desired=1)
     make_group(moto, "theirs", desired=1)
-    stranger = raw_group(moto, "theirs")["Instances"][0]["InstanceId"]
+    stranger = moto.group("theirs")["Instances"][0]["InstanceId"]
     for unknown in (stranger, "i-00000000000000000", "box"):
         with pytest.raises(UnknownInstanceError, match="not an instance of workers"):
             provider(moto).release(unknown)
-    assert len(raw_group(moto, "theirs")["Instances"]) == 1
+    assert len(moto.group("theirs")["Instances"]) == 1
 
 
 def test_no_permission_names_the_action(moto: Moto) -> None:
@@ -348,8 +306,7 @@ def test_an_unreachable_endpoint_is_said(moto: Moto, monkeypatch: pytest.MonkeyP
 
 def test_the_queue_brings_notices_about_our_instances(moto: Moto) -> None:
     make_group(moto, "workers", desired=1, spot=True)
-    sqs = moto.client("sqs")
-    url = sqs.create_queue(QueueName="notices")["QueueUrl"]
+    sqs, url = moto.client("sqs"), moto.queue()
     ours = provider(moto, queue_url=url)
     member = ours.capacity().instances[0].id
     stamp = "2026-11-21T04:00:00Z"
@@ -394,7 +351,7 @@ def test_an_instance_that_has_ended_is_reported_with_its_launch_and_its_end(moto
 
 def test_an_instance_that_came_and_went_between_two_looks_is_reported(moto: Moto) -> None:
     make_group(moto, "workers", desired=1)
-    (member,) = raw_group(moto)["Instances"]
+    (member,) = moto.group()["Instances"]
     ec2 = moto.client("ec2")
     ec2.terminate_instances(InstanceIds=[member["InstanceId"]])
     tag = {"Key": "aws:autoscaling:groupName", "Value": "workers"}

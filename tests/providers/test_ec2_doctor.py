@@ -27,8 +27,7 @@ def thin_clients(moto: Moto) -> tuple[AutoScaling, Callable[..., Any]]:
 
 def test_all_is_well_and_nothing_is_changed(moto: Moto) -> None:
     make_group(moto, "workers", desired=1)
-    sqs = moto.client("sqs")
-    url = sqs.create_queue(QueueName="notices")["QueueUrl"]
+    sqs, url = moto.client("sqs"), moto.queue()
     sqs.send_message(QueueUrl=url, MessageBody="for the autoscaler")
     client = moto.client("autoscaling")
     before = client.describe_auto_scaling_groups()["AutoScalingGroups"]
@@ -59,8 +58,7 @@ def test_each_missing_right_is_named(moto: Moto) -> None:
 
 @pytest.mark.parametrize("action", ["ReceiveMessage", "DeleteMessage"])
 def test_rights_on_the_queue(moto: Moto, action: str) -> None:
-    sqs = moto.client("sqs")
-    url = sqs.create_queue(QueueName="notices")["QueueUrl"]
+    sqs, url = moto.client("sqs"), moto.queue()
 
     def refuse(**arguments: object) -> None:
         raise client_error("AccessDenied", "no")

@@ -26,11 +26,6 @@ def provider(owner: str, *groups: str, seize: bool = False) -> Ec2Provider:
     return Ec2Provider(groups or ("workers",), PRICES, owner=owner, seize=seize)
 
 
-def group(moto: Moto, name: str = "workers") -> dict[str, Any]:
-    answer = moto.client("autoscaling").describe_auto_scaling_groups(AutoScalingGroupNames=[name])
-    return dict(answer["AutoScalingGroups"][0])
-
-
 def test_a_cluster_is_known_by_more_than_its_name() -> None:
     one, other = MemoryStore(), MemoryStore()
     keys = Keys("default")
@@ -46,17 +41,17 @@ def test_another_cluster_is_refused_and_nothing_is_changed(moto: Moto) -> None:
     make_group(moto, "mine")
     make_group(moto, "workers")
     with provider("one/1") as first:
-        assert tags_of(group(moto))[OWNER_TAG] == "one/1"
+        assert tags_of(moto.group())[OWNER_TAG] == "one/1"
         second = provider("two/2", "mine", "workers")
         with pytest.raises(NotOursError, match="'workers' belongs to cluster one/1, and this one is two/2"):
             second.take_over()
         second.hand_back()
-        assert tags_of(group(moto, "mine")) == {}
-        assert group(moto, "mine")["SuspendedProcesses"] == []
-        assert set(tags_of(group(moto))) == {OWNER_TAG, RULED_TAG}
+        assert tags_of(moto.group("mine")) == {}
+        assert moto.group("mine")["SuspendedProcesses"] == []
+        assert set(tags_of(moto.group())) == {OWNER_TAG, RULED_TAG}
         assert any("belongs to cluster one/1" in text for text in second.capacity().warnings)
         first.capacity()
-    assert tags_of(group(moto)) == {}
+    assert tags_of(moto.group()) == {}
     second.take_over()  # free again
     second.capacity()
 
@@ -66,7 +61,7 @@ def test_the_same_cluster_goes_on_after_a_crash(moto: Moto) -> None:
     provider("one/1").take_over()  # and dies
     with provider("one/1") as again:
         again.capacity()
-    assert tags_of(group(moto)) == {}
+    assert tags_of(moto.group()) == {}
 
 
 def test_who_is_told_to_takes_over_and_the_other_finds_out(moto: Moto) -> None:
@@ -79,14 +74,14 @@ def test_who_is_told_to_takes_over_and_the_other_finds_out(moto: Moto) -> None:
         with pytest.raises(NotOursError, match="taken over by cluster two/2"):
             attempt()
     first.hand_back()  # leaves alone what is another's
-    now = group(moto)
+    now = moto.group()
     assert tags_of(now)[OWNER_TAG] == "two/2"
     assert [process["ProcessName"] for process in now["SuspendedProcesses"]] == ["AZRebalance"]
     assert now["DesiredCapacity"] == 1
     with pytest.raises(NotOursError):
         first.take_over()  # without being told to
     second.hand_back()
-    after = group(moto)
+    after = moto.group()
     assert tags_of(after) == {}
     assert after["SuspendedProcesses"] == []  # by the note of the first one
 
@@ -157,5 +152,5 @@ def test_an_autoscaler_whose_groups_are_taken_ends(moto: Moto) -> None:
         thread.join()
     (error,) = ended
     assert "taken over by cluster two/2" in str(error)
-    assert tags_of(group(moto))[OWNER_TAG] == "two/2"
+    assert tags_of(moto.group())[OWNER_TAG] == "two/2"
     assert store.get(keys.autoscaler_leader) is None

@@ -123,7 +123,9 @@ class Account:
         self.notes: dict[str, bytes] = {}
         self.meta = type("Meta", (), {"region_name": REGION})
 
-    def up(self, values: dict[str, str] | None = None, new: bool = True, bucket: str | None = None) -> Any:
+    def up(
+        self, values: dict[str, str] | None = None, new: bool = True, bucket: str | None = None
+    ) -> Account:
         services = ("cloudformation", "autoscaling", "ec2", "s3", "ssm", "sts", "service-quotas")
         clients = dict.fromkeys(services, self)
         made = StackUp(REGION, None, self.said.append, clients, clock=lambda: 0.0, wait=lambda _: None)
@@ -131,7 +133,8 @@ class Account:
         def write(path: Path) -> None:
             path.write_bytes(b"content")
 
-        return made.up("train", values or {}, bucket, write if new else None, write)
+        made.up("train", values or {}, bucket, write if new else None, write)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         def call(**given: Any) -> Any:
@@ -201,8 +204,7 @@ class Account:
 
 
 def test_a_new_stack_gets_zones_that_have_its_types_and_todays_image() -> None:
-    account = Account(None, "CREATE_IN_PROGRESS", "CREATE_COMPLETE")
-    account.up()
+    account = Account(None, "CREATE_IN_PROGRESS", "CREATE_COMPLETE").up()
     # the first that has both types; a Local Zone is none of the region's own
     assert account.parameters["Zones"] == f"{REGION}b,{REGION}b"
     assert account.parameters["HeadImage"] == "ami-today"
@@ -215,8 +217,9 @@ def test_a_new_stack_gets_zones_that_have_its_types_and_todays_image() -> None:
 
 @pytest.mark.parametrize(("subnet", "public"), [("subnet-open", "yes"), ("subnet-private", "no")])
 def test_the_head_gets_an_address_where_the_subnet_gives_instances_one(subnet: str, public: str) -> None:
-    account = Account(None, "CREATE_COMPLETE")
-    account.up({"Vpc": "vpc-1", "HeadSubnet": subnet, "Subnets": "subnet-1"})
+    account = Account(None, "CREATE_COMPLETE").up(
+        {"Vpc": "vpc-1", "HeadSubnet": subnet, "Subnets": "subnet-1"}
+    )
     assert account.parameters["HeadIsPublic"] == public
     assert "Zones" not in account.parameters
 
@@ -247,37 +250,30 @@ def test_what_is_no_answer_of_aws_is_one_line(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_an_update_keeps_what_it_does_not_name() -> None:
-    account = Account("CREATE_COMPLETE", "UPDATE_COMPLETE")
-    account.up({"MaxNodes": "3"}, new=False)
+    account = Account("CREATE_COMPLETE", "UPDATE_COMPLETE").up({"MaxNodes": "3"}, new=False)
     assert account.parameters == {"Bucket": "lab", "Code": "s3://lab/train/code", "MaxNodes": "3"}
     # a later version of this program may have another template, with another head
     assert account.called["update_stack"]["UsePreviousTemplate"]
     assert "TemplateBody" not in account.called["update_stack"]
-    account = Account("UPDATE_COMPLETE", "UPDATE_COMPLETE")
-    account.up()
+    account = Account("UPDATE_COMPLETE", "UPDATE_COMPLETE").up()
     assert account.parameters["Code"].startswith("s3://lab/train/code-")
     assert "upload train/package" not in account.called
 
 
 def test_nothing_to_change_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    account = Account("CREATE_COMPLETE")
 
     def refuse(_: Account, **__: Any) -> None:
         raise refusal("ValidationError", "No updates are to be performed.")
 
     monkeypatch.setattr(Account, "update_stack", refuse, raising=False)
-    account.up(new=False)
-    assert account.said == ["train: nothing changes"]
     # an earlier change that was undone is no failure of this one
-    assert account.stack is not None
-    account.stack["StackStatus"] = "UPDATE_ROLLBACK_COMPLETE"
-    account.up(new=False)
+    for status in ("CREATE_COMPLETE", "UPDATE_ROLLBACK_COMPLETE"):
+        assert Account(status).up(new=False).said == ["train: nothing changes"]
 
 
 @pytest.mark.parametrize("status", ["ROLLBACK_COMPLETE", "CREATE_FAILED", "DELETE_FAILED"])
 def test_what_a_failed_try_has_left_is_deleted_first(status: str) -> None:
-    account = Account(status, "DELETE_IN_PROGRESS", "DELETE_COMPLETE", "CREATE_COMPLETE")
-    account.up()
+    account = Account(status, "DELETE_IN_PROGRESS", "DELETE_COMPLETE", "CREATE_COMPLETE").up()
     names = list(account.called)
     assert names.index("delete_stack") < names.index("create_stack")
     assert "delete_parameters" in names
@@ -285,9 +281,8 @@ def test_what_a_failed_try_has_left_is_deleted_first(status: str) -> None:
 
 
 def test_a_stack_of_others_and_one_that_changes_are_left_alone() -> None:
-    account = Account("UPDATE_IN_PROGRESS")
     with pytest.raises(ProviderError, match="is UPDATE_IN_PROGRESS: wait"):
-        account.up()
+        Account("UPDATE_IN_PROGRESS").up()
     account = Account("ROLLBACK_COMPLETE")
     assert account.stack is not None
     account.stack["Tags"] = []
@@ -318,8 +313,7 @@ def test_a_failure_shows_the_end_of_the_heads_log() -> None:
 
 
 def test_a_bucket_that_is_named_is_used_and_never_made() -> None:
-    account = Account(None, "CREATE_COMPLETE")
-    account.up(bucket="data")
+    account = Account(None, "CREATE_COMPLETE").up(bucket="data")
     assert account.parameters["Bucket"] == "data"
     assert account.called["upload train/code"] == {"bucket": "data"}
     assert "create_bucket" not in account.called
@@ -331,8 +325,7 @@ def test_a_bucket_that_is_named_is_used_and_never_made() -> None:
 def test_the_accounts_own_bucket_is_made_once_and_another_persons_gets_nothing(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    account = Account(None, "CREATE_COMPLETE")
-    account.up()
+    account = Account(None, "CREATE_COMPLETE").up()
     assert account.called["head_bucket"] == {"Bucket": BUCKET, "ExpectedBucketOwner": "123456789012"}
     # what people have set for their bucket stays
     assert "put_bucket_lifecycle_configuration" not in account.called

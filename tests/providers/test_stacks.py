@@ -73,6 +73,13 @@ def down(*arguments: str, answer: str = "") -> Result:
     return CliRunner().invoke(cloud, ["down", *arguments], input=answer)
 
 
+def finds(monkeypatch: pytest.MonkeyPatch, *stacks: Stack) -> None:
+    """Let these be the stacks of the region."""
+    monkeypatch.setattr(Stacks, "__init__", lambda *_: None)
+    monkeypatch.setattr(Stacks, "region", REGION)
+    monkeypatch.setattr(Stacks, "find", lambda _: stacks)
+
+
 @pytest.mark.processes
 def test_stacks_of_ours_go_after_a_yes_and_no_others(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stacks, "interval", 0.0)
@@ -141,22 +148,17 @@ def test_what_has_no_price_is_named(
 ) -> None:
     kinds = zip(("t3.small", "g5.xlarge"), prices, strict=True)
     machines = tuple(Machine("i-1", kind, False, price) for kind, price in kinds)
-    monkeypatch.setattr(Stacks, "__init__", lambda *_: None)
-    monkeypatch.setattr(Stacks, "region", REGION)
-    monkeypatch.setattr(Stacks, "find", lambda _: (Stack("train", "arn", "CREATE_COMPLETE", machines),))
+    finds(monkeypatch, Stack("train", "arn", "CREATE_COMPLETE", machines))
     said = down("train", answer="n\n").output
     assert end in said
 
 
 def test_a_stack_that_is_not_ours_cannot_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = (Stack("train", "arn", "CREATE_COMPLETE"),)
-    monkeypatch.setattr(Stacks, "__init__", lambda *_: None)
-    monkeypatch.setattr(Stacks, "region", REGION)
-    monkeypatch.setattr(Stacks, "find", lambda _: ours)
+    finds(monkeypatch, Stack("train", "arn", "CREATE_COMPLETE"))
     done = down("train", "theirs", "--yes")
     said = f"adaptdl: no stack 'theirs' of ours in {REGION}; ours there: train\n"
     assert (done.exit_code, done.output) == (1, said)
-    monkeypatch.setattr(Stacks, "find", lambda _: ())
+    finds(monkeypatch)
     done = down("--all", "--yes")
     said = f"no stack of ours in {REGION}: nothing to take down there (--region looks elsewhere)\n"
     assert (done.exit_code, done.output) == (0, said)

@@ -91,14 +91,19 @@ def restarted(memory: Memory) -> Memory:
     return adapter.validate_json(adapter.dump_json(memory))
 
 
-def test_an_instance_is_charged_from_its_launch_to_its_end() -> None:
-    market = Market(Life(3.0, 73.0))
-    assert market.bill(50 * LOOK).cost == pytest.approx(market.exact(350.0)) == pytest.approx(0.70)
-
-
-def test_a_price_that_changes_between_two_looks_holds_from_its_change() -> None:
-    market = Market(Life(3.0), moves=((10.0, 72.0), (11.0, 360.0), (40.0, 36.0)))
-    assert market.bill(70.0).cost == pytest.approx(market.exact(70.0)) == pytest.approx(3.29)
+@pytest.mark.parametrize(
+    ("market", "until", "cost"),
+    [
+        (Market(Life(3.0, 73.0)), 350.0, 0.70),
+        (Market(Life(3.0), moves=((10.0, 72.0), (11.0, 360.0), (40.0, 36.0))), 70.0, 3.29),
+        # an instance costs at least for a minute
+        (Market(Life(15.0, 19.0), Life(30.0, 95.0), moves=((50.0, 72.0),), least=60.0), 210.0, 0.85 + 1.1),
+    ],
+)
+def test_instances_are_charged_from_their_launch_to_their_end(
+    market: Market, until: float, cost: float
+) -> None:
+    assert market.bill(until).cost == pytest.approx(market.exact(until)) == pytest.approx(cost)
 
 
 def test_a_price_change_that_is_read_late_is_charged_from_its_change() -> None:
@@ -116,11 +121,6 @@ def test_an_instance_that_starts_and_ends_between_two_looks_is_charged() -> None
     found = market.bill(70.0)
     assert found.cost == pytest.approx(market.exact(70.0)) == pytest.approx(0.04)
     assert found.pools["spot"].hours == pytest.approx(4 / 3600)
-
-
-def test_an_instance_costs_at_least_the_minimum() -> None:
-    market = Market(Life(15.0, 19.0), Life(30.0, 95.0), moves=((50.0, 72.0),), least=60.0)
-    assert market.bill(210.0).cost == pytest.approx(market.exact(210.0)) == pytest.approx(0.85 + 1.1)
 
 
 def test_the_bill_goes_on_over_a_restart() -> None:

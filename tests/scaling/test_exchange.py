@@ -101,21 +101,18 @@ def test_an_exchange_has_to_pay(price: float, left: float, exchanged: bool) -> N
 
 
 @pytest.mark.parametrize("registered", [True, False])
-def test_a_node_that_a_person_drained_is_not_exchanged_and_stops_no_exchange(
-    registered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_a_person_drained_is_not_exchanged_and_stops_no_exchange(registered: bool) -> None:
     """Nothing is bought in its place for --idle-minutes. Afterwards its agent ends."""
     world = without_spot("room")
-    drained, works = world.running[0], world.nodes_in_use
+    drained = world.running[0]
 
-    def nodes() -> dict[str, NodeUse]:
-        found = works()
+    def nodes(found: dict[str, NodeUse]) -> dict[str, NodeUse]:
         used = found.pop(drained, None)
         if used is not None and registered:
             found[drained] = replace(used, replicas={}, draining=True, announced=False)
         return found
 
-    monkeypatch.setattr(world, "nodes_in_use", nodes)
+    world.adjust = nodes
     world.settings = ScalingSettings(boot_timeout=10 * HOUR, idle_after=10 * HOUR)  # it is not missed so soon
     world.provider.outage.clear()
     world.run(2 * HOUR, every=30)
@@ -155,20 +152,13 @@ def test_a_new_node_that_never_registers_keeps_the_old_one() -> None:
     assert any("start-up script" in warning for warning in world.tick().warnings)
 
 
-def test_an_idle_node_is_not_exchanged_for_a_dearer_one_while_its_job_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_idle_node_is_not_exchanged_for_a_dearer_one_while_its_job_ends() -> None:
     """The job is no longer to be served, and its replicas are still there."""
     dearer = replace(DEMAND, name="dearer", hourly_price=1.1)
     world = World(replace(DEMAND, desired=3), dearer, settings=ScalingSettings(min_nodes=3))
-    works = world.nodes_in_use
-
-    def nodes() -> dict[str, NodeUse]:
-        found = {name: replace(use, replicas={}) for name, use in works().items()}
-        busy = sorted(found)[:2]
-        return {name: replace(use, replicas={"train": name in busy}) for name, use in found.items()}
-
-    monkeypatch.setattr(world, "nodes_in_use", nodes)
+    world.adjust = lambda found: {
+        name: replace(use, replicas={"train": name in sorted(found)[:2]}) for name, use in found.items()
+    }
     world.want(2).run(1200)
     world.want(0).run(60)
     assert world.desired == {"demand": 3, "dearer": 0}

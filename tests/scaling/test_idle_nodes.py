@@ -24,14 +24,11 @@ FOUR = JobInfo("train", min_replicas=4, max_replicas=4, min_nodes=4)
 MINUTE = 60.0
 
 
-def idling(monkeypatch: pytest.MonkeyPatch, world: World, *idle: str) -> None:
+def idling(world: World, *idle: str) -> None:
     """Leave these nodes without a replica."""
-    works = world.nodes_in_use
-
-    def nodes() -> dict[str, NodeUse]:
-        return {name: replace(use, replicas={}) if name in idle else use for name, use in works().items()}
-
-    monkeypatch.setattr(world, "nodes_in_use", nodes)
+    world.adjust = lambda found: {
+        name: replace(use, replicas={}) if name in idle else use for name, use in found.items()
+    }
 
 
 # All or nothing
@@ -86,12 +83,12 @@ def test_two_jobs_of_several_nodes_share_no_node() -> None:
     assert world.provider.launched == 2
 
 
-def test_a_job_that_runs_comes_before_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_runs_comes_before_one_that_waits() -> None:
     world = World(DEMAND, settings=ScalingSettings(max_nodes=4))
     world.jobs = (FOUR,)
     world.until_running(4)
     works = world.nodes_in_use()
-    monkeypatch.setattr(world, "nodes_in_use", lambda: works)
+    world.adjust = lambda _: works
     world.jobs = (JobInfo("new", min_replicas=3, max_replicas=3, min_nodes=3), FOUR)
     world.run(3600)
     assert (world.provider.launched, len(world.running)) == (4, 4)
@@ -99,18 +96,17 @@ def test_a_job_that_runs_comes_before_one_that_waits(monkeypatch: pytest.MonkeyP
     assert warning.startswith("new: needs 3 nodes to run, and 0 can be had now")
 
 
-def start_together(world: World, monkeypatch: pytest.MonkeyPatch, job: JobInfo) -> None:
+def start_together(world: World, job: JobInfo) -> None:
     """Give nodes replicas of `job` half a minute after there are as many as it needs."""
-    works, complete = world.nodes_in_use, list[float]()
+    complete = list[float]()
 
-    def nodes() -> dict[str, NodeUse]:
-        found = works()
+    def nodes(found: dict[str, NodeUse]) -> dict[str, NodeUse]:
         if job in world.jobs and len(found) >= job.min_nodes:
             complete.append(world.now)
         starts = bool(complete) and world.now - complete[0] >= 30
         return {name: replace(use, replicas={job.name: 1} if starts else {}) for name, use in found.items()}
 
-    monkeypatch.setattr(world, "nodes_in_use", nodes)
+    world.adjust = nodes
 
 
 @pytest.mark.parametrize(
@@ -119,10 +115,10 @@ def start_together(world: World, monkeypatch: pytest.MonkeyPatch, job: JobInfo) 
     ids=["--min-nodes", "Min"],
 )
 def test_nodes_that_were_idle_for_long_are_used_by_a_job_that_needs_more(
-    pool: Pool, settings: ScalingSettings, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, settings: ScalingSettings
 ) -> None:
     world = World(pool, settings=settings)
-    start_together(world, monkeypatch, FOUR)
+    start_together(world, FOUR)
     world.run(1800)
     world.jobs = (FOUR,)
     world.run(150)
@@ -130,11 +126,11 @@ def test_nodes_that_were_idle_for_long_are_used_by_a_job_that_needs_more(
     assert world.provider.launched == 4
 
 
-def test_nodes_that_wait_for_the_boot_of_others_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_wait_for_the_boot_of_others_are_not_idle() -> None:
     slow = replace(DEMAND, name="slow", hourly_price=1.1)
     world = World(replace(DEMAND, maximum=2), slow)
     world.provider.boots = {"slow": 420.0}
-    start_together(world, monkeypatch, FOUR)
+    start_together(world, FOUR)
     world.jobs = (FOUR,)
     world.run(510)
     assert [use.replicas for use in world.nodes_in_use().values()] == [{"train": 1}] * 4
@@ -144,15 +140,15 @@ def test_nodes_that_wait_for_the_boot_of_others_are_not_idle(monkeypatch: pytest
 # Not for long
 
 
-def test_a_node_that_is_idle_within_the_band_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_idle_within_the_band_is_released() -> None:
     """Seven slots of eight are above the lower bound of the band: such a node stayed for ever."""
     world = World(DEMAND, boot=600)  # the boot does not count
     world.grown(8)
     idle, now = world.running[3], world.now
-    idling(monkeypatch, world, idle)
+    idling(world, idle)
     world.want(7).until(lambda: idle not in world.running)
     assert 5 * MINUTE <= world.now - now <= 6 * MINUTE
-    (release,) = (action for action in world.of(Release) if isinstance(action, Release))
+    (release,) = world.of(Release)
     assert release.reason == "it has had no replica for 5 min (--idle-minutes)"
     world.run(1800)
     assert (world.provider.launched, len(world.running)) == (8, 7)
@@ -167,42 +163,36 @@ def test_a_node_that_is_idle_within_the_band_is_released(monkeypatch: pytest.Mon
     ],
     ids=["--min-nodes", "Min", "--idle-minutes"],
 )
-def test_what_a_person_asked_to_have_stays(
-    pool: Pool, settings: ScalingSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_person_asked_to_have_stays(pool: Pool, settings: ScalingSettings) -> None:
     world = World(pool, settings=settings).grown(8)
-    idling(monkeypatch, world, world.running[3])
+    idling(world, world.running[3])
     world.want(7).run(3600)
     assert (len(world.running), world.provider.launched) == (8, 8)
 
 
-def test_nodes_on_which_nothing_is_placed_are_bought_again_less_and_less(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nodes_on_which_nothing_is_placed_are_bought_again_less_and_less() -> None:
     world = World(DEMAND).want(2)
-    idling(monkeypatch, world, *(f"demand-{number}" for number in range(100)))
+    idling(world, *(f"demand-{number}" for number in range(100)))
     world.run(8 * 3600)
     assert world.provider.launched == 2 * 8
     assert any("had no replica 8 times in a row" in text for text in world.tick().warnings)
-    monkeypatch.undo()
+    idling(world)
     world.until(lambda: len(world.running) == 2, seconds=7300)
     world.run(60)
     assert world.memory.vain == {}
 
 
-def test_a_job_that_runs_keeps_its_nodes_while_no_more_are_bought_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_that_runs_keeps_its_nodes_while_no_more_are_bought_for_it() -> None:
     world = World(DEMAND).grown(2)
-    idling(monkeypatch, world, *(f"demand-{number}" for number in range(3, 100)))
+    idling(world, *(f"demand-{number}" for number in range(3, 100)))
     world.want(4).run(8 * 3600)
     assert world.provider.launched == 2 + 2 * 8
     assert {"demand-1", "demand-2"} <= set(world.running)
 
 
-def test_a_job_that_was_expected_begins_afresh_when_it_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_was_expected_begins_afresh_when_it_is_submitted() -> None:
     world = World(DEMAND)
-    idling(monkeypatch, world, *(f"demand-{number}" for number in range(100)))
+    idling(world, *(f"demand-{number}" for number in range(100)))
     world.want(2).run(8000)
     assert world.memory.vain["train"].until > world.now + 1000
     world.runs = {"train": "run"}

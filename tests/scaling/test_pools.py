@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scaling_script import play
 from scaling_world import World, job, waiting
 
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo, NodeLimit
@@ -22,30 +23,42 @@ SMALL = Pool("small", desired=0, maximum=16, slots=1, hourly_price=1.0)
 LARGE = Pool("large", desired=0, maximum=16, slots=4, hourly_price=3.6)
 
 
-# -- unlike nodes
+POOLS = {pool.name: pool for pool in (DEMAND, SPOT, SMALL, LARGE)}
+
+SCRIPTS = {
+    "a price that falls throws no nodes away": """
+        small large max_nodes=4
+        want 16; run 300 -> small=0 large=4
+        reprice small 0.5; run 600 -> small=0 large=4
+        reprice small 1.0; run 600 -> small=0 large=4
+        reprice small 0.5; run 600 -> small=0 large=4 launched=4""",
+    "of unlike nodes only those go that are not needed": """
+        small large
+        want 8; run 300 -> small=0 large=2
+        reprice small 0.5; want 9; run 300 -> small=1 large=2
+        want 8; run 600 -> small=1 large=2
+        want 7; run 600 -> small=0 large=2
+        want 5; run 600 -> small=0 large=2
+        want 4; run 600 -> small=0 large=1 launched=3""",
+    # their protection keeps the group from removing them when its desired capacity is lowered by hand
+    "nodes beyond what somebody asked for are counted, and go when they are not needed": """
+        demand
+        want 4; run 120; set_desired demand 2; run 30 -> demand=4
+        want 3; set_desired demand 3; run 600 -> demand=3 running=3 launched=4""",
+    "more than is worth it is taken back when a person has asked for it": """
+        demand
+        want 1; run 120; request demand 5; run 600 -> demand=1""",
+    "where a pool is shut a notice is made good elsewhere at once": """
+        demand spot
+        grown 2; outage spot "no Spot capacity available"; want 3; run 60 -> demand=1 spot=2
+        stuck spot-1; interrupt spot-1 120; run 30 -> demand=2 running=demand-3,spot-1,spot-2
+        stuck; run 120 -> demand=2 spot=1 replaced=""",
+}
 
 
-def test_a_price_that_falls_throws_no_nodes_away() -> None:
-    world = World(SMALL, LARGE, settings=ScalingSettings(max_nodes=4)).want(16).run(300)
-    assert world.desired == {"small": 0, "large": 4}
-    for price in (0.5, 1.0, 0.5):
-        world.provider.reprice("small", price)
-        world.run(600)
-        assert world.desired == {"small": 0, "large": 4}
-    assert world.provider.launched == 4
-
-
-def test_of_unlike_nodes_only_those_go_that_are_not_needed() -> None:
-    world = World(SMALL, LARGE).want(8).run(300)
-    assert world.desired == {"small": 0, "large": 2}
-    world.provider.reprice("small", 0.5)
-    world.want(9).run(300)
-    assert world.desired == {"small": 1, "large": 2}
-    for wanted, small in ((8, 1), (7, 0), (5, 0)):
-        world.want(wanted).run(600)
-        assert world.desired == {"small": small, "large": 2}
-    world.want(4).run(600)
-    assert (world.desired, world.provider.launched) == ({"small": 0, "large": 1}, 3)
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_pools_have_what_is_worth_it(script: str) -> None:
+    play(POOLS, script)
 
 
 @settings(max_examples=40, deadline=None)
@@ -149,32 +162,6 @@ def test_nodes_of_others_count_for_it() -> None:
     ]
 
 
-# -- changed by people
-
-
-def test_nodes_beyond_what_somebody_asked_for_are_counted_and_go_when_they_are_not_needed() -> None:
-    """Their protection keeps the group from removing them when its desired capacity is lowered by hand."""
-    world = World(DEMAND).want(4).run(120)
-
-    def lower(to: int) -> None:
-        world.provider.set_desired("demand", to)
-
-    lower(2)
-    world.run(30)
-    assert world.desired == {"demand": 4}
-    world.want(3)
-    lower(3)
-    world.run(600)
-    assert (world.desired, len(world.running), world.provider.launched) == ({"demand": 3}, 3, 4)
-
-
-def test_more_than_is_worth_it_is_taken_back() -> None:
-    world = World(DEMAND).want(1).run(120)
-    world.provider.request("demand", 5)  # by a person
-    world.run(600)
-    assert world.desired == {"demand": 1}
-
-
 # -- pools that take back
 
 
@@ -185,23 +172,6 @@ def test_a_few_interruptions_are_no_reason() -> None:
         world.provider.vanish(world.running[0])
     world.run(300)
     assert world.desired == {"demand": 0, "spot": 8}
-
-
-def test_where_a_pool_is_shut_a_notice_is_made_good_elsewhere_at_once() -> None:
-    world = World(DEMAND, SPOT).grown(2)
-    world.provider.outage["spot"] = "no Spot capacity available"
-    world.want(3).run(60)
-    assert world.desired == {"demand": 1, "spot": 2}
-    victim = next(name for name in world.running if name.startswith("spot"))
-    world.stuck = {victim}
-    world.provider.interrupt(victim, 120)
-    world.run(30)
-    assert world.desired["demand"] == 2
-    assert victim in world.running
-    world.stuck = set()
-    world.run(120)
-    assert world.desired == {"demand": 2, "spot": 1}
-    assert [a for a in world.of(Release) if isinstance(a, Release) and a.replace] == []
 
 
 def test_a_launch_that_failed_long_ago_is_no_reason_not_to_ask() -> None:
@@ -266,9 +236,7 @@ def test_a_cheap_pool_that_has_none_to_give_does_not_change_the_price_of_what_it
     assert world.desired["spot"] == many - 1
     world.of_jobs(job(remaining=1e9)).run(3600)
     assert world.desired["spot"] == many - 1
-    assert world.of(Release) == [] or {
-        a.instance.partition("-")[0] for a in world.of(Release) if isinstance(a, Release)
-    } == {"demand"}
+    assert world.of(Release) == [] or {a.instance.partition("-")[0] for a in world.of(Release)} == {"demand"}
 
 
 @pytest.mark.parametrize(
@@ -293,6 +261,7 @@ def test_a_cheap_pool_that_has_none_to_give_does_not_change_the_price_of_what_it
             [],
             "--min-nodes 12 is more than the pools may have: their Max is 10",
         ),
+        ({"deadlines": {"train": 1020.0}}, [job()], "train: its deadline cannot be met"),
         ({"deadlines": {"train": 1e9}}, [job()], ""),
     ],
 )

@@ -41,7 +41,7 @@ def watch(world: World, seconds: float, most: int) -> None:
         world.tick()
         assert len(world.provider.capacity().instances) <= most
         assert world.desired["spot"] <= NODES
-    assert all(a.desired <= NODES for a in world.of(Request) if isinstance(a, Request))
+    assert all(a.desired <= NODES for a in world.of(Request))
 
 
 @pytest.mark.parametrize("delay", DELAYS)

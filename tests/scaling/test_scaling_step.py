@@ -6,83 +6,140 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scaling_script import play
 from scaling_world import World, job, waiting
 
 from adaptdl_elastic.autoscaler.providers.base import Pool, ProviderError
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.scaling_types import Drain, Hold, LetGo, NodeUse, Release, Request
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Drain, Hold, LetGo, Release, Request
 
 DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0, instance_type="g5.xlarge")
 SPOT = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True, instance_type="g5.xlarge")
+POOLS = {
+    "demand": DEMAND,
+    "spot": SPOT,
+    "may_be_dear": replace(DEMAND, name="may_be_dear", highest_price=1.5),
+    "early": replace(SPOT, name="early", replaces_at_risk=True),
+}
+FAILURES = ScalingSettings().max_replacements + 1
+BROKE = 3600 / ScalingSettings().broke_for
+
+SCRIPTS = {
+    "from zero for a job and back to zero": """
+        demand
+        run 60 -> launched=0
+        grown 3; run 600 -> demand=3
+        want 0; until_running 0; run 600 -> demand=0 launched=3""",
+    "a node is drained before it is released": """
+        demand
+        grown 2; stuck demand-1 demand-2; want 1; until_acted drain -> drained=demand-1
+        run 300 -> released= running=demand-1,demand-2
+        run 410 -> "asked to drain"
+        stuck; until_gone demand-1 -> demand=1""",
+    "spot first, and on demand where there is no spot": """
+        demand spot
+        want 2; run 30 -> demand=0 spot=2
+        outage spot "no Spot capacity available"; want 5; run 300 -> demand=3 spot=2 running=5
+        run 1200 -> launched=5""",
+    "instances that never become nodes are replaced a few times and never again": f"""
+        demand
+        broken=True; want 2; run 86460 60 -> launched<={2 + FAILURES} running= demand=0 "start-up script"
+        run 86400 60 -> launched<={2 + FAILURES} running=""",
+    # the group relaunches by itself before anybody looks, so one more than are counted
+    "a group that keeps relaunching what dies is stopped": f"""
+        demand boot=30
+        dead demand; want 1; run 86400 30 -> launched<={2 + FAILURES} demand=0""",
+    "the budget holds at the dearest type that may come": """
+        may_be_dear max_hourly_cost=2.9
+        want 4; true_price may_be_dear 1.5; run 3600 -> running=1 launched=1""",
+    "a price that was higher than known is remembered": """
+        demand max_hourly_cost=1.35
+        want 2; true_price demand 2.0; run 10800 30 -> running= launched=1""",
+    "where one pool is broken the other serves": """
+        demand spot
+        dead spot; grown 2 -> demand=2""",
+    "a notice drains, and its instance is replaced": """
+        spot
+        grown 2; interrupt spot-1 120; tick 1 -> drained=spot-1 deadline=119
+        until_gone spot-1; until_running 2 -> spot=2 interrupted=1""",
+    "a node that knows of its end is treated the same": """
+        spot
+        grown 1; knows spot-1 120; until_gone spot-1; until_running 1""",
+    "a notice about a node that is not worth replacing": """
+        spot
+        grown 2; want 1; stuck spot-1 spot-2; run 200; stuck; until_running 1 -> launched=2""",
+    "one more is not fought, and ends when it is a node": """
+        early
+        grown 2; recommend early-1; run 50 -> there=3 drained=
+        until_gone early-1 -> drained=early-1
+        run 3600 -> running=early-2,early-3 early=2 launched=3""",
+    "the node at risk goes first": """
+        spot
+        grown 3; at_risk spot-2; grown 2 -> running=spot-1,spot-3""",
+    # released by somebody else
+    "a hook is held while replicas leave, and let go after": """
+        demand hooks=True
+        grown 2; stuck demand-1; release demand-1 True; run 120 -> held>=3 held<=5 let_go=
+        stuck; until_acted let_go; until_running 2""",
+    "the budget holds and is said": """
+        demand spot max_hourly_cost=2.5
+        outage spot none; want 8; run 2000 -> cost<=2.5 running=2 "--max-hourly-cost\"""",
+    "a price that rises beyond the budget sends nodes away at once": """
+        spot max_hourly_cost=2.0
+        grown 4; reprice spot 0.9; run 30 -> running=2
+        dearest=0.0; run 600 -> cost<=2.0 launched=4
+        reprice spot 0.3; until_running 4""",
+    "nodes that cost more than announced are not bought in a circle": f"""
+        spot max_hourly_cost=2.0
+        true_price spot 1.5; want 2; run 3600 -> running=1 launched<={2 + BROKE}""",
+    "the number of nodes holds": """
+        spot max_nodes=3 min_nodes=1
+        run 120 -> running=1
+        want 8; run 600 -> running=3""",
+    "a job of a given size keeps its nodes while it changes": """
+        demand
+        grown 6; want 2; unsettled train; run 1200 -> running=6
+        unsettled; run 60 -> running=6
+        run 120 -> running=2""",
+    "nodes of other jobs go while a job changes": """
+        demand
+        jobs a:6; until_running 6; jobs a:2 c:1; unsettled c; run 100 -> running=6
+        run 60 -> running=3
+        run 1200 -> running=3""",
+    "a lower limit holds for nodes of changing jobs, too": """
+        demand
+        grown 4; unsettled train; set max_nodes 2; run 120 -> running=2""",
+    "after its deadline nobody waits for the registration of a draining node": """
+        spot
+        grown 1; stuck spot-1; interrupt spot-1 12; tick 5; hidden spot-1; tick 5 -> released=
+        tick 5 -> released=1""",
+    # its agent leaves for good: kept, the instance would be paid for nothing
+    "a node that was asked to leave is made good at once when it is wanted again": """
+        demand
+        grown 2; want 1; until_acted drain -> drained=demand-1
+        hidden demand-1; want 2; run 60 -> launched=3 released=demand-1
+        run 60 -> running=demand-2,demand-3""",
+    "a node that has a notice is made good": """
+        spot
+        grown 2; stuck spot-1 spot-2; want 1; until_acted drain -> drained=spot-1
+        interrupt spot-1 600; tick; want 2; run 60 -> launched=3 leaving=spot-1""",
+}
 
 
-def test_from_zero_for_a_job_and_back_to_zero() -> None:
-    world = World(DEMAND)
-    world.run(60)
-    assert world.provider.launched == 0
-    world.grown(3)
-    world.run(600)
-    assert world.desired == {"demand": 3}
-    world.want(0).until(lambda: not world.running)
-    world.run(600)
-    assert (world.desired, world.provider.launched) == ({"demand": 0}, 3)
-
-
-def test_a_node_is_drained_before_it_is_released() -> None:
-    world = World(DEMAND).grown(2)
-    world.stuck = set(world.running)
-    world.want(1).until(lambda: bool(world.of(Drain)))
-    (leaving,) = {drain.instance for drain in world.of(Drain) if isinstance(drain, Drain)}
-    world.run(300)
-    assert (world.of(Release), set(world.running)) == ([], world.stuck)
-    world.run(400)
-    assert any("asked to drain" in warning for warning in world.tick().warnings)
-    world.stuck = set()
-    world.until(lambda: leaving not in world.running)
-    assert world.desired == {"demand": 1}
-
-
-def test_spot_first_and_on_demand_where_there_is_no_spot() -> None:
-    world = World(DEMAND, SPOT).want(2).run(30)
-    assert world.desired == {"demand": 0, "spot": 2}
-    world.provider.outage["spot"] = "no Spot capacity available"
-    world.want(5).run(300)
-    assert (world.desired, len(world.running)) == ({"demand": 3, "spot": 2}, 5)
-    world.run(1200)
-    assert world.provider.launched == 5
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_nodes_come_and_go_as_jobs_prices_and_notices_do(script: str) -> None:
+    play(POOLS, script)
 
 
 def test_a_pool_with_nothing_to_give_is_asked_less_and_less() -> None:
     world = World(SPOT)
     world.provider.outage["spot"] = "VcpuLimitExceeded"
     world.want(2).run(3600)
-    asked = [a for a in world.of(Request) if isinstance(a, Request) and a.desired == 2]
+    asked = [a for a in world.of(Request) if a.desired == 2]
     assert 3 <= len(asked) <= 9
     assert any("VcpuLimitExceeded" in warning for warning in world.tick().warnings)
     world.provider.outage.clear()
     world.until_running(2)
-
-
-def test_instances_that_never_become_nodes_are_replaced_a_few_times_and_never_again() -> None:
-    world = World(DEMAND)
-    world.broken = True
-    world.want(2).run(24 * 3600, every=60)
-    most = 2 + ScalingSettings().max_replacements + 1
-    assert world.provider.launched <= most
-    assert (world.running, world.desired) == ([], {"demand": 0})
-    assert any("start-up script" in warning for warning in world.tick().warnings)
-    before = world.provider.launched
-    world.run(24 * 3600, every=60)
-    assert world.provider.launched == before
-
-
-def test_a_group_that_keeps_relaunching_what_dies_is_stopped() -> None:
-    world = World(DEMAND, boot=30)
-    world.provider.dead_on_arrival = {"demand"}
-    world.want(1).run(24 * 3600, every=30)
-    # the group relaunches by itself before anybody looks, so one more than are counted
-    assert world.provider.launched <= 1 + ScalingSettings().max_replacements + 2
-    assert world.desired == {"demand": 0}
 
 
 def eight_hours_of_lives(world: World, seconds: float) -> set[str]:
@@ -127,90 +184,6 @@ def test_a_pool_whose_nodes_live_for_half_an_hour_is_asked_less_and_is_not_close
     assert world.memory.pools["demand"].closed == ""
 
 
-def test_the_budget_holds_at_the_dearest_type_that_may_come() -> None:
-    world = World(replace(DEMAND, highest_price=1.5), settings=ScalingSettings(max_hourly_cost=2.9)).want(4)
-    world.provider.true_price["demand"] = 1.5
-    world.run(3600)
-    assert (len(world.running), world.provider.launched) == (1, 1)
-
-
-def test_a_price_that_was_higher_than_known_is_remembered() -> None:
-    world = World(DEMAND, settings=ScalingSettings(max_hourly_cost=1.35)).want(2)
-    world.provider.true_price["demand"] = 2.0
-    world.run(3 * 3600, every=30)
-    assert (world.running, world.provider.launched) == ([], 1)
-
-
-def test_where_one_pool_is_broken_the_other_serves() -> None:
-    world = World(DEMAND, SPOT)
-    world.provider.dead_on_arrival = {"spot"}
-    world.grown(2)
-    assert world.desired["demand"] == 2
-
-
-def test_a_notice_drains_and_its_instance_is_replaced() -> None:
-    world = World(SPOT).grown(2)
-    victim = world.running[0]
-    world.provider.interrupt(victim, 120)
-    done = world.tick(1)
-    (drain,) = (a for a in done.actions if isinstance(a, Drain))
-    assert (drain.instance, drain.deadline) == (victim, world.now - 1 + 120 + 0)
-    world.until(lambda: victim not in world.running and len(world.running) == 2)
-    assert (world.desired, world.memory.pools["spot"].interruptions) == ({"spot": 2}, 1)
-
-
-def test_a_node_that_knows_of_its_end_is_treated_the_same() -> None:
-    world = World(SPOT).grown(1)
-    (victim,) = world.running
-    world.draining[victim] = world.now + 120
-    world.until(lambda: victim not in world.running and len(world.running) == 1)
-
-
-def test_a_notice_about_a_node_that_is_not_worth_replacing() -> None:
-    world = World(SPOT).grown(2).want(1)
-    world.stuck = set(world.running)
-    world.run(200)
-    world.stuck = set()
-    world.until_running(1)
-    assert world.provider.launched == 2
-
-
-def test_one_more_is_not_fought_and_ends_when_it_is_a_node() -> None:
-    pool = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True, replaces_at_risk=True)
-    world = World(pool).grown(2)
-    (risky, other) = world.running
-    world.provider.recommend(risky)
-    world.run(50)
-    assert (len(world.provider.capacity().instances), world.of(Drain)) == (3, [])
-    world.until(lambda: risky not in world.running)
-    assert {a.instance for a in world.of(Drain) if isinstance(a, Drain)} == {risky}
-    world.run(3600)
-    assert len(world.running) == 2
-    assert other in world.running
-    assert (world.desired, world.provider.launched) == ({"spot": 2}, 3)
-
-
-def test_the_one_at_risk_goes_first() -> None:
-    world = World(SPOT).grown(3)
-    world.at_risk = {world.running[1]}
-    world.grown(2)
-    assert not world.at_risk & set(world.running)
-
-
-def test_a_hook_is_held_while_replicas_leave_and_let_go_after() -> None:
-    world = World(DEMAND, hooks=True).grown(2)
-    victim = world.running[0]
-    world.stuck = {victim}
-    world.provider.release(victim, replace=True)  # by somebody else
-    world.run(120)
-    holds = world.of(Hold)
-    assert 3 <= len(holds) <= 5
-    assert world.of(LetGo) == []
-    world.stuck = set()
-    world.until(lambda: bool(world.of(LetGo)))
-    world.until_running(2)
-
-
 @pytest.mark.parametrize(("timeout", "most"), [(30.0, 10.0), (60.0, 20.0), (3600.0, 30.0)])
 def test_a_hook_hears_of_us_well_before_it_gives_up_waiting(timeout: float, most: float) -> None:
     world = World(replace(DEMAND, hook_timeout=timeout), hooks=True).grown(2)
@@ -224,44 +197,6 @@ def test_a_hook_hears_of_us_well_before_it_gives_up_waiting(timeout: float, most
         beats += [world.now] * (len(world.of(Hold)) - before)
     gaps = {later - earlier for earlier, later in itertools.pairwise(beats)}
     assert gaps == {most}
-
-
-def test_the_budget_holds_and_is_said() -> None:
-    world = World(DEMAND, SPOT, settings=ScalingSettings(max_hourly_cost=2.5))
-    world.provider.outage["spot"] = "none"
-    world.want(8)
-    for _ in range(200):
-        assert world.tick().hourly_cost <= 2.5
-    assert len(world.running) == 2
-    assert any("--max-hourly-cost" in w for w in world.tick().warnings)
-
-
-def test_a_price_that_rises_beyond_the_budget_sends_nodes_away_at_once() -> None:
-    world = World(SPOT, settings=ScalingSettings(max_hourly_cost=2.0)).grown(4)
-    world.provider.reprice("spot", 0.9)
-    world.run(30)
-    assert len(world.running) == 2
-    assert world.tick().hourly_cost <= 2.0
-    world.run(600)
-    assert world.provider.launched == 4
-    world.provider.reprice("spot", 0.3)
-    world.until_running(4)
-
-
-def test_nodes_that_cost_more_than_announced_are_not_bought_in_a_circle() -> None:
-    world = World(SPOT, settings=ScalingSettings(max_hourly_cost=2.0))
-    world.provider.true_price["spot"] = 1.5
-    world.want(2).run(3600)
-    assert len(world.running) == 1
-    assert world.provider.launched <= 2 + 3600 / ScalingSettings().broke_for
-
-
-def test_the_number_of_nodes_holds() -> None:
-    world = World(SPOT, settings=ScalingSettings(max_nodes=3, min_nodes=1))
-    world.run(120)
-    assert len(world.running) == 1
-    world.want(8).run(600)
-    assert len(world.running) == 3
 
 
 def test_a_wavering_demand_buys_and_sells_nothing() -> None:
@@ -343,53 +278,16 @@ def test_whatever_happens_bounds_hold_and_all_is_well_in_the_end(story: list[tup
     assert (world.running, set(world.desired.values())) == ([], {0})
 
 
-def test_a_job_of_a_given_size_keeps_its_nodes_while_it_changes() -> None:
-    world = World(DEMAND).grown(6)
-    world.jobs, world.unsettled = (waiting(replicas=2),), frozenset({"train"})
-    world.run(1200)
-    assert len(world.running) == 6
-    world.unsettled = frozenset()
-    world.run(60)
-    assert len(world.running) == 6
-    world.run(120)
-    assert len(world.running) == 2
-
-
-def test_nodes_of_other_jobs_go_while_a_job_changes() -> None:
-    world = World(DEMAND)
-    world.jobs = (waiting("a", 6),)
-    world.until_running(6)
-    world.jobs, world.unsettled = (waiting("a", 2), waiting("c", 1)), frozenset({"c"})
-    world.run(100)
-    assert len(world.running) == 6
-    world.run(60)
-    assert len(world.running) == 3
-    world.run(1200)
-    assert len(world.running) == 3
-
-
-def test_a_lower_limit_holds_for_nodes_of_changing_jobs_too() -> None:
-    world = World(DEMAND).grown(4)
-    world.unsettled = frozenset({"train"})
-    world.settings = replace(world.settings, max_nodes=2)
-    world.run(120)
-    assert len(world.running) == 2
-
-
-def test_what_a_changing_job_has_or_is_to_have_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_changing_job_has_or_is_to_have_stays() -> None:
     world = World(DEMAND, settings=ScalingSettings(idle_after=3600.0))
     world.jobs = (waiting("a", 4),)
     world.until_running(4)
     holds, waits, *_ = sorted(world.running)
-    works = world.nodes_in_use
-
-    def nodes() -> dict[str, NodeUse]:
-        found = works()
-        found[holds] = replace(found[holds], replicas={"c": 1})
-        found[waits] = replace(found[waits], replicas={}, planned=frozenset({"c"}))
-        return found
-
-    monkeypatch.setattr(world, "nodes_in_use", nodes)
+    world.adjust = lambda found: {
+        **found,
+        holds: replace(found[holds], replicas={"c": 1}),
+        waits: replace(found[waits], replicas={}, planned=frozenset({"c"})),
+    }
     world.jobs, world.unsettled = (waiting("a", 1), waiting("c", 1)), frozenset({"c"})
     world.run(1200)
     assert sorted(world.running) == [holds, waits]
@@ -417,19 +315,6 @@ def test_a_draining_node_whose_registration_is_away_for_a_moment_is_not_given_ba
     assert world.of(Release, LetGo) == []
     world.run(10, every=5)
     assert world.of(Release, LetGo) != []
-
-
-def test_after_its_deadline_nobody_waits_for_the_registration_of_a_draining_node() -> None:
-    world = World(SPOT).grown(1)
-    (victim,) = world.running
-    world.stuck = {victim}
-    world.provider.interrupt(victim, 12)
-    world.tick(5)
-    world.hidden = {victim}
-    world.tick(5)
-    assert world.of(Release) == []
-    world.tick(5)
-    assert len(world.of(Release)) == 1
 
 
 def test_a_job_that_is_nearly_done_buys_one_node_and_a_long_one_many() -> None:
@@ -506,31 +391,6 @@ def test_an_instance_taken_without_notice_that_is_seen_to_go_was_interrupted() -
         world.until(lambda world=world: bool(world.of(LetGo)))  # type: ignore[misc]
         world.run(60)
         assert world.memory.pools["spot"].interruptions == counted
-
-
-def test_who_was_asked_to_leave_is_made_good_at_once_when_it_is_wanted_again() -> None:
-    """Its agent leaves for good: kept, the instance would be paid for nothing."""
-    world = World(DEMAND).grown(2)
-    world.want(1).until(lambda: bool(world.of(Drain)))
-    (victim,) = world.asked
-    world.hidden.add(victim)  # its agent has ended
-    world.want(2).run(60)
-    assert victim not in world.running
-    assert world.provider.launched == 3
-    world.run(60)
-    assert len(world.running) == 2
-
-
-def test_who_has_a_notice_is_made_good() -> None:
-    world = World(SPOT).grown(2)
-    world.stuck = set(world.running)
-    world.want(1).until(lambda: bool(world.of(Drain)))
-    (victim,) = world.asked
-    world.provider.interrupt(victim, 600)
-    world.tick()
-    world.want(2).run(60)
-    assert world.memory.known[victim].leaving
-    assert world.provider.launched == 3
 
 
 def test_nodes_on_their_way_out_count_for_the_limits() -> None:

@@ -41,6 +41,15 @@ class Moto:
             aws_access_key_id="testing", aws_secret_access_key="testing", region_name=REGION
         ).client(service, endpoint_url=self.endpoint)
 
+    def group(self, name: str = "workers") -> dict[str, Any]:
+        """Return how an auto-scaling group is described."""
+        answer = self.client("autoscaling").describe_auto_scaling_groups(AutoScalingGroupNames=[name])
+        return dict(answer["AutoScalingGroups"][0])
+
+    def queue(self) -> str:
+        """Make a queue for notices; return its address."""
+        return str(self.client("sqs").create_queue(QueueName="notices")["QueueUrl"])
+
     def reset(self) -> None:
         """Forget everything."""
         request = urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")
@@ -125,4 +134,14 @@ def make_group(
         AvailabilityZones=[f"{REGION}a"],
         **launch,
         **more,
+    )
+
+
+def make_hook(moto: Moto, name: str) -> None:
+    """Let instances of the group `workers` wait for a minute before they end."""
+    moto.client("autoscaling").put_lifecycle_hook(
+        AutoScalingGroupName="workers",
+        LifecycleHookName=name,
+        LifecycleTransition="autoscaling:EC2_INSTANCE_TERMINATING",
+        HeartbeatTimeout=60,
     )

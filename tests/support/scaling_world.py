@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from fake_provider import FakeProvider
 from typing_extensions import Self
@@ -50,8 +51,14 @@ def waiting(name: str = "train", replicas: int = 1) -> JobInfo:
     return JobInfo(name, max_replicas=replicas, requested_replicas=replicas)
 
 
+T = TypeVar("T")
+
+
 class World:
-    """Ticks of one autoscaler. `broken`: instances never become nodes. Replicas spread over all nodes."""
+    """Ticks of one autoscaler. `broken`: instances never become nodes. Replicas spread over all nodes.
+
+    `adjust` changes what is seen of the nodes.
+    """
 
     def __init__(
         self, *pools: Pool, settings: ScalingSettings | None = None, boot: float = 60.0, hooks: bool = False
@@ -72,6 +79,8 @@ class World:
         self.at_risk: set[str] = set()
         self.log: list[object] = []
         self.last: Step | None = None
+        self.dearest = 0.0  # of all ticks
+        self.adjust: Callable[[dict[str, NodeUse]], dict[str, NodeUse]] = lambda found: found
 
     def tick(self, seconds: float = 10.0) -> Step:
         self.now += seconds
@@ -93,6 +102,7 @@ class World:
         for action in done.actions:
             self._act(action)
         self.last = done
+        self.dearest = max(self.dearest, done.hourly_cost)
         return done
 
     def look(self) -> Capacity:
@@ -134,7 +144,7 @@ class World:
     def desired(self) -> dict[str, int]:
         return {pool.name: pool.desired for pool in self.provider.capacity().pools}
 
-    def of(self, *kinds: type) -> list[object]:
+    def of(self, *kinds: type[T]) -> list[T]:
         return [action for action in self.log if isinstance(action, kinds)]
 
     def nodes_in_use(self) -> dict[str, NodeUse]:
@@ -148,7 +158,7 @@ class World:
             replicas = {self.jobs[0].name: 1} if busy else {}
             risk = name in self.at_risk
             found[name] = NodeUse(f"node-{name}", replicas, drains, self.draining.get(name), risk)
-        return found
+        return self.adjust(found)
 
     def _act(self, action: object) -> None:
         self.log.append(action)
