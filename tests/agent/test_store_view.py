@@ -38,9 +38,7 @@ def changed(key: str, value: str | None) -> Change:
 
 def snapshot(prefix: str, values: dict[str, str]) -> Snapshot:
     """A copy of a store in which every value was written just now."""
-    items = [
-        KeyValue(key, value, revision, revision) for (key, value), revision in zip(values.items(), REVISIONS)
-    ]
+    items = [KeyValue(key, value, now := next(REVISIONS), now) for key, value in values.items()]
     return Snapshot(tuple(items), next(REVISIONS), prefix)
 
 
