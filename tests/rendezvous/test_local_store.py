@@ -231,20 +231,6 @@ def test_a_lease_whose_holder_is_stopped_runs_out(server: LocalServer, store: Lo
         assert next(changes).kind == "delete"
 
 
-def test_a_lease_lasts_from_the_request_for_it_however_late_the_answer(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = store.call
-
-    def late(**request: Any) -> Any:
-        answer = call(**request)
-        threading.Event().wait(0.5)  # the answer is on its way
-        return answer
-
-    monkeypatch.setattr(store, "call", late)
-    assert store.lease(60).remaining() <= 59.5
-
-
 def test_a_lease_that_has_run_out_on_the_server_is_lost(store: LocalStore) -> None:
     lease = store.lease(0.6)
     store.call(do="revoke", lease=lease.number)

@@ -26,7 +26,6 @@ from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 from adaptdl_elastic.rendezvous.store.connection_error import TryAgainError
 from adaptdl_elastic.rendezvous.store.etcd_v2 import EtcdV2Store
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
-from adaptdl_elastic.rendezvous.store.http import Http
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
 pytestmark = [pytest.mark.etcd, pytest.mark.exhaustive]
@@ -80,20 +79,6 @@ def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world):
     again = store.lease(60)
     store.put(own_world.prefix + "mine", "2", again)
     assert store.get(own_world.prefix + "mine").value == "2"
-
-
-@pytest.mark.parametrize("own_world", ["v3-3.5"], indirect=True)
-def test_a_lease_lasts_from_the_request_for_it_however_late_the_answer(own_world, monkeypatch):
-    store, call = own_world.client(), Http.call
-
-    def late(*given, **options):
-        answer = call(*given, **options)
-        threading.Event().wait(0.5)  # the answer is on its way
-        return answer
-
-    monkeypatch.setattr(Http, "call", late)
-    lease = store.lease(60)
-    assert lease.remaining() <= 59.5
 
 
 @pytest.mark.essential

@@ -46,11 +46,6 @@ def test_nodes_come_and_go_and_survivors_keep_their_ranks(group: Group):
     assert group.ranks(group.enter(three, two)) == [(1, 2), (0, 2)]
 
 
-def test_the_whole_of_min_nodes_at_once(group: Group):
-    handlers = [group.handler((4, 4)) for _ in range(4)]
-    assert sorted(group.ranks(group.enter(*handlers))) == [(rank, 4) for rank in range(4)]
-
-
 def test_a_failed_node_brings_everybody_back(group: Group):
     handlers = [group.handler((2, 2)) for _ in range(2)]
     before = dict(zip(handlers, group.ranks(group.enter(*handlers)), strict=True))
