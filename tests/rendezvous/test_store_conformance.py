@@ -23,8 +23,13 @@ from adaptdl_elastic.rendezvous.store.local_socket import LocalStore
 from adaptdl_elastic.rendezvous.store.memory import MemoryLease
 
 
-def test_what_is_put_is_there_and_revisions_grow(world):
-    store, key = world.client(), world.prefix + "a"
+@pytest.fixture
+def store(world) -> Store:
+    return world.client()
+
+
+def test_what_is_put_is_there_and_revisions_grow(world, store):
+    key = world.prefix + "a"
     assert store.get(key) is None
     first = store.put(key, "1")
     second = store.put(key, "2")
@@ -36,8 +41,8 @@ def test_what_is_put_is_there_and_revisions_grow(world):
 @pytest.mark.parametrize(
     "value", ["", "é ü 漢字 🚀", "\x01 tricky 1\nvalue", "\x01", "a\nb\r\n\tc", '{"v":1}', "%2F+&="]
 )
-def test_values_come_back_as_they_were(world, value):
-    store, key = world.client(), world.prefix + "a"
+def test_values_come_back_as_they_were(world, store, value):
+    key = world.prefix + "a"
     store.put(key, value)
     assert store.get(key).value == value
     lease = store.lease(60)
@@ -46,8 +51,7 @@ def test_values_come_back_as_they_were(world, value):
     assert store.range(world.prefix).items[0].value == value
 
 
-def test_keys_with_odd_characters(world):
-    store = world.client()
+def test_keys_with_odd_characters(world, store):
     keys = sorted(
         world.prefix + name for name in ["a b", "a%2Fb", "a?b=c", "a#b", "é漢", "a+b", "..x", "a:b"]
     )
@@ -57,8 +61,8 @@ def test_keys_with_odd_characters(world):
     assert all(store.get(key).value == key for key in keys)
 
 
-def test_a_megabyte(world):
-    store, key = world.client(), world.prefix + "big"
+def test_a_megabyte(world, store):
+    key = world.prefix + "big"
     value = '{"é":"' + "x" * ((1 << 20) - 9) + '"}'
     assert len(value.encode()) == 1 << 20
     revision = store.put(key, value)
@@ -67,8 +71,7 @@ def test_a_megabyte(world):
         assert next(iter(watch)) == Change("put", key, value, revision)
 
 
-def test_prefixes_end_where_they_end(world):
-    store = world.client()
+def test_prefixes_end_where_they_end(world, store):
     for name in ["job/plan", "job1/plan", "job10/plan", "job", "jobs", "other/job1"]:
         if name == "job":  # with v2 a key cannot be a directory too
             continue
@@ -86,16 +89,14 @@ def test_prefixes_end_where_they_end(world):
     assert store.delete_prefix(world.prefix + "job1") == 0
 
 
-def test_a_watch_stays_within_its_prefix(world, collect):
-    store = world.client()
+def test_a_watch_stays_within_its_prefix(world, store, collect):
     seen = collect(store.watch(world.prefix + "job1/"))
     for name in ["job10/x", "job1/x", "job/x", "job1/y"]:
         store.put(world.prefix + name, name)
     assert [change.value for change in seen.wait(2)] == ["job1/x", "job1/y"]
 
 
-def test_a_range_and_a_watch_from_it_miss_nothing(world, collect):
-    store = world.client()
+def test_a_range_and_a_watch_from_it_miss_nothing(world, store, collect):
     done = threading.Event()
 
     def write() -> None:
@@ -118,8 +119,8 @@ def test_a_range_and_a_watch_from_it_miss_nothing(world, collect):
     assert revisions == sorted(set(revisions))
 
 
-def test_compare_and_swap(world):
-    store, key = world.client(), world.prefix + "a"
+def test_compare_and_swap(world, store):
+    key = world.prefix + "a"
     assert store.compare_and_swap(key, "x", 12345678) is None
     first = store.compare_and_swap(key, "1", 0)
     assert first == store.get(key).mod_revision
@@ -203,8 +204,7 @@ def test_an_abandoned_lease_takes_its_keys_with_it(world, collect):
     assert lease.remaining() == 0
 
 
-def test_a_kept_lease_outlives_its_time(world):
-    store = world.client()
+def test_a_kept_lease_outlives_its_time(world, store):
     lease = store.lease(15)  # a busy machine has ten seconds for each renewal
     store.put(world.prefix + "mine", "1", lease)
     assert not lease.lost.wait(16.0 if world.memory is None else 0.01)
@@ -228,8 +228,7 @@ def test_a_lease_lasts_from_the_request_for_it_however_late_the_answer(world, mo
     assert lease.remaining() <= lease.ttl - 0.5
 
 
-def test_revoke_takes_the_keys_at_once_and_can_be_repeated(world, collect):
-    store = world.client()
+def test_revoke_takes_the_keys_at_once_and_can_be_repeated(world, store, collect):
     lease = store.lease(60)
     revision = store.put(world.prefix + "mine", "1", lease)
     seen = collect(store.watch(world.prefix, revision))
@@ -271,8 +270,7 @@ def test_a_leased_key_keeps_its_revision_while_it_is_kept_alive(world, collect):
     assert [change.kind for change in seen.wait(3)] == ["put", "put", "delete"]
 
 
-def test_a_put_without_the_lease_takes_the_key_from_it(world):
-    store = world.client()
+def test_a_put_without_the_lease_takes_the_key_from_it(world, store):
     lease = store.lease(60)
     store.put(world.prefix + "a", "1", lease)
     store.put(world.prefix + "a", "2")
@@ -280,8 +278,7 @@ def test_a_put_without_the_lease_takes_the_key_from_it(world):
     assert store.get(world.prefix + "a").value == "2"
 
 
-def test_deleting_a_leased_key_does_not_lose_the_lease(world):
-    store = world.client()
+def test_deleting_a_leased_key_does_not_lose_the_lease(world, store):
     lease = store.lease(60)
     store.put(world.prefix + "a", "1", lease)
     store.put(world.prefix + "b", "1", lease)
@@ -291,8 +288,7 @@ def test_deleting_a_leased_key_does_not_lose_the_lease(world):
     assert [item.key for item in store.range(world.prefix).items] == [world.prefix + "b"]
 
 
-def test_a_watch_tells_changes_in_order(world, collect):
-    store = world.client()
+def test_a_watch_tells_changes_in_order(world, store, collect):
     seen = collect(store.watch(world.prefix))
     revisions = [
         store.put(world.prefix + "a", "1"),
@@ -311,16 +307,14 @@ def test_a_watch_tells_changes_in_order(world, collect):
     assert changes[3].revision > revisions[-1]
 
 
-def test_a_watch_from_a_revision_repeats_what_was(world, collect):
-    store = world.client()
+def test_a_watch_from_a_revision_repeats_what_was(world, store, collect):
     first = store.put(world.prefix + "a", "1")
     second = store.put(world.prefix + "a", "2")
     assert [c.value for c in collect(store.watch(world.prefix, first)).wait(2)] == ["1", "2"]
     assert [c.value for c in collect(store.watch(world.prefix, second)).wait(1)] == ["2"]
 
 
-def test_closing_a_watch_ends_one_that_waits(world, collect):
-    store = world.client()
+def test_closing_a_watch_ends_one_that_waits(world, store, collect):
     seen = collect(store.watch(world.prefix))
     store.put(world.prefix + "a", "1")
     seen.wait(1)
@@ -328,8 +322,7 @@ def test_closing_a_watch_ends_one_that_waits(world, collect):
     assert seen.wait_end(25) is None, "a request of a watch lasts 30 s"
 
 
-def test_closing_the_store_ends_its_watches_and_opens_no_connection_again(world, collect):
-    store = world.client()
+def test_closing_the_store_ends_its_watches_and_opens_no_connection_again(world, store, collect):
     seen = collect(store.watch(world.prefix))
     store.close()
     assert seen.wait_end() is None
@@ -339,8 +332,7 @@ def test_closing_the_store_ends_its_watches_and_opens_no_connection_again(world,
             store.get(world.prefix)
 
 
-def test_compaction_is_reported_once_and_reading_again_goes_on(world, collect):
-    store = world.client()
+def test_compaction_is_reported_once_and_reading_again_goes_on(world, store, collect):
     revision = store.put(world.prefix + "a", "1")
     for number in range(1100 if world.api == "v2" and not world.memory else 10):
         newest = store.put(world.prefix + "a", str(number))
@@ -358,8 +350,7 @@ def test_compaction_is_reported_once_and_reading_again_goes_on(world, collect):
     assert again.wait(1)[0].value == "new"
 
 
-def test_many_threads_use_one_store(world):
-    store = world.client()
+def test_many_threads_use_one_store(world, store):
 
     def work(number: int) -> None:
         key = f"{world.prefix}{number}"
@@ -372,8 +363,7 @@ def test_many_threads_use_one_store(world):
     assert len(store.range(world.prefix).items) == 8
 
 
-def test_a_stranger_lease_is_refused(world):
-    store = world.client()
+def test_a_stranger_lease_is_refused(world, store):
     with pytest.raises(LeaseLostError):
         store.put(world.prefix + "a", "1", _Stranger())
 

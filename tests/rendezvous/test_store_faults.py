@@ -31,6 +31,11 @@ from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, par
 pytestmark = [pytest.mark.etcd, pytest.mark.exhaustive]
 
 
+@pytest.fixture
+def store(own_world):
+    return own_world.client()
+
+
 @pytest.mark.essential
 def test_a_watch_loses_nothing_when_the_server_is_killed(own_world, collect):
     key = own_world.prefix + "a"
@@ -63,8 +68,7 @@ def test_changes_made_while_a_watch_was_cut_off_arrive_later(own_world, collect)
     assert [change.value for change in changes] == ["0", "1", "2", "3", "4", "5", None]
 
 
-def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world):
-    store = own_world.client()
+def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world, store):
     lease = store.lease(6)
     store.put(own_world.prefix + "mine", "1", lease)
     own_world.real.pause()
@@ -100,9 +104,9 @@ def test_a_partition_costs_the_lease_and_both_sides_learn_it(own_world, collect)
 
 
 @pytest.mark.parametrize("own_world", ["v2-3.5", "v2-3.4"], indirect=True)
-def test_with_v2_a_key_that_runs_out_early_is_a_lost_lease(own_world):
+def test_with_v2_a_key_that_runs_out_early_is_a_lost_lease(own_world, store):
     """As when the server's clock jumps: v2 reckons by the clock on the wall."""
-    store, key = own_world.client(), own_world.prefix + "mine"
+    key = own_world.prefix + "mine"
     lease = store.lease(5)
     store.put(key, "1", lease)
     store.put(own_world.prefix + "too", "1", lease)
@@ -154,8 +158,7 @@ def test_a_leased_write_whose_answer_was_lost_is_of_the_lease(own_world, how, nt
     [("v3-3.5", 1_800_000), ("v3-3.5", 4_000_000), ("v3-3.4", 1_800_000), ("v2-3.5", 40_000_000)],
     indirect=["own_world"],
 )
-def test_a_value_that_is_too_large_is_refused_for_good(own_world, size):
-    store = own_world.client()
+def test_a_value_that_is_too_large_is_refused_for_good(own_world, store, size):
     with pytest.raises(StoreRefusedError, match="too large"):
         store.put(own_world.prefix + "a", "x" * size)
     assert store.put(own_world.prefix + "a", "x" * 1_000_000)
@@ -180,8 +183,7 @@ def test_a_server_that_restarts_within_the_time_out_is_not_noticed(own_world):
     thread.join()
 
 
-def test_data_that_were_replaced_are_noticed(own_world, collect):
-    store = own_world.client()
+def test_data_that_were_replaced_are_noticed(own_world, store, collect):
     for number in range(20):
         store.put(own_world.prefix + "a", str(number))
     seen = collect(store.watch(own_world.prefix, store.range(own_world.prefix).revision))
