@@ -43,8 +43,6 @@ with LocalServer() as server:
 """
 CLIENT = """
 import sys
-from pathlib import Path
-from typing import Any
 from adaptdl_elastic.rendezvous.store.connect import connect
 with connect(sys.argv[1]) as store:
     store.put("/leader", "me", store.lease(5.0))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 
 import psutil
 import pytest
@@ -116,11 +114,11 @@ def test_a_lapsed_lease_disturbs_nobody(group: Group):
     roster = handlers[0].connection.roster
     lapsed = roster.lease
     lapsed.revoke()  # as the store does when it has not heard of us
-    seen = threading.Event()
-    deadline = time.monotonic() + SOON
-    while roster.lease is lapsed or len(group.store.range(PREFIX + "nodes/").items) < 2:
-        assert time.monotonic() < deadline
-        seen.wait(0.01)
+    nodes = PREFIX + "nodes/"
+    until(
+        "it is not registered again",
+        lambda: roster.lease is not lapsed and len(group.store.range(nodes).items) == 2,
+    )
     assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0]
 
 

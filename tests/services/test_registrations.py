@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import ssl
 import subprocess
 import threading
@@ -17,7 +18,7 @@ from submitted_jobs import submission_by
 from adaptdl_elastic.agent.service.agent_forker import AgentForker
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
-from adaptdl_elastic.agent.service.decisions import AgentState
+from adaptdl_elastic.agent.service.decisions import MOST_FAILURES, AgentState
 from adaptdl_elastic.agent.service.stand_in import Membership
 from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -214,3 +215,21 @@ def test_only_the_run_that_a_person_has_named_is_followed(node: Node) -> None:
     assert "has failed" in node.agents.problems["job"]
     assert node.record is None
     assert node.store.get(KEYS.job("job", "spec")).value == encode(spec)  # type: ignore[union-attr]
+
+
+def test_a_job_that_a_node_has_given_up_is_tried_again_when_it_is_resumed(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # its files are fetched
+    shutil.rmtree(ServiceDirectory(tmp_path).work(REQUEST.submission.folder))
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / REQUEST.submission.bundle).write_bytes(b"nonsense")
+    for failures in range(1, MOST_FAILURES + 1):
+        node.changed.clear()
+        node.agents.start(REQUEST, [], node.membership)
+        assert node.changed.wait(100)
+        assert node.state.failures == failures
+        assert node.agents.given_up == (("job",) if failures == MOST_FAILURES else ())
+    assert "Not a gzipped file" in node.agents.problems["job"]
+    node.agents.forget("job")  # it is stopped
+    assert (node.agents.states(), node.agents.problems) == ({}, {})
