@@ -75,6 +75,12 @@ class World:
         return list(self.claims)
 
 
+@pytest.fixture
+def world() -> World:
+    """An agent that is there for long enough to stand by."""
+    return World(now=SETTLED)
+
+
 def test_nobody_keeps_one_so_we_do_at_once() -> None:
     world = World()
     assert world.update(None, None, leads=False) == [FIRST]
@@ -89,8 +95,7 @@ def test_nobody_keeps_one_so_we_do_at_once() -> None:
     assert world.host.due is None
 
 
-def test_where_a_service_leads_nobody_tries() -> None:
-    world = World(now=SETTLED)
+def test_where_a_service_leads_nobody_tries(world: World) -> None:
     assert world.update(None, None, leads=True) == []
     assert world.host.due is None
 
@@ -108,9 +113,8 @@ def test_where_a_service_leads_nobody_tries() -> None:
     ],
 )
 def test_one_of_another_node_stands_by(
-    first: Holder | None, second: Holder | None, wanted: list[str]
+    first: Holder | None, second: Holder | None, wanted: list[str], world: World
 ) -> None:
-    world = World(now=SETTLED)
     assert world.update(first, second, leads=True) == wanted
 
 
@@ -122,9 +126,8 @@ def test_one_stands_by_only_when_the_start_is_over() -> None:
     assert world.update(FAR, None, leads=True) == [SECOND]
 
 
-def test_who_has_lost_its_place_claims_it_again_while_its_coordinator_goes_on() -> None:
+def test_who_has_lost_its_place_claims_it_again_while_its_coordinator_goes_on(world: World) -> None:
     """The store was away for longer than our lease; the coordinator has its own."""
-    world = World(now=SETTLED)
     world.update(ME, None, leads=True)
     assert world.update(None, None, leads=True) == [FIRST]
     world.now += CLAIM_AGAIN_AFTER
@@ -134,9 +137,8 @@ def test_who_has_lost_its_place_claims_it_again_while_its_coordinator_goes_on() 
 
 
 @pytest.mark.parametrize("first", [NEIGHBOUR, ME])
-def test_of_two_places_on_one_node_the_second_is_given_up(first: Holder) -> None:
+def test_of_two_places_on_one_node_the_second_is_given_up(first: Holder, world: World) -> None:
     """Two agents of a node claimed at the same moment, or one whose claim was under way."""
-    world = World(now=SETTLED)
     world.update(first if first == ME else FAR, ME, leads=True)
     (child,) = world.children
     world.released.clear()
@@ -149,14 +151,12 @@ def test_of_two_places_on_one_node_the_second_is_given_up(first: Holder) -> None
     assert len(world.children) == 1
 
 
-def test_who_holds_the_first_place_keeps_it_whoever_has_the_second() -> None:
-    world = World(now=SETTLED)
+def test_who_holds_the_first_place_keeps_it_whoever_has_the_second(world: World) -> None:
     world.update(ME, NEIGHBOUR, leads=True)
     assert (world.released, len(world.children)) == ([], 1)
 
 
-def test_a_third_coordinator_is_ended() -> None:
-    world = World(now=SETTLED)
+def test_a_third_coordinator_is_ended(world: World) -> None:
     world.update(ME, None, leads=True)
     ended = world.children[0]
     world.update(FAR, Holder("elsewhere", "third"), leads=True)
@@ -170,9 +170,8 @@ def test_a_third_coordinator_is_ended() -> None:
 
 @pytest.mark.parametrize(("first", "second", "mine"), [(ME, FAR, FIRST), (FAR, ME, SECOND)])
 def test_who_can_not_keep_one_leaves_it_to_others_for_a_while(
-    first: Holder, second: Holder, mine: str
+    first: Holder, second: Holder, mine: str, world: World
 ) -> None:
-    world = World(now=SETTLED)
     world.update(first, second, leads=True)
     world.children[0].failed = True
     assert world.update(first, second, leads=False) == []

@@ -31,28 +31,30 @@ def restarted(path: Path, cause: Cause, exit_code: int, why: str, saved: Checkpo
 
 
 @pytest.mark.parametrize(
-    ("cause", "exit_code", "line"),
+    ("cause", "exit_code", "why", "line"),
     [
-        (Cause.FAILURE, -9, "restart 1 of 3, from {}, as training cannot go on without a dead replica: why"),
-        (Cause.FAILURE, 1, "restart 1 of 3, from {}"),
+        (
+            Cause.FAILURE,
+            -9,
+            "why",
+            "restart 1 of 3, from {}, as training cannot go on without a dead replica: why",
+        ),
+        (Cause.FAILURE, -9, "", "restart 1 of 3, from {}"),
+        (Cause.FAILURE, 1, "why", "restart 1 of 3, from {}"),
         (
             Cause.NODE_LOST,
             1,
+            "why",
             "starting again, from {}, as training cannot go on without a dead replica: why (a reason; not "
             "counted as a restart)",
         ),
     ],
-    ids=["killed", "raised", "node lost"],
+    ids=["killed", "killed where deaths can be survived", "raised", "node lost"],
 )
 def test_a_restart_after_a_death_says_why_it_is_one_and_from_where(
-    cause: Cause, exit_code: int, line: str, tmp_path: Path
+    cause: Cause, exit_code: int, why: str, line: str, tmp_path: Path
 ) -> None:
     saved = CheckpointRecord("1", str(tmp_path), 1, 13, 0.0)
-    assert restarted(tmp_path, cause, exit_code, "why", saved) == line.format("the checkpoint of step 13")
+    assert restarted(tmp_path, cause, exit_code, why, saved) == line.format("the checkpoint of step 13")
     beginning = "the beginning, because no checkpoint had been saved yet"
-    assert restarted(tmp_path, cause, exit_code, "why", None) == line.format(beginning)
-
-
-def test_where_deaths_can_be_survived_a_restart_gives_no_reason(tmp_path: Path) -> None:
-    said = restarted(tmp_path, Cause.FAILURE, -9, "", None)
-    assert said == "restart 1 of 3, from the beginning, because no checkpoint had been saved yet"
+    assert restarted(tmp_path, cause, exit_code, why, None) == line.format(beginning)

@@ -156,14 +156,6 @@ def test_what_was_stopped_or_has_failed_goes_on_except_with_once(
     assert job.ids == []
 
 
-def test_a_store_that_has_forgotten_the_job_is_helped_out_by_the_note(job: Job) -> None:
-    job.save(b"one")
-    job.end(in_store=True)
-    job.store = MemoryStore()
-    with pytest.raises(JobEndedError, match="is done"):
-        job.start()
-
-
 def test_checkpoints_that_are_gone_are_no_reason_to_train_again(job: Job) -> None:
     job.end(in_store=True)
     with pytest.raises(JobEndedError, match=f"is done.*checkpoints: {job.path}"):

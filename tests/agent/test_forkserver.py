@@ -507,23 +507,17 @@ def alive(fifo: Path) -> Iterator[Callable[[], None]]:
         os.close(life)
 
 
-def test_what_a_replica_leaves_behind_is_killed(runner: Runner, tmp_path: Path) -> None:
-    with alive(tmp_path / "life") as dead:
-        runner.start("exec", "sh", "-c", "exec 3> life; sleep 1000 & exit 1")
-        assert runner.wait() == 1
-        dead()
-
-
 STUBBORN = "trap '' TERM; exec 3> life; echo > begun; exec sleep 1000"
 
 
+@pytest.mark.parametrize("code", [0, 1])
 def test_what_an_ended_replica_leaves_behind_is_killed_though_it_does_not_want_to_go(
-    runner: Runner, tmp_path: Path
+    runner: Runner, tmp_path: Path, code: int
 ) -> None:
     os.mkfifo(tmp_path / "begun")
     with alive(tmp_path / "life") as dead:
-        runner.start("exec", "sh", "-c", f"({STUBBORN}) & read line < begun; exit 0")
-        assert runner.wait() == 0
+        runner.start("exec", "sh", "-c", f"({STUBBORN}) & read line < begun; exit {code}")
+        assert runner.wait() == code
         dead()
 
 

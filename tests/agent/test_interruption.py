@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from adaptdl_elastic.agent.machine.interruption import (
     InstanceIdentity,
     MetadataClient,
-    MetadataError,
     Notice,
     NoticeKind,
     Watcher,
@@ -39,14 +38,20 @@ def imds() -> Iterator[FakeImds]:
 
 
 @pytest.fixture
+def told() -> Notices:
+    return queue.Queue()
+
+
+@pytest.fixture
+def watcher(imds: FakeImds, told: Notices) -> Watcher:
+    """A watcher that looks when it is asked to."""
+    return Watcher(MetadataClient(imds.endpoint, PATIENT), told.put)
+
+
+@pytest.fixture
 def ec2_firmware(tmp_path: Path) -> Path:
     (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
     return tmp_path
-
-
-def test_identity_comes_from_the_service(imds: FakeImds) -> None:
-    found = discover({METADATA_ENDPOINT: imds.endpoint}, PATIENT)
-    assert found == InstanceIdentity("i-0123456789abcdef0", "g5.xlarge", "eu-central-1a", True, imds.endpoint)
 
 
 def test_every_request_carries_a_token_and_one_token_serves_all(imds: FakeImds) -> None:
@@ -138,10 +143,11 @@ def test_half_an_answer_is_asked_again(imds: FakeImds, path: str) -> None:
     )
 
 
-def test_a_body_beyond_reason_is_a_notice_all_the_same(imds: FakeImds) -> None:
-    told: Notices = queue.Queue()
+def test_a_body_beyond_reason_is_a_notice_all_the_same(
+    imds: FakeImds, watcher: Watcher, told: Notices
+) -> None:
     imds.values["spot/instance-action"] = "[" * 60_000
-    Watcher(MetadataClient(imds.endpoint, PATIENT), told.put).look_once()
+    watcher.look_once()
     assert told.get_nowait().kind is NoticeKind.SPOT
 
 
@@ -168,9 +174,7 @@ def test_the_spot_notice_is_told_within_two_looks_and_once(imds: FakeImds) -> No
         watcher.stop()
 
 
-def test_rebalance_first_and_the_end_later(imds: FakeImds) -> None:
-    told: Notices = queue.Queue()
-    watcher = Watcher(MetadataClient(imds.endpoint, PATIENT), told.put)
+def test_rebalance_first_and_the_end_later(imds: FakeImds, watcher: Watcher, told: Notices) -> None:
     imds.rebalance()
     watcher.look_once()
     risk = told.get_nowait()
@@ -186,9 +190,9 @@ def test_rebalance_first_and_the_end_later(imds: FakeImds) -> None:
     assert told.empty()
 
 
-def test_an_earlier_deadline_is_told_again_a_later_one_is_not(imds: FakeImds) -> None:
-    told: Notices = queue.Queue()
-    watcher = Watcher(MetadataClient(imds.endpoint, PATIENT), told.put)
+def test_an_earlier_deadline_is_told_again_a_later_one_is_not(
+    imds: FakeImds, watcher: Watcher, told: Notices
+) -> None:
     for seconds in (120, 200, 60):
         imds.spot(seconds)
         watcher.look_once()
@@ -196,10 +200,8 @@ def test_an_earlier_deadline_is_told_again_a_later_one_is_not(imds: FakeImds) ->
 
 
 def test_a_service_that_fails_is_said_once_and_asked_again(
-    imds: FakeImds, caplog: pytest.LogCaptureFixture
+    imds: FakeImds, watcher: Watcher, told: Notices, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: Notices = queue.Queue()
-    watcher = Watcher(MetadataClient(imds.endpoint, PATIENT), told.put)
     imds.broken = True
     with caplog.at_level(logging.INFO):
         watcher.look_once()
@@ -214,11 +216,9 @@ def test_a_service_that_fails_is_said_once_and_asked_again(
 
 @pytest.mark.parametrize("status", [401, 403, 500, 503])
 def test_one_path_that_is_refused_does_not_silence_the_others(
-    imds: FakeImds, caplog: pytest.LogCaptureFixture, status: int
+    imds: FakeImds, watcher: Watcher, told: Notices, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     """Stand-ins of IMDS answer 500 where AWS says 404; the spot notice may be behind such an answer."""
-    told: Notices = queue.Queue()
-    watcher = Watcher(MetadataClient(imds.endpoint, PATIENT), told.put)
     imds.failing = {"spot/instance-action": status}
     imds.target("Terminated")
     watcher.look_once()
@@ -247,10 +247,14 @@ def test_a_service_that_hangs_is_asked_one_thing_at_a_look(imds: FakeImds) -> No
 
 
 @pytest.mark.parametrize(
-    "garbage", ["", "<html>", "\x00\xff", "null", '{"state": "Terminated"}', "terminated"]
+    "state",
+    [
+        *("InService", "Pending", "Standby", "Warmed:Stopped", "Warmed:Running"),
+        *("", "<html>", "\x00\xff", "null", '{"state": "Terminated"}', "terminated"),
+    ],
 )
-def test_garbage_as_a_lifecycle_state_is_no_end(garbage: str) -> None:
-    assert parse_target_state(garbage) is None
+def test_other_states_and_garbage_are_no_end(state: str) -> None:
+    assert parse_target_state(state) is None
 
 
 def test_a_raising_listener_does_not_end_the_watch(imds: FakeImds, caplog: pytest.LogCaptureFixture) -> None:
@@ -290,14 +294,3 @@ def test_any_body_of_the_action_is_a_notice_with_a_deadline(body: str) -> None:
 def test_the_time_is_utc() -> None:
     body = '{"action": "stop", "time": "1970-01-01T00:10:00Z"}'
     assert parse_instance_action(body, 0.0) == Notice(NoticeKind.SPOT, "spot interruption: stop", 600.0)
-
-
-@pytest.mark.parametrize("state", ["InService", "Pending", "Standby", "Warmed:Stopped", "", "Warmed:Running"])
-def test_states_that_are_no_end(state: str) -> None:
-    assert parse_target_state(state) is None
-
-
-def test_errors_are_one_kind(imds: FakeImds) -> None:
-    imds.broken = True
-    with pytest.raises(MetadataError, match="500"):
-        MetadataClient(imds.endpoint, PATIENT).get("meta-data/instance-id")

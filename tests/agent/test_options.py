@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import adaptdl_elastic
 from adaptdl_elastic import _torch_versions
 from adaptdl_elastic.agent import cli
-from adaptdl_elastic.agent.launch import store_environment
 from adaptdl_elastic.agent.own_records import job_spec
 from adaptdl_elastic.agent.runtime.replica_environment import SharePath
 from adaptdl_elastic.agent.terminal import run_options, run_parser
@@ -89,161 +88,131 @@ def test_later_torches_are_taken(version: str) -> None:
     assert _torch_versions.why_not(version) is None
 
 
-def test_defaults_are_one_node_with_an_etcd_of_its_own() -> None:
-    found = parse()
-    assert (found.standalone, found.slots, found.max_restarts, found.job) == (True, 1, 3, "test_options")
-    assert found.checkpoint_path == str(Path.cwd() / ".adaptdl" / "test_options")
-
-
-def test_ranges_and_fixed_numbers_of_slots() -> None:
-    assert (parse("--nproc-per-node=1:4").min_slots, parse("--nproc-per-node=1:4").slots) == (1, 4)
-    assert (parse("--nproc-per-node=4").min_slots, parse("--nproc-per-node=4").slots) == (4, 4)
-    assert run_options.parse_slots("1:auto", lambda word: 8) == (1, 8)
-    assert run_options.parse_slots("gpu", lambda word: 8) == (8, 8)
-
-
-def test_jobs_of_one_machine_may_share_a_socket() -> None:
-    found = parse("--rdzv-endpoint=unix:/run/store", "--nnodes=1")
-    assert (found.endpoint, found.standalone, found.of_one_machine) == ("unix:/run/store", False, True)
-    assert parse("--standalone").of_one_machine
-    assert not parse("--rdzv-endpoint=etcd0").of_one_machine
-
-
-@pytest.mark.parametrize("name", ["--etcd", "--rdzv-endpoint"])
-def test_an_etcd_of_ones_own(name: str) -> None:
-    found = parse(f"{name}=etcd0:2379", "--nnodes=1:8", "--rdzv-id=job")
-    assert (found.endpoint, found.standalone, found.max_nodes, found.job) == ("etcd0:2379", False, 8, "job")
-    assert parse("--nnodes=1:2", ADAPTDL_ETCD="e:1").endpoint == "e:1"
-
-
-def test_a_user_of_etcd_may_be_given_as_for_adaptdl() -> None:
-    found = parse("--etcd=e:1", "--etcd-user=me", ADAPTDL_ETCD_USER="them")
-    environ = store_environment(found, {"ADAPTDL_ETCD_USER": "them", "ADAPTDL_ETCD_PASSWORD": "x"})
-    assert (environ["ADAPTDL_ETCD_USER"], environ["ADAPTDL_ETCD_PASSWORD"]) == ("me", "x")
-    alone = store_environment(parse("--standalone", "--etcd-user=me"), {"ADAPTDL_ETCD_USER": "them"})
-    assert "ADAPTDL_ETCD_USER" not in alone
-
-
-def test_cores_are_divided_unless_the_environment_has_the_number_of_threads() -> None:
-    assert parse("--nproc-per-node=1:2").cores == len(os.sched_getaffinity(0))
-    assert parse("--nproc-per-node=1:2", OMP_NUM_THREADS="3").cores == 0
-
-
-def test_each_option_without_meaning_here_gets_one_line() -> None:
-    assert parse("--max-restarts=2", "--role=x").notes == ()
-    notes = parse("--rdzv-backend=etcd", "--node_rank", "1", "--start-method=fork").notes
-    assert len(notes) == 3
-    assert notes[0].startswith("--rdzv-backend has no effect: ")
-
-
-def test_a_least_number_of_replicas_that_no_node_may_have_is_said() -> None:
-    (note,) = parse("--nproc-per-node=2", "--replicas=1:2").notes
-    assert note == (
-        "--replicas=1:2 never means fewer than 2 replicas, also after a death: --nproc-per-node=2 is the "
-        "fewest of a node (1:2 lets them be fewer)"
-    )
-    assert parse("--nproc-per-node=1:2", "--replicas=1:2").notes == ()
-    assert parse("--nproc-per-node=2", "--replicas=2:2").notes == ()
+NOT_STANDALONE: dict[str, object] = {"standalone": False}
+AT_1234, C10D = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "1234"}, "--rdzv-backend=c10d"
+TO_THE_SCRIPT = "S --nnodes x -- -m --master-port 1234 --rdzv-conf=x"
 
 
 @pytest.mark.parametrize(
-    "option",
-    ["--shutdown-timeout=5", "--numa-binding=node", "--duplicate-stdout-filters=a", "--logs_specs=x"],
-)
-def test_an_option_without_effect_is_told(option: str) -> None:
-    (note,) = parse(option).notes
-    assert " has no effect: " in note
-
-
-def test_a_template_of_lines_is_taken_under_every_torch() -> None:
-    assert parse().line_prefix is None
-    assert parse("--log-line-prefix-template=${rank}: ").line_prefix == "${rank}: "
-
-
-def test_a_variable_of_torchrun_without_effect_is_told() -> None:
-    (note,) = parse(PET_NODE_RANK="1", PET_RDZV_CONF="", PET_ROLE="x").notes
-    assert note == "PET_NODE_RANK has no effect: the coordinator gives out ranks"
-    (note,) = parse("--node-rank=1", PET_NODE_RANK="1").notes
-    assert note.startswith("--node-rank ")
-
-
-@pytest.mark.parametrize(
-    ("short", "field", "value"),
+    ("line", "environ", "expected"),
     [
-        ("--standalon", "standalone", True),
-        ("--nproc=2", "slots", 2),
-        ("--nproc_per=2", "slots", 2),
-        ("--redirect=3", "redirects", "3"),
-        ("--max-r=7", "max_restarts", 7),
-        ("--rdzv_i=night", "job", "night"),
-        ("--log-d=logs", "log_dir", Path("logs")),
-        ("--checkpoint-int=7", "checkpoint_interval", 7.0),
+        ("S", {}, {"standalone": True, "of_one_machine": True, "slots": 1, "max_restarts": 3}),
+        ("S", {}, {"job": "test_options", "checkpoint_path": str(Path.cwd() / ".adaptdl" / "test_options")}),
+        ("S", {}, {"line_prefix": None, "meeting_point": None, "node_type": None, "cluster": "default"}),
+        ("--nproc-per-node=1:4 S", {}, {"min_slots": 1, "slots": 4, "cores": len(os.sched_getaffinity(0))}),
+        ("--nproc-per-node=4 S", {"OMP_NUM_THREADS": "3"}, {"min_slots": 4, "slots": 4, "cores": 0}),
+        ("--rdzv-endpoint=unix:/s --nnodes=1 S", {}, {**NOT_STANDALONE, "of_one_machine": True}),
+        ("--rdzv-endpoint=unix:/s --nnodes=1 S", {}, {"endpoint": "unix:/s"}),
+        ("--rdzv-endpoint=etcd0 S", {}, {"of_one_machine": False}),
+        ("--etcd=a:1 --nnodes=1:8 --rdzv-id=x S", {}, {**NOT_STANDALONE, "endpoint": "a:1", "max_nodes": 8}),
+        ("--rdzv-endpoint=a:1 --rdzv-id=x S", {}, {**NOT_STANDALONE, "endpoint": "a:1", "job": "x"}),
+        ("--nnodes=1:2 S", {"ADAPTDL_ETCD": "e:1"}, {"endpoint": "e:1"}),
+        ("--log-line-prefix-template='${rank}: ' S", {}, {"line_prefix": "${rank}: "}),
+        ("--checkpoint-interval=0 S", {}, {"checkpoint_interval": 0}),
+        ("S", {"ADAPTDL_CLUSTER": "night"}, {"cluster": "night"}),
+        ("--cluster=day S", {"ADAPTDL_CLUSTER": "night"}, {"cluster": "day"}),
+        ("--node-type='A100 (40 GB)' S", {}, {"node_type": "A100 (40 GB)"}),
+        ("--standalone S", {"ADAPTDL_NODE_TYPE": "slow"}, {"node_type": "slow"}),
+        # shortened, where ours begin with the same letters, too: --node-name, --no-preempt
+        ("--standalon S", {}, {"standalone": True}),
+        ("--nproc=2 S", {}, {"slots": 2}),
+        ("--nproc_per=2 S", {}, {"slots": 2}),
+        ("--redirect=3 S", {}, {"redirects": "3"}),
+        ("--max-r=7 S", {}, {"max_restarts": 7}),
+        ("--rdzv_i=night S", {}, {"job": "night"}),
+        ("--log-d=logs S", {}, {"log_dir": Path("logs")}),
+        ("--checkpoint-int=7 S", {}, {"checkpoint_interval": 7.0}),
+        ("--no-p sh", {}, {"mode": "exec"}),
+        ("--no-pre S", {}, {"preemptible": False}),
+        ("-mt 3 --max-r 7 json", {}, {"mode": "module", "tee": "3", "max_restarts": 7, "command": ("json",)}),
+        # torchrun's ways to be alone, and to meet
+        (f"--nnodes=1 {C10D} --rdzv-endpoint=localhost:0 S", {"ADAPTDL_ETCD": "e:1"}, {"endpoint": None}),
+        (f"--nnodes=1 {C10D} --rdzv-endpoint=localhost:0 S", {"ADAPTDL_ETCD": "e:1"}, {"standalone": True}),
+        ("--rdzv-endpoint=127.0.0.1:0 S", {"PET_RDZV_BACKEND": "c10d"}, {"standalone": True}),
+        ("--master-port=1234 S", {}, {"meeting_point": MeetingPoint(None, 1234)}),
+        ("--master_addr=a --master_port=1234 S", {}, {"meeting_point": MeetingPoint("a", 1234)}),
+        ("--master-addr=[::1] --master-port=1234 S", {}, {"meeting_point": MeetingPoint("::1", 1234)}),
+        ("--master-addr=a --nnodes=1:2 --etcd=e:1 S", {}, {"meeting_point": MeetingPoint("a", 29500)}),
+        ("S", AT_1234, {"meeting_point": MeetingPoint("localhost", 1234)}),
+        ("--standalone S", AT_1234, {"meeting_point": None}),
+        ("--standalone --master-port=99 S", AT_1234, {"meeting_point": MeetingPoint(None, 99)}),
+        # what follows the script is the script's; to argparse --ma is an ambiguous option
+        (f"--standalone {TO_THE_SCRIPT}", {}, {"command": (__file__, *TO_THE_SCRIPT.split()[1:])}),
+        ("-r 0 S --ma x", {}, {"command": (__file__, "--ma", "x")}),
+        # without a note
+        ("--max-restarts=2 --role=x S", {}, {"max_restarts": 2}),
+        ("--nproc-per-node=1:2 --replicas=1:2 S", {}, {}),
+        ("--nproc-per-node=2 --replicas=2:2 S", {}, {}),
+        ("--nproc-per-node=2 --local-ranks-filter=1,7 S", {}, {}),
     ],
-)
-def test_a_shortened_option_is_taken_as_by_torchrun(short: str, field: str, value: object) -> None:
-    assert getattr(parse(short), field) == value
-
-
-def test_a_shortened_option_means_what_it_means_to_torchrun() -> None:
-    """Ours begin with the same letters: --node-name, --no-preempt."""
-    (note,) = parse("--node-=1").notes
-    assert note.startswith("--node-rank has no effect: ")
-    assert run_options.parse(["--no-p", "sh"], {}).mode == "exec"
-    joined = run_options.parse(["-mt", "3", "--max-r", "7", "json"], {})
-    assert (joined.mode, joined.tee, joined.max_restarts, joined.command) == ("module", "3", 7, ("json",))
-    assert parse("--no-pre").preemptible is False
-
-
-def test_torchruns_way_to_be_alone_is_standalone(monkeypatch: pytest.MonkeyPatch) -> None:
-    way = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-    found = parse(*way, ADAPTDL_ETCD="etcd0:2379")
-    assert (found.standalone, found.endpoint, found.notes) == (True, None, ())
-    monkeypatch.setenv("PET_RDZV_BACKEND", "c10d")
-    found = parse("--rdzv-endpoint=127.0.0.1:0", PET_RDZV_BACKEND="c10d")
-    assert (found.standalone, found.notes) == (True, ())
-
-
-def test_a_port_of_torchruns_own_store_is_no_etcd() -> None:
-    found = parse("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29400")
-    (note,) = found.notes
-    assert found.standalone
-    assert note.startswith("--rdzv-endpoint=localhost:29400 has no effect with --rdzv-backend=c10d")
-    for nodes, endpoint in (("--nnodes=1:2", "localhost:29400"), ("--nnodes=1", "etcd0:2379")):
-        found = parse(nodes, "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
-        assert (found.standalone, found.endpoint) == (False, endpoint)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "where"),
-    [
-        ((), None),
-        (("--master-port=1234",), MeetingPoint(None, 1234)),
-        (("--master_addr=localhost", "--master_port=1234"), MeetingPoint("localhost", 1234)),
-        (("--master-addr=[::1]", "--master-port=1234"), MeetingPoint("::1", 1234)),
-        (("--master-addr=node0", "--nnodes=1:2", "--etcd=e:1"), MeetingPoint("node0", 29500)),
-    ],
-)
-def test_where_replicas_meet_may_be_given(arguments: tuple[str, ...], where: MeetingPoint | None) -> None:
-    found = parse(*arguments)
-    assert found.meeting_point == where
+)  # fmt: skip
+def test_options_that_have_an_effect_are_taken_without_a_note(
+    line: str, environ: dict[str, str], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S stands for a script that exists."""
+    for name in (name for name in environ if name.startswith("PET_")):
+        monkeypatch.setenv(name, environ[name])
+    found = run_options.parse([__file__ if word == "S" else word for word in shlex.split(line)], environ)
+    assert {name: getattr(found, name) for name in expected} == expected
     assert found.notes == ()
 
 
-def test_where_replicas_meet_may_come_from_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "1234"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    found = parse(**given)
-    assert (found.meeting_point, found.notes) == (MeetingPoint("localhost", 1234), ())
-    found = parse("--standalone", **given)
-    assert (found.meeting_point, found.notes) == (None, ())
-    found = parse("--standalone", "--master-port=99", **given)
-    assert found.meeting_point == MeetingPoint(None, 99)
+@pytest.mark.parametrize(
+    ("line", "environ", "notes"),
+    [
+        (
+            "--rdzv-backend=etcd --node_rank 1 --start-method=fork",
+            {},
+            [f"--{name} has no effect: " for name in ("rdzv-backend", "start-method", "node-rank")],
+        ),
+        (
+            "--nproc-per-node=2 --replicas=1:2",
+            {},
+            [
+                "--replicas=1:2 never means fewer than 2 replicas, also after a death: --nproc-per-node=2 is "
+                "the fewest of a node (1:2 lets them be fewer)"
+            ],
+        ),
+        ("--shutdown-timeout=5", {}, ["--shutdown-timeout has no effect: "]),
+        ("--numa-binding=node", {}, ["--numa-binding has no effect: "]),
+        ("--duplicate-stdout-filters=a", {}, ["--duplicate-stdout-filters has no effect: "]),
+        ("--logs_specs=x", {}, ["--logs-specs has no effect: "]),
+        (
+            "",
+            {"PET_NODE_RANK": "1", "PET_RDZV_CONF": "", "PET_ROLE": "x"},
+            ["PET_NODE_RANK has no effect: the coordinator gives out ranks"],
+        ),
+        ("--node-rank=1", {"PET_NODE_RANK": "1"}, ["--node-rank has no effect: "]),
+        ("--node-=1", {}, ["--node-rank has no effect: "]),
+        (
+            "--rdzv-backend=c10d --rdzv-endpoint=localhost:29400",
+            {},
+            ["--rdzv-endpoint=localhost:29400 has no effect with --rdzv-backend=c10d"],
+        ),
+        ("--master-addr=localhost", {}, ["--master-addr has no effect without --master-port"]),
+        (
+            "--nproc-per-node=2 --local-ranks-filter=7",
+            {},
+            ["--local-ranks-filter=7 shows nothing: local ranks here are 0 to 1"],
+        ),
+        ("--node-rank 1 S --node-rank 1", {}, ["--node-rank has no effect: "]),
+    ],
+)
+def test_each_option_or_variable_without_effect_gets_one_line(
+    line: str, environ: dict[str, str], notes: list[str]
+) -> None:
+    words = [__file__ if word == "S" else word for word in shlex.split(line)]
+    found = run_options.parse(words if __file__ in words else [*words, __file__], environ)
+    assert found.standalone
+    for told, begins in zip(found.notes, notes, strict=True):
+        assert told.startswith(begins)
 
 
-def test_an_address_without_a_port_is_told_to_have_no_effect_on_one_node() -> None:
-    (note,) = parse("--master-addr=localhost").notes
-    assert note.startswith("--master-addr has no effect without --master-port")
+@pytest.mark.parametrize("way", ["--nnodes=1:2 localhost:29400", "--nnodes=1 etcd0:2379"])
+def test_torchruns_backend_with_an_endpoint_that_may_be_an_etcd_is_that_etcd(way: str) -> None:
+    nodes, endpoint = way.split()
+    found = parse(nodes, "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+    assert (found.standalone, found.endpoint) == (False, endpoint)
 
 
 def test_the_help_says_what_holds_here() -> None:
@@ -262,27 +231,11 @@ def test_the_help_says_what_holds_here() -> None:
     assert ours < theirs < text.index("that have no effect here") < text.index("--node-rank")
 
 
-def test_a_filter_that_leaves_nothing_is_told() -> None:
-    assert parse("--nproc-per-node=2", "--local-ranks-filter=1,7").notes == ()
-    (note,) = parse("--nproc-per-node=2", "--local-ranks-filter=7").notes
-    assert "--local-ranks-filter=7" in note
-    assert "0 to 1" in note
-
-
-def test_an_interval_of_nothing_means_no_periodic_checkpoints() -> None:
-    assert parse("--checkpoint-interval=0").checkpoint_interval == 0
-
-
 def test_weight_and_preemption_reach_the_spec_of_the_job() -> None:
     plain = job_spec(parse("--standalone"))
     assert (plain.weight, plain.preemptible, plain.avoid_preemptible_nodes) == (1.0, True, False)
     found = job_spec(parse("--standalone", "--weight=2.5", "--no-preempt", "--avoid-preemptible-nodes"))
     assert (found.weight, found.preemptible, found.avoid_preemptible_nodes) == (2.5, False, True)
-
-
-def test_everything_after_the_script_is_the_scripts() -> None:
-    found = run_options.parse(["--standalone", __file__, "--nnodes", "x", "--", "-m"], {})
-    assert found.command[1:] == ("--nnodes", "x", "--", "-m")
 
 
 @pytest.mark.parametrize(
@@ -414,23 +367,6 @@ def test_the_shared_directory_goes_with_the_job_or_after_a_day_without_an_agent(
     assert given.path.is_dir()
 
 
-def test_the_name_of_the_cluster_may_come_from_the_environment() -> None:
-    assert parse().cluster == "default"
-    assert parse(ADAPTDL_CLUSTER="night").cluster == "night"
-    assert parse("--cluster=day", ADAPTDL_CLUSTER="night").cluster == "day"
-    with pytest.raises(run_parser.OptionError, match="a/b"):
-        parse(ADAPTDL_CLUSTER="a/b")
-
-
-def test_the_scripts_own_options_are_none_of_ours() -> None:
-    found = run_options.parse(["--standalone", __file__, "--master-port", "1234", "--rdzv-conf=x"], {})
-    assert found.command[1:] == ("--master-port", "1234", "--rdzv-conf=x")
-    assert found.notes == ()
-    assert len(run_options.parse(["--node-rank", "1", __file__, "--node-rank", "1"], {}).notes) == 1
-    # to argparse this is an ambiguous option, although it follows the script
-    assert run_options.parse(["-r", "0", __file__, "--ma", "x"], {}).command[1:] == ("--ma", "x")
-
-
 @pytest.mark.parametrize("endpoint", ["a b:1", "host:port", "http://host/path", "host:0", "host:99999"])
 def test_a_malformed_endpoint_is_a_bad_option(endpoint: str) -> None:
     for arguments, environ in (([f"--etcd={endpoint}"], {}), (["--nnodes=1:2"], {"ADAPTDL_ETCD": endpoint})):
@@ -452,13 +388,6 @@ def test_a_level_of_logs_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().err == (
         "adaptdl-run: error: ADAPTDL_LOGLEVEL is 'verbose': write DEBUG, INFO, WARNING or ERROR\n"
     )
-
-
-def test_the_type_of_a_node_is_given_or_from_the_environment() -> None:
-    assert parse("--node-type=A100 (40 GB)").node_type == "A100 (40 GB)"
-    command = ["--standalone", __file__]
-    assert run_options.parse(command, {"ADAPTDL_NODE_TYPE": "slow"}).node_type == "slow"
-    assert run_options.parse(command, {}).node_type is None
 
 
 @pytest.mark.processes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from adaptdl_elastic.agent.core.pending_notice import AFTER, SILENCE, UNHEARD, PendingNotice
 from adaptdl_elastic.rendezvous.schema.records import INPLACE_REQUIRED, JobState, JobStatus
 
@@ -11,10 +13,15 @@ def pending(reason: str) -> JobStatus:
 
 
 RUNNING = JobStatus("job", "run-1", JobState.RUNNING, reason="2 replicas")
+INSISTS = JobStatus("job", "run-1", JobState.RUNNING, reason=f"keeps 2: {INPLACE_REQUIRED}")
 
 
-def test_a_reason_that_stands_is_said_once_and_when_it_changes() -> None:
-    waiting = PendingNotice()
+@pytest.fixture
+def waiting() -> PendingNotice:
+    return PendingNotice()
+
+
+def test_a_reason_that_stands_is_said_once_and_when_it_changes(waiting: PendingNotice) -> None:
     assert waiting.notice(None, 0.0) is None
     assert waiting.due == SILENCE
     assert waiting.notice(pending("one node"), 10.0) is None
@@ -27,8 +34,7 @@ def test_a_reason_that_stands_is_said_once_and_when_it_changes() -> None:
     assert waiting.notice(pending("one node"), 200.0 + AFTER) == "no replica yet: one node"
 
 
-def test_that_nobody_decides_is_said_once() -> None:
-    waiting = PendingNotice()
+def test_that_nobody_decides_is_said_once(waiting: PendingNotice) -> None:
     assert waiting.notice(None, 1.0) is None
     assert waiting.notice(None, SILENCE) is None
     assert waiting.notice(None, 1.0 + SILENCE) == UNHEARD
@@ -37,8 +43,7 @@ def test_that_nobody_decides_is_said_once() -> None:
     assert waiting.notice(pending("one node"), 100.0 + AFTER) == "no replica yet: one node"
 
 
-def test_what_is_over_in_a_moment_is_not_worth_a_word() -> None:
-    waiting = PendingNotice()
+def test_what_is_over_in_a_moment_is_not_worth_a_word(waiting: PendingNotice) -> None:
     assert waiting.notice(pending("its turn"), 0.0) is None
     assert waiting.notice(pending("slots"), AFTER / 2) is None
     assert waiting.notice(pending("slots"), AFTER) is None
@@ -47,19 +52,13 @@ def test_what_is_over_in_a_moment_is_not_worth_a_word() -> None:
     assert waiting.notice(pending("slots"), 4 * AFTER) == "no replica yet: slots"
 
 
-def test_why_a_size_is_kept_is_said_at_once_and_once() -> None:
-    waiting, insists = (
-        PendingNotice(),
-        JobStatus("job", "run-1", JobState.RUNNING, reason=f"keeps 2: {INPLACE_REQUIRED}"),
-    )
-    assert waiting.notice(insists, 0.0) == insists.reason
+def test_why_a_size_is_kept_is_said_at_once_and_once(waiting: PendingNotice) -> None:
+    assert waiting.notice(INSISTS, 0.0) == INSISTS.reason
     assert waiting.notice(RUNNING, 1.0) is None
-    assert waiting.notice(insists, 2.0) is None
+    assert waiting.notice(INSISTS, 2.0) is None
 
 
-def test_who_keeps_its_size_waits_for_nothing() -> None:
-    notice = PendingNotice()
-    assert notice.notice(None, 0.0) is None
-    insists = JobStatus("job", "run-1", JobState.RUNNING, reason=f"keeps 2: {INPLACE_REQUIRED}")
-    assert notice.notice(insists, 1.0) == insists.reason
-    assert notice.due is None
+def test_who_keeps_its_size_waits_for_nothing(waiting: PendingNotice) -> None:
+    assert waiting.notice(None, 0.0) is None
+    assert waiting.notice(INSISTS, 1.0) == INSISTS.reason
+    assert waiting.due is None

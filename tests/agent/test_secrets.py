@@ -309,11 +309,13 @@ FOREIGN = {
 
 def test_a_coordinator_of_a_standalone_job_gets_no_credentials_of_an_etcd() -> None:
     before = dict(os.environ)
-    options = parse(["--standalone", "--etcd-timeout=9", __file__], FOREIGN)
+    options = parse(["--standalone", "--etcd-timeout=9", "--etcd-user=me", __file__], FOREIGN)
     assert store_environment(options, FOREIGN) == {"ADAPTDL_ETCD_TIMEOUT": "9", "HOME": "/h"}
     assert os.environ == before
 
 
 def test_what_the_command_line_says_of_the_store_goes_before_the_environment() -> None:
-    options = parse(["--etcd=e:1", "--etcd-ca=/mine", "--rdzv-id=job", __file__], FOREIGN)
-    assert store_environment(options, FOREIGN) == {**FOREIGN, "ADAPTDL_ETCD_CA": "/mine"}
+    given = {**FOREIGN, "ADAPTDL_ETCD_PASSWORD": "x"}
+    options = parse(["--etcd=e:1", "--etcd-ca=/mine", "--etcd-user=me", "--rdzv-id=job", __file__], given)
+    mine = {"ADAPTDL_ETCD_CA": "/mine", "ADAPTDL_ETCD_USER": "me"}
+    assert store_environment(options, given) == {**given, **mine}

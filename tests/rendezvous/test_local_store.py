@@ -43,8 +43,6 @@ with LocalServer() as server:
 """
 CLIENT = """
 import sys
-from pathlib import Path
-from typing import Any
 from adaptdl_elastic.rendezvous.store.connect import connect
 with connect(sys.argv[1]) as store:
     store.put("/leader", "me", store.lease(5.0))
@@ -229,20 +227,6 @@ def test_a_lease_whose_holder_is_stopped_runs_out(server: LocalServer, store: Lo
         assert said(client) == "there"
         client.send_signal(signal.SIGSTOP)
         assert next(changes).kind == "delete"
-
-
-def test_a_lease_lasts_from_the_request_for_it_however_late_the_answer(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = store.call
-
-    def late(**request: Any) -> Any:
-        answer = call(**request)
-        threading.Event().wait(0.5)  # the answer is on its way
-        return answer
-
-    monkeypatch.setattr(store, "call", late)
-    assert store.lease(60).remaining() <= 59.5
 
 
 def test_a_lease_that_has_run_out_on_the_server_is_lost(store: LocalStore) -> None:

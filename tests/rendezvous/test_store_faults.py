@@ -26,10 +26,14 @@ from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 from adaptdl_elastic.rendezvous.store.connection_error import TryAgainError
 from adaptdl_elastic.rendezvous.store.etcd_v2 import EtcdV2Store
 from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
-from adaptdl_elastic.rendezvous.store.http import Http
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
 pytestmark = [pytest.mark.etcd, pytest.mark.exhaustive]
+
+
+@pytest.fixture
+def store(own_world):
+    return own_world.client()
 
 
 @pytest.mark.essential
@@ -64,8 +68,7 @@ def test_changes_made_while_a_watch_was_cut_off_arrive_later(own_world, collect)
     assert [change.value for change in changes] == ["0", "1", "2", "3", "4", "5", None]
 
 
-def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world):
-    store = own_world.client()
+def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world, store):
     lease = store.lease(6)
     store.put(own_world.prefix + "mine", "1", lease)
     own_world.real.pause()
@@ -80,20 +83,6 @@ def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world):
     again = store.lease(60)
     store.put(own_world.prefix + "mine", "2", again)
     assert store.get(own_world.prefix + "mine").value == "2"
-
-
-@pytest.mark.parametrize("own_world", ["v3-3.5"], indirect=True)
-def test_a_lease_lasts_from_the_request_for_it_however_late_the_answer(own_world, monkeypatch):
-    store, call = own_world.client(), Http.call
-
-    def late(*given, **options):
-        answer = call(*given, **options)
-        threading.Event().wait(0.5)  # the answer is on its way
-        return answer
-
-    monkeypatch.setattr(Http, "call", late)
-    lease = store.lease(60)
-    assert lease.remaining() <= 59.5
 
 
 @pytest.mark.essential
@@ -115,9 +104,9 @@ def test_a_partition_costs_the_lease_and_both_sides_learn_it(own_world, collect)
 
 
 @pytest.mark.parametrize("own_world", ["v2-3.5", "v2-3.4"], indirect=True)
-def test_with_v2_a_key_that_runs_out_early_is_a_lost_lease(own_world):
+def test_with_v2_a_key_that_runs_out_early_is_a_lost_lease(own_world, store):
     """As when the server's clock jumps: v2 reckons by the clock on the wall."""
-    store, key = own_world.client(), own_world.prefix + "mine"
+    key = own_world.prefix + "mine"
     lease = store.lease(5)
     store.put(key, "1", lease)
     store.put(own_world.prefix + "too", "1", lease)
@@ -169,8 +158,7 @@ def test_a_leased_write_whose_answer_was_lost_is_of_the_lease(own_world, how, nt
     [("v3-3.5", 1_800_000), ("v3-3.5", 4_000_000), ("v3-3.4", 1_800_000), ("v2-3.5", 40_000_000)],
     indirect=["own_world"],
 )
-def test_a_value_that_is_too_large_is_refused_for_good(own_world, size):
-    store = own_world.client()
+def test_a_value_that_is_too_large_is_refused_for_good(own_world, store, size):
     with pytest.raises(StoreRefusedError, match="too large"):
         store.put(own_world.prefix + "a", "x" * size)
     assert store.put(own_world.prefix + "a", "x" * 1_000_000)
@@ -195,8 +183,7 @@ def test_a_server_that_restarts_within_the_time_out_is_not_noticed(own_world):
     thread.join()
 
 
-def test_data_that_were_replaced_are_noticed(own_world, collect):
-    store = own_world.client()
+def test_data_that_were_replaced_are_noticed(own_world, store, collect):
     for number in range(20):
         store.put(own_world.prefix + "a", str(number))
     seen = collect(store.watch(own_world.prefix, store.range(own_world.prefix).revision))

@@ -13,9 +13,9 @@ from adaptdl_elastic.rendezvous import torchrun
 from adaptdl_elastic.rendezvous.torchrun.handler_options import HandlerOptions
 
 
-def parse(text: str, **more: object) -> HandlerOptions:
+def parse(text: str) -> HandlerOptions:
     """As torchrun hands `--rdzv-conf` over, with the `timeout` that it puts in by itself."""
-    return HandlerOptions.parse({"timeout": 900, **_parse_rendezvous_config(text), **more})
+    return HandlerOptions.parse({"timeout": 900, **_parse_rendezvous_config(text)})
 
 
 def test_the_defaults_are_torchs_where_it_has_them():
@@ -31,6 +31,7 @@ def test_the_defaults_are_torchs_where_it_has_them():
         ("timeout=60", "timeout", 60.0),
         ("last_call_timeout=7", "last_call", 7.0),
         ("last_call=0", "last_call", 0.0),
+        ("last_call=3,last_call_timeout=3", "last_call", 3.0),
         ("close_timeout=8", "close_timeout", 8.0),
         ("keep_alive_interval=4", "lease", 12.0),
         ("keep_alive_interval=4,keep_alive_max_attempt=5", "lease", 20.0),
@@ -47,10 +48,6 @@ def test_torchs_names_are_taken(text: str, option: str, value: object):
     found = parse(text)
     assert getattr(found, option) == value
     assert found.warning() is None
-
-
-def test_join_timeout_counts_where_torchrun_has_put_a_timeout_in():
-    assert parse("join_timeout=60", timeout=900).timeout == 60
 
 
 @pytest.mark.parametrize("value", ["1", "true", "True", "no", "0"])
@@ -107,7 +104,3 @@ def test_a_setting_that_cannot_be_used_ends_torchrun_with_one_line(given: dict[s
     assert line.startswith("torchrun: error: ")
     assert "\n" not in line
     assert "--rdzv-conf" in line or set(given) <= {"run_id", "endpoint", "cluster", "ca"}, line
-
-
-def test_one_option_under_two_names_may_have_one_value():
-    assert parse("last_call=3,last_call_timeout=3").last_call == 3

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
+from polling import until
 
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import Command
@@ -49,15 +49,6 @@ def agent(
     return forker.start([*options, *command] if command else ["--version"], folder, log, given), log
 
 
-def wait_for(path: Path, limit: threading.Event | None = None) -> None:
-    waited = limit or threading.Event()
-    for _ in range(20_000):
-        if path.exists():
-            return
-        waited.wait(0.01)
-    raise AssertionError(f"{path} never came")
-
-
 def test_a_job_of_a_forked_agent_finds_what_a_program_would(forker: AgentForker, tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     script = tmp_path / "code" / "train.py"
@@ -74,7 +65,7 @@ def test_an_agent_outlives_the_process_that_has_forked_it(forker: AgentForker, t
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("assert os.getcwd()", "#"))
     made, log = agent(forker, tmp_path, str(script))
-    wait_for(tmp_path / "begun")
+    until("the script does not begin", (tmp_path / "begun").exists)
     (server,) = (one for one in psutil.Process().children() if "fork_server" in " ".join(one.cmdline()))
     server.send_signal(signal.SIGKILL)
     server.wait(60)

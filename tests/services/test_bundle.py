@@ -59,6 +59,13 @@ def test_archives_that_no_job_needs_are_deleted_a_week_after_their_last_use(tmp_
     assert not blobs.has("0" * 64)
 
 
+def travelled(work: Path) -> Path:
+    """Pack a directory, and return what it becomes on another node."""
+    packed, there = bundle.pack(work, work.parent / "archive", "alice"), work.parent / "there"
+    unpack(packed.path, there, "alice")
+    return there
+
+
 def git(*arguments: str) -> None:
     options = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
     subprocess.run(["git", *options, *arguments], check=True, capture_output=True)
@@ -120,22 +127,18 @@ def test_a_link_that_leads_out_is_refused_before_anything_is_sent(
 
 
 @needs_git
-def test_files_that_git_knows_behind_a_new_link_are_left_out(work: Path, tmp_path: Path) -> None:
+def test_files_that_git_knows_behind_a_new_link_are_left_out(work: Path) -> None:
     git("init", "-q", str(work))
     git("-C", str(work), "add", ".")
     (work / "src").rename(work / "lib")
     (work / "src").symlink_to("lib")
-    packed = bundle.pack(work, tmp_path / "a", "alice")
-    unpack(packed.path, tmp_path / "there", "alice")
-    assert (tmp_path / "there" / "src" / "model.py").read_text() == "src/model.py"
+    assert (travelled(work) / "src" / "model.py").read_text() == "src/model.py"
 
 
 @needs_git
 def test_an_empty_directory_travels(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    packed = bundle.pack(tmp_path / "empty", tmp_path / "a", "alice")
-    unpack(packed.path, tmp_path / "there", "alice")
-    assert list((tmp_path / "there").iterdir()) == []
+    assert list(travelled(tmp_path / "empty").iterdir()) == []
 
 
 @needs_git
@@ -206,11 +209,9 @@ def test_another_persons_archive_is_not_unpacked(tmp_path: Path) -> None:
 
 
 @needs_git
-def test_a_file_with_two_names_travels_twice(work: Path, tmp_path: Path) -> None:
+def test_a_file_with_two_names_travels_twice(work: Path) -> None:
     (work / "second.py").hardlink_to(work / "train.py")
-    packed = bundle.pack(work, tmp_path / "archive", "alice")
-    unpack(packed.path, tmp_path / "there", "alice")
-    assert (tmp_path / "there" / "second.py").read_bytes() == (work / "train.py").read_bytes()
+    assert (travelled(work) / "second.py").read_bytes() == (work / "train.py").read_bytes()
 
 
 def evil(path: Path, *entries: tarfile.TarInfo, headers: dict[str, str] | None = None) -> Path:

@@ -23,6 +23,7 @@ from adaptdl_elastic.rendezvous.schema.submissions import (
 )
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
@@ -67,6 +68,12 @@ class World:
         if state is not None:
             self.store.put(KEYS.job("job", "spec"), encode(JobSpec("job", "r1")))
             self.store.put(KEYS.job("job", "status"), encode(JobStatus("job", "r1", state, **status)))
+
+    def request(self) -> Request:
+        """Return what a node service sees of `job`."""
+        request = SubmissionReader(self.store, KEYS, "id").read(None).find("job")
+        assert request is not None
+        return request
 
     def agent(self) -> None:
         self.store.put(KEYS.node("n1", "job"), encode(NodeRecord("n1", "job", "r1", "a", "127.0.0.1", 1)))
@@ -154,8 +161,7 @@ def test_a_job_that_has_ended_is_replaced_and_goes_on(world: World, state: JobSt
     assert "there is a job job already: choose another --name, or --replace it" in taken.output
     done = world.run("submit", "--replace", "--name", "job", "train.py", "--lr", "1")
     assert (done.exit_code, world.sent) == (0, world.sent[:1]), done.output
-    request = SubmissionReader(world.store, KEYS, "id").read(None).find("job")
-    assert request is not None
+    request = world.request()
     new = request.submission
     assert (new.command, new.replaces, new.follows) == (("train.py", "--lr", "1"), 1.0, "r1")
     assert new.created > 1.0
@@ -168,21 +174,17 @@ def test_a_job_that_has_ended_is_replaced_and_goes_on(world: World, state: JobSt
     # what ended the old one is not for the new one
     world.put(KEYS.cancellation("job"), Cancellation("job", "alice", 2.0, 1.0))
     world.put(KEYS.resumption("job"), Resumption("job", "alice", "r0"))
-    request = SubmissionReader(world.store, KEYS, "id").read(None).find("job")
-    assert request is not None
+    request = world.request()
     assert (request.run.resumed, request.over) == (True, False)
     assert world.run("cancel", "job").exit_code == 0
-    request = SubmissionReader(world.store, KEYS, "id").read(None).find("job")
-    assert request is not None
-    assert request.cancelled_by == "alice"
+    assert world.request().cancelled_by == "alice"
 
 
 def test_a_job_that_was_cancelled_in_the_queue_is_replaced(world: World) -> None:
     world.job()
     world.put(KEYS.cancellation("job"), Cancellation("job", "alice", 2.0, 1.0))
     assert world.run("submit", "--replace", "--name", "job", "train.py").exit_code == 0
-    request = SubmissionReader(world.store, KEYS, "id").read(None).find("job")
-    assert request is not None
+    request = world.request()
     assert (request.cancelled_by, request.submission.follows) == (None, "")
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import ssl
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from polling import until
 from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent.service.agent_forker import AgentForker
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
-from adaptdl_elastic.agent.service.decisions import AgentState
+from adaptdl_elastic.agent.service.decisions import MOST_FAILURES, AgentState
 from adaptdl_elastic.agent.service.stand_in import Membership
 from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -83,14 +85,6 @@ class Node:
     def state(self) -> AgentState:
         return self.agents.states()["job"]
 
-    def until(self, what: Callable[[], object]) -> None:
-        for _ in range(6000):
-            if what():
-                return
-            self.changed.clear()
-            self.changed.wait(0.01)
-        raise AssertionError("it never became so")
-
     def review(self, request: Request = REQUEST, run: str | None = None) -> None:
         self.agents.review([request], lambda _: run)
 
@@ -98,7 +92,7 @@ class Node:
         """Register the node for the job, and return the registration."""
         self.review()
         self.agents.start(REQUEST, [], self.membership)
-        self.until(lambda: self.state.standing)
+        until("it never became so", lambda: self.state.standing)
         found = self.record
         assert found is not None
         return found
@@ -111,7 +105,7 @@ class Node:
 
     def gone(self) -> None:
         """Wait until the node is not registered for the job, and no agent runs."""
-        self.until(lambda: self.record is None)
+        until("it never became so", lambda: self.record is None)
         assert not self.state.alive
 
 
@@ -133,14 +127,14 @@ def test_a_plan_starts_the_agent_under_the_id_of_the_registration(node: Node) ->
     node.plan(replace(record, agent="another"))
     assert node.children == []
     node.plan(record)
-    node.until(lambda: node.children)
+    until("it never became so", lambda: node.children)
     assert node.environments[0][STAND_IN] == record.agent
-    node.until(lambda: node.agents.running == ["job"])
+    until("it never became so", lambda: node.agents.running == ["job"])
     assert not node.state.standing
     # it ends before it has taken the registration over
     node.children[0].kill()
     node.children[0].wait()
-    node.until(lambda: not node.state.alive)
+    until("it never became so", lambda: not node.state.alive)
     node.gone()
 
 
@@ -153,20 +147,16 @@ def test_a_registration_for_files_that_were_replaced_is_withdrawn(node: Node) ->
     assert node.children == []
 
 
-def test_a_registration_for_a_run_that_is_followed_by_another_is_withdrawn(node: Node) -> None:
+@pytest.mark.parametrize("follows", ["as a person has asked", "already"])
+def test_a_registration_for_a_run_that_another_follows_is_withdrawn(node: Node, follows: str) -> None:
     record = node.stands()
-    node.review(run=record.run)
-    assert node.state.standing
-    resumed = JobState(run=record.run, resumed=True)
-    node.review(replace(REQUEST, run=resumed))
-    node.gone()
-
-
-def test_a_registration_for_a_run_that_others_have_followed_is_withdrawn(node: Node) -> None:
-    record = node.stands()
-    node.review(run="00000000-000000-earlier")
-    assert node.state.standing
-    node.review(run=f"{record.run}-later")
+    for run in (record.run, "00000000-000000-earlier"):
+        node.review(run=run)
+        assert node.state.standing
+    if follows == "already":
+        node.review(run=f"{record.run}-later")
+    else:
+        node.review(replace(REQUEST, run=JobState(run=record.run, resumed=True)))
     node.gone()
 
 
@@ -186,7 +176,7 @@ def test_a_job_that_ends_while_its_files_are_fetched_is_not_registered(
     node.agents.start(REQUEST, [], node.membership)
     node.review(replace(REQUEST, **over))  # type: ignore[arg-type]
     node.fetched.set()
-    node.until(lambda: not node.state.alive)
+    until("it never became so", lambda: not node.state.alive)
     node.gone()
 
 
@@ -204,7 +194,7 @@ def test_a_job_whose_variables_are_read_early_gets_an_agent_that_registers_itsel
     monkeypatch.setattr(subprocess, "Popen", popen)
     node.review()
     node.agents.start(REQUEST, [], node.membership)
-    node.until(lambda: "job" in node.agents.problems)
+    until("it never became so", lambda: "job" in node.agents.problems)
     assert (node.record, node.children) == (None, [])
     assert STAND_IN not in started[0]
     assert started[0]["OMP_NUM_THREADS"] == "2"
@@ -221,7 +211,25 @@ def test_only_the_run_that_a_person_has_named_is_followed(node: Node) -> None:
     late = replace(REQUEST, run=JobState(run="an earlier run", resumed=True))
     node.review(late)
     node.agents.start(late, [], node.membership)
-    node.until(lambda: "job" in node.agents.problems)
+    until("it never became so", lambda: "job" in node.agents.problems)
     assert "has failed" in node.agents.problems["job"]
     assert node.record is None
     assert node.store.get(KEYS.job("job", "spec")).value == encode(spec)  # type: ignore[union-attr]
+
+
+def test_a_job_that_a_node_has_given_up_is_tried_again_when_it_is_resumed(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # its files are fetched
+    shutil.rmtree(ServiceDirectory(tmp_path).work(REQUEST.submission.folder))
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / REQUEST.submission.bundle).write_bytes(b"nonsense")
+    for failures in range(1, MOST_FAILURES + 1):
+        node.changed.clear()
+        node.agents.start(REQUEST, [], node.membership)
+        assert node.changed.wait(100)
+        assert node.state.failures == failures
+        assert node.agents.given_up == (("job",) if failures == MOST_FAILURES else ())
+    assert "Not a gzipped file" in node.agents.problems["job"]
+    node.agents.forget("job")  # it is stopped
+    assert (node.agents.states(), node.agents.problems) == ({}, {})

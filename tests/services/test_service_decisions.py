@@ -199,42 +199,40 @@ def test_jobs_that_are_over_are_neither_admitted_nor_counted() -> None:
     assert reasons(*over, request("job", 4), slots=4) == {"job": ""}
 
 
+WANTED, RUNNING = request("job"), AgentState().started(0.0)
+
+
 def test_an_agent_is_started_once_and_stopped_when_its_job_is_cancelled() -> None:
-    wanted = request("job")
-    assert decide([wanted], 1, {}, 0.0) == {"job": Step.START}
-    running = AgentState().started(0.0)
-    assert decide([wanted], 1, {"job": running}, 1.0) == {}
+    assert decide([WANTED], 1, {}, 0.0) == {"job": Step.START}
+    assert decide([WANTED], 1, {"job": RUNNING}, 1.0) == {}
     cancelled = request("job", cancelled="alice", run=BUSY)
-    assert decide([cancelled], 1, {"job": running}, 1.0) == {"job": Step.TERMINATE}
-    told = replace(running, terminated=1.0)
+    assert decide([cancelled], 1, {"job": RUNNING}, 1.0) == {"job": Step.TERMINATE}
+    told = replace(RUNNING, terminated=1.0)
     assert decide([cancelled], 1, {"job": told}, 1.0 + STOP_SECONDS) == {}
     assert decide([cancelled], 1, {"job": told}, 1.1 + STOP_SECONDS) == {"job": Step.KILL}
-    assert decide([], 1, {"job": running}, 1.0) == {"job": Step.TERMINATE}
-    assert decide([], 1, {"job": running}, 1.0, {"job"}) == {}
+    assert decide([], 1, {"job": RUNNING}, 1.0) == {"job": Step.TERMINATE}
+    assert decide([], 1, {"job": RUNNING}, 1.0, {"job"}) == {}
 
 
 def test_an_agent_of_a_job_that_ends_is_left_to_end_by_itself_and_a_registration_is_not() -> None:
     ended = request("job", run=JobState(agents=1, state=State.DONE))
-    running = AgentState().started(0.0)
-    assert decide([ended], 1, {"job": running}, 1.0) == {}
-    assert decide([ended], 1, {"job": replace(running, standing=True)}, 1.0) == {"job": Step.TERMINATE}
+    assert decide([ended], 1, {"job": RUNNING}, 1.0) == {}
+    assert decide([ended], 1, {"job": replace(RUNNING, standing=True)}, 1.0) == {"job": Step.TERMINATE}
 
 
 def test_a_node_that_is_drained_is_registered_for_no_job() -> None:
-    wanted = request("job")
-    running = AgentState().started(0.0)
-    assert decide([wanted], 1, {}, 0.0, unused=True) == {}
-    assert decide([wanted], 1, {"job": running}, 0.0, unused=True) == {}  # an agent leaves by itself
-    standing = replace(running, standing=True)
-    assert decide([wanted], 1, {"job": standing}, 0.0, unused=True) == {"job": Step.TERMINATE}
+    assert decide([WANTED], 1, {}, 0.0, unused=True) == {}
+    assert decide([WANTED], 1, {"job": RUNNING}, 0.0, unused=True) == {}  # an agent leaves by itself
+    standing = replace(RUNNING, standing=True)
+    assert decide([WANTED], 1, {"job": standing}, 0.0, unused=True) == {"job": Step.TERMINATE}
 
 
 def test_an_agent_that_fails_at_once_is_tried_again_later_and_later_and_then_no_more() -> None:
-    wanted, state, now, pauses = request("job"), AgentState(), 0.0, []
-    while decide([wanted], 1, {"job": state}, now):
+    state, now, pauses = AgentState(), 0.0, []
+    while decide([WANTED], 1, {"job": state}, now):
         state = state.started(now).ended(now + 1.0, 1)
         pauses.append(state.not_before - now - 1.0)
-        assert decide([wanted], 1, {"job": state}, now + 1.0) == {}
+        assert decide([WANTED], 1, {"job": state}, now + 1.0) == {}
         now = state.not_before
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
     assert len(pauses) == MOST_FAILURES

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from polling import until
@@ -118,6 +119,12 @@ class World:
     def client(self, person: str, key: str = "") -> ServiceClient:
         return ServiceClient(person_context(self.context.ca), Signer(ID, person, self.keys[key or person]))
 
+    def ask(self, person: str, path: str = "/v1/status", **values: object) -> Any:
+        return self.client(person).get_json(self.record, path, **values)
+
+    def page(self, store: MemoryStore, person: str) -> Actions:
+        return Actions(store.client, Keys("lab"), replace(self.context, person=person), self.client(person))
+
     def put(self, store: MemoryStore, key: str, record: Record, person: str) -> None:
         """Sign a record as a person does, and put it into the store."""
         store.put(key, sign_record(ID, record, person, functools.partial(signatures.sign, self.keys[person])))
@@ -188,7 +195,7 @@ def test_a_checkpoint_is_copied_by_nodes_only(world: World, tmp_path: Path) -> N
     assert sorted(path.name for path in mine.iterdir()) == ids[-KEPT:]
     for path in (ids[0], f"{ids[0]}/manifest.json"):
         refused(
-            lambda path=path: world.client("alice").get_json(world.record, f"/v1/checkpoints/hers/{path}"),
+            lambda path=path: world.ask("alice", f"/v1/checkpoints/hers/{path}"),
             403,
             "only nodes of the cluster",
         )
@@ -202,7 +209,7 @@ def test_output_is_for_the_owner_and_administrators(world: World) -> None:
     log.parent.mkdir(parents=True)
     log.write_text("[rank0]: one\n[rank0]: two\nhalf")
     for person in ("alice", "admin"):
-        said = world.client(person).get_json(world.record, "/v1/logs/hers", after=0)
+        said = world.ask(person, "/v1/logs/hers", after=0)
         assert said == {"offset": 26, "text": "[rank0]: one\n[rank0]: two\n", "running": True}
     alice = world.client("alice")
     assert alice.get_json(world.record, "/v1/logs/hers", after=26)["text"] == ""
@@ -219,12 +226,10 @@ def test_strangers_and_impostors_are_refused(world: World) -> None:
     refused(lambda: stranger.get_json(world.record, "/v1/status"), 401, "may not use this cluster")
     impostor = world.client("alice", key="stranger")
     refused(lambda: impostor.get_json(world.record, "/v1/status"), 401, "not one of alice's key")
-    assert world.client("alice").get_json(world.record, "/v1/status") == STATUS
+    assert world.ask("alice") == STATUS
     people = {name: one for name, one in world.people().items() if name != "alice"}
     (world.directory.people).write_text(signatures.encode_people(people))  # as adaptdl cluster revoke does
-    refused(
-        lambda: world.client("alice").get_json(world.record, "/v1/status"), 401, "may not use this cluster"
-    )
+    refused(lambda: world.ask("alice"), 401, "may not use this cluster")
 
 
 def test_a_signed_request_is_good_at_one_node_only(world: World) -> None:
@@ -252,7 +257,7 @@ def test_silent_connections_keep_nobody_out(world: World, monkeypatch: pytest.Mo
             stack.enter_context(socket.create_connection(("127.0.0.1", world.record.port)))
             for _ in range(100)
         ]
-        assert world.client("alice").get_json(world.record, "/v1/status") == STATUS
+        assert world.ask("alice") == STATUS
         for one in silent[:-4]:
             with contextlib.suppress(ConnectionResetError):
                 assert one.recv(1) == b""
@@ -264,21 +269,15 @@ def test_people_and_nodes_have_places_of_their_own(world: World, monkeypatch: py
     monkeypatch.setattr("adaptdl_elastic.rendezvous.services.connections.MOST_KNOWN", 1)
     first = world.client("alice")
     first.get_json(world.record, "/v1/status")  # and the connection stays
-    refused(
-        lambda: world.client("admin").get_json(world.record, "/v1/status"), 503, "serves too many connections"
-    )
+    refused(lambda: world.ask("admin"), 503, "serves too many connections")
     assert first.get_json(world.record, "/v1/status") == STATUS
     first.close()
 
 
 def test_requests_that_would_wait_for_ever_are_refused(world: World) -> None:
-    alice = world.client("alice")
     for query in ({"wait": "nan"}, {"after": 10**30}, {"after": -1}):
-        refused(
-            lambda query=query: alice.get_json(world.record, "/v1/logs/hers", **query),
-            400,
-            "no number of seconds|negative or too large",
-        )
+        message = "no number of seconds|negative or too large"
+        refused(lambda query=query: world.ask("alice", "/v1/logs/hers", **query), 400, message)
 
 
 def test_the_certificate_that_all_people_have_is_not_a_servers(world: World) -> None:
@@ -379,6 +378,9 @@ def test_a_stopped_run_is_resumed_by_its_owner_or_an_administrator_and_once(worl
         assert found.state is (None if found.resumed else records.JobState.STOPPED)
         return found.resumed
 
+    def resume() -> str:
+        return job_requests.resume(store, keys, world.context, world.client("admin"), "job")
+
     world.put(store, keys.submission("job"), submission_by("alice", command=("t.py",)), "alice")
     reader = SubmissionReader(store, keys, ID)
     run("r1", records.JobState.STOPPED)
@@ -387,24 +389,22 @@ def test_a_stopped_run_is_resumed_by_its_owner_or_an_administrator_and_once(worl
         assert resumed() is counts
     run("r2", records.JobState.STOPPED)
     assert not resumed()
-    assert job_requests.resume(store, keys, world.context, world.client("admin"), "job").startswith(
-        "job belongs to alice"
-    )
+    assert resume().startswith("job belongs to alice")
     assert resumed()
-    page = Actions(store.client, keys, world.context, world.client("admin"))
+    page = world.page(store, "admin")
     assert page.resume("job") == "job is resumed already"
     run("r3", records.JobState.FAILED)
     assert reader.read(people).requests[0].run.state is records.JobState.FAILED
-    job_requests.resume(store, keys, world.context, world.client("admin"), "job")
+    resume()
     assert resumed()
     run("r4", records.JobState.DONE)
     with pytest.raises(RequestError, match="job is done: only a job that was stopped or has failed is res"):
-        job_requests.resume(store, keys, world.context, world.client("admin"), "job")
+        resume()
     store.delete_prefix(keys.job("job"))
     forgotten = records.JobStatus(job="job", run="r4", state=records.JobState.STOPPED)
     store.put(keys.outcome("job", "status"), encode(forgotten))
     with pytest.raises(RequestError, match="its records are deleted: submit it again with another --name"):
-        job_requests.resume(store, keys, world.context, world.client("admin"), "job")
+        resume()
 
 
 def test_prometheus_reads_with_the_certificate_of_a_node(world: World) -> None:
@@ -513,14 +513,14 @@ def test_the_page_shows_what_nodes_have_of_the_output(world: World) -> None:
 def test_a_cancellation_from_the_page_is_signed_as_by_the_command(world: World) -> None:
     store, keys = MemoryStore(), Keys("lab")
     world.put(store, keys.submission("hers"), submission_by("alice", "hers"), "alice")
-    said = Actions(store.client, keys, world.context, world.client("admin")).cancel("hers")
+    said = world.page(store, "admin").cancel("hers")
     assert said == "hers belongs to alice: it ends if admin is an administrator"
     found = store.get(keys.cancellation("hers"))
     assert found is not None
     record = verify_record(ID, world.people(), Cancellation, found.value, keys.cancellation("hers"))
     assert record.person == "admin"
     with pytest.raises(RequestError, match="no job 'x' was submitted"):
-        Actions(store.client, keys, world.context, world.client("admin")).cancel("x")
+        world.page(store, "admin").cancel("x")
 
 
 def test_who_may_not_cancel_a_job_is_told_so_and_leaves_no_record(world: World) -> None:
@@ -543,9 +543,7 @@ def test_jobs_of_others_are_neither_stopped_nor_sized_by_mistake(world: World) -
     for job, owner in (("other", "admin"), ("hers", "alice")):
         world.put(store, keys.submission(job), submission_by(owner, job), owner)
     store.put(keys.service(world.record.node), encode(world.record))
-    contexts = {person: replace(world.context, person=person) for person in ("alice", "admin")}
-    alice = Actions(store.client, keys, contexts["alice"], world.client("alice"))
-    admin = Actions(store.client, keys, contexts["admin"], world.client("admin"))
+    alice, admin = world.page(store, "alice"), world.page(store, "admin")
     for request in (lambda: alice.stop("other"), lambda: alice.scale("other", 1)):
         with pytest.raises(RequestError, match="n1 refuses: job other belongs to admin"):
             request()

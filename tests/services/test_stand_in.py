@@ -95,13 +95,6 @@ def test_the_agent_takes_over_the_registration_and_the_run(
     assert record(store) is None
 
 
-def test_a_registration_that_no_agent_has_taken_over_is_withdrawn(store: Store, tmp_path: Path) -> None:
-    stand_in = make(store, tmp_path)
-    stand_in.withdraw()
-    assert record(store) is None
-    assert stand_in.membership.lease.remaining() > 0
-
-
 def test_only_a_plan_of_this_run_that_names_this_registration_starts_an_agent(
     store: Store, tmp_path: Path
 ) -> None:
