@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-_CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
+from adaptdl_elastic.rendezvous.schema.records import RECORD_CONFIG
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class JobCost:
     """What a job's nodes have cost and will cost, in the currency of the price table."""
 
@@ -20,7 +19,7 @@ class JobCost:
     seconds_left: float | None = None
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class IdleNode:
     """A node without a replica, as the autoscaler knows it."""
 
@@ -30,7 +29,7 @@ class IdleNode:
     leaves: bool = False  # it is given back, or was: a node that is still there ends itself
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class AutoscalerStatus:
     """The nodes that the autoscaler holds and wants, and what they cost."""
 

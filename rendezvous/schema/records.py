@@ -20,7 +20,8 @@ from pydantic.dataclasses import dataclass
 from adaptdl_elastic.rendezvous.text import clock
 
 VERSION = 1
-_CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
+RECORD_CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
+"""How pydantic reads every record: fields of newer versions are ignored."""
 
 MOST_SLOTS = 1024
 """Most slots of one node. A record with more is an error, and would slow down every round of the policy."""
@@ -112,7 +113,7 @@ class Rescale(str, Enum):
     RESTART = "restart"
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class Link:
     """The link from another node to the one that has measured it."""
 
@@ -121,7 +122,7 @@ class Link:
     bandwidth: Annotated[float, Field(gt=0, le=1e15)]  # bytes per second of one connection
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class NodeRecord:
     """The registration of one agent: a node, for one job."""
 
@@ -157,7 +158,7 @@ class NodeRecord:
 _Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class GpuUsage:
     """The load of one GPU."""
 
@@ -166,7 +167,7 @@ class GpuUsage:
     memory: _Bytes
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class NodeUsage:
     """The load of a node, by all of its processes. It is shown to users; no decision reads it."""
 
@@ -178,7 +179,7 @@ class NodeUsage:
     time: float = 0.0
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class DrainRequest:
     """A request from outside a node to move its replicas elsewhere."""
 
@@ -196,7 +197,7 @@ class DrainRequest:
         return f"drained{by} since {clock(self.created)} ({self.reason})"
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class JobSpec:
     """What the user asked for on the command line."""
 
@@ -228,7 +229,7 @@ class JobSpec:
     created: float = 0.0
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class JobRequest:
     """What a user asked of a running job. The coordinator carries it out and deletes nothing."""
 
@@ -246,7 +247,7 @@ def _check_slots(replicas: int, slots: tuple[int, ...], devices: tuple[int, ...]
         raise ValueError(f"devices {devices[:8]} of {replicas} replicas cannot be: each has its own")
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class Placement:
     """The replicas of a generation on one node."""
 
@@ -262,7 +263,7 @@ class Placement:
         _check_slots(self.replicas, self.slots, self.devices)
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class Leaving:
     """Replicas of an earlier generation that still held their slots when a plan was written.
 
@@ -281,7 +282,7 @@ class Leaving:
         _check_slots(self.replicas, self.slots, self.devices)
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class SizeLimit:
     """Sizes above which the script of a run has failed, while it works at them."""
 
@@ -291,7 +292,7 @@ class SizeLimit:
     request: int = 0  # revision of the newest request when the script failed; `adaptdl scale` after it counts
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class Plan:
     """The immutable definition of one generation. Ranks follow the order of `placements`.
 
@@ -393,7 +394,7 @@ def devices_by_slot(held: Placement | Leaving) -> dict[int, tuple[int, ...]]:
     return {slot: devices[each * i : each * (i + 1)] for i, slot in enumerate(slots)}
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class MasterRecord:
     """The address of a generation's TCPStore, which the agent of rank 0 serves."""
 
@@ -403,7 +404,7 @@ class MasterRecord:
     collective_port: int = 0  # port on which rank 0 listens for the library's own collectives
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class ReadyRecord:
     """A node's newcomers are started and wait for their generation."""
 
@@ -412,7 +413,7 @@ class ReadyRecord:
     time: float = 0.0
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class RunningRecord:
     """A node's replicas have started."""
 
@@ -436,7 +437,7 @@ class Outcome(str, Enum):
     ABORTED = "aborted"  # killed because others failed, or because it did not stop in time
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class Failure:
     """The first failed replica of a node."""
 
@@ -452,7 +453,7 @@ class Failure:
     worked_batch: Annotated[int, Field(ge=1)] | None = None
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class PeerLossRecord:
     """A generation lost replicas, and the living ones of this node wait for a plan without the dead."""
 
@@ -463,7 +464,7 @@ class PeerLossRecord:
     time: float = 0.0
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class EndedRecord:
     """A node's replicas of a generation are gone, and its slots are free."""
 
@@ -477,7 +478,7 @@ class EndedRecord:
     unsaved: str = ""  # why rank 0, if it was here, could not save at the end
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class CheckpointRecord:
     """The newest checkpoint. A replica that cannot read it fails instead of starting from scratch."""
 
@@ -491,7 +492,7 @@ class CheckpointRecord:
 _STOPPED_EXIT_CODE = 143  # 128 + SIGTERM
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class JobStatus:
     """The coordinator's report about a job; an agent's if no coordinator can be started."""
 
@@ -523,7 +524,7 @@ class JobStatus:
         return {JobState.DONE: 0, JobState.STOPPED: _STOPPED_EXIT_CODE}.get(self.state, 1)
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class LeaderRecord:
     """A coordinator or autoscaler that leads or stands by."""
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import MISSING, field, fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from adaptdl_elastic.rendezvous.schema.keys import NAME_PATTERN
-from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS, JobSpec
-
-_CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
+from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS, RECORD_CONFIG, JobSpec
 
 PERSON_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 """Regular expression of the names of people."""
@@ -44,7 +42,7 @@ MOST_PRIORITY = 1000
 """Largest absolute value of a submission's priority."""
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class ServiceRecord:
     """The registration of one node's service."""
 
@@ -59,7 +57,7 @@ class ServiceRecord:
     given_up: tuple[str, ...] = ()  # jobs that this node does not try to start any more
 
 
-@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+@dataclass(frozen=True, kw_only=True, config=RECORD_CONFIG)
 class Submission(JobSpec):
     """What a person asked for with `adaptdl submit`: a job, and what node services need to begin it.
 
@@ -100,7 +98,7 @@ class Submission(JobSpec):
         return self.min_replicas * self.gpus_per_replica
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class Cancellation:
     """The wish of a person that a submitted job ends, or does not begin."""
 
@@ -110,7 +108,7 @@ class Cancellation:
     submitted: float | None = None  # `created` of the submission that it is for
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class Resumption:
     """The wish of a person that a submitted job that was stopped or has failed goes on.
 
@@ -123,7 +121,7 @@ class Resumption:
     created: float = 0.0
 
 
-@dataclass(frozen=True, config=_CONFIG)
+@dataclass(frozen=True, config=RECORD_CONFIG)
 class Signed:
     """A record as text, and the signature of the person who wrote it."""
 
