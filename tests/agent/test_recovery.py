@@ -101,6 +101,10 @@ DURING_A_CHANGE = {
     "a newcomer that was killed during the switch holds nothing up": f"""
         {GROWING}; 1 switched; 0 dies<; 2 exits -9|>; plan 2 here:1 recover; master; 1 switched<|; 2 exits -9>
         plan 3 here:1,2 inplace; master -> open 3; tell 3; start 3 2 join""",
+    "a newcomer that was killed during the switch keeps its slot until it has exited": f"""
+        {GROWING}; 1 switched; 0 dies; plan 2 here:1 recover; master; 1 switched
+        plan 3 here:1,2 inplace; master -> nothing
+        2 exits -9 -> tell 3; start 3 2 join""",
     "a newcomer that dies during the switch is one of the dead": f"""
         {GROWING}; 1 switched
         2 dies -> adopt 1; ended 0 stopped; running 1 library resilient; kill 2 ...
