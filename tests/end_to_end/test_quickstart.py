@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_notebook_runs_and_its_batch_grows(tmp_path: Path) -> None:
+def test_the_notebook_runs_and_its_job_is_done(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
@@ -24,7 +24,7 @@ def test_the_notebook_runs_and_its_batch_grows(tmp_path: Path) -> None:
         for text in code
     ]
     script = tmp_path / "notebook.py"
-    script.write_text("\n".join([*lines, "assert sizes[-1] > sizes[0] == 32, sizes"]))
+    script.write_text("\n".join([*lines, "assert min(sizes) == sizes[0] == 32, sizes", "assert accuracy > 0.8"]))
     for name in ("image_classification.py", "image_data.py"):
         (tmp_path / name).symlink_to(ROOT / "examples" / name)
     environment = {
