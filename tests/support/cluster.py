@@ -83,7 +83,8 @@ class Cluster:
                 runs[0].wait_for_event("generation")
         grown = self.scale(len(nodes), runs[-1])
         for run in runs:
-            run.wait_for_event("started", generation=grown["generation"])
+            for event in ("generation", "started"):
+                run.wait_for_event(event, generation=grown["generation"])
         return runs
 
     def ask(self, *arguments: str) -> str:
