@@ -109,8 +109,9 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
 
         Two replicas that have made the same optimizer steps have the same value.
         """
-        before, after = self._rest
-        return before if self.current_index == after else self.current_index
+        # a death may be noticed at a loop's beginning, before the loop is entered
+        index, (before, after) = (self._loops or script_position()).index, self._rest
+        return before if index == after else index
 
     @property
     def end_index(self) -> int:
