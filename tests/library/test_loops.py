@@ -513,7 +513,7 @@ def test_a_loader_of_ones_own_goes_on_where_it_was_and_knows_where_it_ends(scrip
     script.restart()
     loader, other = Halves(), AdaptiveDataLoaderHelper(4)
     assert (insides.helper(loader).end_index, other.end_index) == (12, 0)
-    assert other.index_trained == 0  # a death may be noticed at its beginning
+    assert other.index_trained == 4  # a death may be noticed before its loop is entered
     for _ in adl.remaining_epochs_until(1):
         assert list(loader) == [4, 8]
     with pytest.raises(ValueError, match="end_index=-1: give an integer of at least 0"):
