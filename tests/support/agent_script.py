@@ -32,13 +32,14 @@ An action is its name, the values of its fields in their order, and the fields t
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
+
+from script_words import literal_or_text
 
 from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.agent.core.decisions import alive, deadline, decide
@@ -114,13 +115,6 @@ def play(script: str) -> None:
         agent = Agent()
         for line in re.sub(r"\n\s*->", " ->", variant.strip()).splitlines():
             agent.play_line(line.strip())
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _text(value: Any) -> str:
@@ -208,8 +202,10 @@ class Agent:
     # -- events
 
     def _happen(self, subject: str, *rest: str) -> None:
-        named = {word.partition("=")[0]: _value(word.partition("=")[2]) for word in rest if "=" in word}
-        given = [_value(word) for word in rest if "=" not in word]
+        named = {
+            word.partition("=")[0]: literal_or_text(word.partition("=")[2]) for word in rest if "=" in word
+        }
+        given = [literal_or_text(word) for word in rest if "=" not in word]
         if subject in _EVENTS:
             self._feed(_EVENTS[subject](*given, **named))
         elif not subject[0].isdigit():

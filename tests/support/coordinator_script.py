@@ -25,7 +25,6 @@ one of the methods of `Script`.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +32,7 @@ from typing import Any
 
 from coordinator_pump import Pump
 from fake_agents import FakeAgent
+from script_words import literal_or_text
 
 from adaptdl_elastic.rendezvous.schema.records import (
     DrainRequest,
@@ -53,13 +53,6 @@ def play(pump: Pump, text: str, *functions: Callable[..., object]) -> None:
     script = Script(pump, {function.__name__: function for function in functions})
     for line in text.strip().splitlines():
         script.play_line(line.strip())
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 class Script:
@@ -109,9 +102,9 @@ class Script:
         else:
             verbs = [getattr(self, subject, None) or getattr(self.pump, subject)]
         named = dict(word.split("=", 1) for word in rest if re.match(r"\w+=", word))
-        given = [_value(word) for word in rest if not re.match(r"\w+=", word)]
+        given = [literal_or_text(word) for word in rest if not re.match(r"\w+=", word)]
         for verb in verbs:
-            verb(*given, **{name: _value(text) for name, text in named.items()})
+            verb(*given, **{name: literal_or_text(text) for name, text in named.items()})
 
     def _agents(self, node: str) -> list[FakeAgent]:
         return [agent for agent in reversed(self.pump.agents) if agent.node == node][:1]
@@ -211,7 +204,7 @@ class Script:
                 places[found[1]] = len(slots)
             elif hasattr(plan, name) or hasattr(status, name):
                 value = getattr(plan if hasattr(plan, name) else status, name)
-                assert value == _value(text), (line, value)
+                assert value == literal_or_text(text), (line, value)
             else:
                 assert text.isdecimal(), (line, facts)
                 places[name] = int(text)

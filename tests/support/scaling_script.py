@@ -24,12 +24,12 @@ from __future__ import annotations
 import operator
 import re
 import shlex
-from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from scaling_world import World, waiting
+from script_words import literal_or_text
 
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling import scaling_types
@@ -40,18 +40,11 @@ _ACTIONS = {name: name.title().replace("_", "") for name in ("drain", "release",
 _DONE = {"drained": "drain", "released": "release", "let_go": "let_go", "held": "hold"}
 
 
-def _value(text: str) -> Any:
-    try:
-        return literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
 def play(pools: Mapping[str, Pool], text: str) -> None:
     """Play a script with the pools of `pools` that its first line names."""
     first, *lines = text.strip().splitlines()
     named = dict(word.split("=") for word in first.split() if "=" in word)
-    more = {name: _value(value) for name, value in named.items()}
+    more = {name: literal_or_text(value) for name, value in named.items()}
     of_world = {name: more.pop(name) for name in ("boot", "hooks") if name in more}
     chosen = [pools[word] for word in first.split() if "=" not in word]
     world = World(*chosen, settings=ScalingSettings(**more), **of_world)
@@ -65,14 +58,14 @@ def play(pools: Mapping[str, Pool], text: str) -> None:
 
 def _happen(world: World, event: str, *rest: str) -> None:
     name, assigned, text = event.partition("=")
-    given = [_value(word) for word in rest]
+    given = [literal_or_text(word) for word in rest]
     match name:
         case _ if assigned:
-            setattr(world, name, _value(text))
+            setattr(world, name, literal_or_text(text))
         case "stuck" | "hidden" | "at_risk" | "unsettled":
             setattr(world, name, frozenset(rest))
         case "jobs":
-            world.of_jobs(*(waiting(*map(_value, word.split(":"))) for word in rest))
+            world.of_jobs(*(waiting(*map(literal_or_text, word.split(":"))) for word in rest))
         case "set":
             world.settings = replace(world.settings, **{given[0]: given[1]})
         case "outage" | "true_price":
