@@ -6,7 +6,10 @@ STAMP  := $(VENV)/.installed
 # on a terminal pip shows what it loads, elsewhere only warnings
 PIP     = -m pip install $(shell [ -t 2 ] || echo --quiet) --disable-pip-version-check
 
-.PHONY: help install demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants docs dist quick test test-all test-integrations matrix lint clean
+# without byte code a run of the tests costs a minute of CPU time more
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help install install-integrations demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants docs dist quick test test-all test-integrations rooms matrix lint clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -45,7 +48,7 @@ chaos: $(STAMP) ## SECONDS=600 SEED=1: schedules of changes and deaths drawn at 
 		$(BIN)/python -m pytest -q -s --timeout 100000 tests/library/test_chaos.py tests/library/test_loop_grammar.py \
 		tests/library/test_hang_watch.py -k more
 
-simulate-faults: $(STAMP) ## SECONDS=60 SEED=1: the real agents and coordinators in simulated clusters that fail in every way
+simulate-faults: $(STAMP) ## SECONDS=60 (of CPU time) SEED=1: the real agents and coordinators in simulated clusters that fail in every way
 	@PYTHONPATH=tests/simulation:tests/support $(BIN)/python -m faultsim --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)
 
 planted-defects: $(STAMP) ## SECONDS=60 SEED=1: 29 defects put into copies of the product, one by one, for simulate-faults or tests to find
@@ -72,12 +75,13 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 quick: $(STAMP) ## the short tests that start no process, in about two minutes
 	@$(BIN)/python -m pytest --quick -n 2 --dist worksteal
 
-# four at a time on two cores, because processes of the end-to-end tests wait a good half of the time
+# three at a time on two cores, because processes of the end-to-end tests wait a part of the time; both end with
+# what they cost in CPU seconds
 test: lint ## every feature once, on real processes and a real etcd, in about ten minutes on two cores
-	@$(BIN)/python -m pytest --once -n 4 --dist worksteal --durations=10
+	@$(BIN)/python -m pytest --once -n 3 --dist worksteal
 
 test-all: $(STAMP) ## the rest: faults, long waits, every case
-	@$(BIN)/python -m pytest --rest -n 4 --dist worksteal --durations=10
+	@$(BIN)/python -m pytest --rest -n 4 --dist worksteal
 
 INTEGRATIONS := .venv-integrations
 REQUIRED     := tests/integrations/requirements.txt tests/integrations/constraints.txt
@@ -91,8 +95,13 @@ $(INTEGRATIONS)/.installed: setup.cfg $(REQUIRED) | $(BIN)/python
 		-r tests/integrations/requirements.txt -e .
 	@touch $@
 
+install-integrations: $(INTEGRATIONS)/.installed ## a virtual environment with the packages of others
+
 test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others (torchdata, datasets, transformers, accelerate, lightning), and of the page in a browser
 	@$(INTEGRATIONS)/bin/python -m pytest tests/integrations -n 3 --dist worksteal --durations=10
+
+rooms: $(STAMP) ## tests that touch files, users, clocks and terminals in rooms unlike this one (as root)
+	@$(BIN)/python tests/support/rooms.py
 
 # PYTHON-TORCH. What has passed is written into tests/versions.csv, and setup.cfg claims no more. The first one has the
 # lowest version of everything else, too, that setup.cfg allows. An environment is 7 GB where torch is a CUDA build, so it

@@ -26,7 +26,9 @@ package, so this entry point must not import torch in turn.
 | Which frames on the stack are the script's? | `_frames` |
 | Where are messages explained to users? | `_explained` |
 | How are secrets and directories kept from other users? | `_secrets`, `_private` |
+| How is a file written that decides something, and read only if it is a file? | `_whole_file` |
 | How does this product start its own processes? | `_own_python` |
+| Which version is this, if two builds have the same number? | `_program` |
 """
 
 from importlib import import_module

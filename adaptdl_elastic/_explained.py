@@ -1,20 +1,27 @@
-"""Name the place where a message is explained: a heading of docs/howto/when-it-fails.md."""
+"""Name the address where a message is explained: a heading of docs/howto/when-it-fails.md."""
 
 from __future__ import annotations
 
 import re
 
-PAGE = "docs/howto/when-it-fails.md"
+DOCS = "https://github.com/adaptdl-elastic/adaptdl-elastic/blob/main/docs"
+"""Address of the documentation: whoever reads a message may have no clone."""
+
+PAGE = f"{DOCS}/howto/when-it-fails.md"
 
 EXPLAINED = [
     *("runs already", "puts these checkpoints aside", "and this node was to run", "with the same on all"),
-    *("as in the command that", "cannot listen on"),
+    *("as in the command that", "cannot listen on", "with --local-addr=ADDRESS"),
     *("etcd cannot be reached", "TLS with etcd is refused", "this etcd asks for a user"),
     *("etcd refused the login", "its role needs readwrite on the prefix"),
     *("the client certificate has a common name", "no coordinator has answered"),
     "of the records, this program knows up to",
-    *("checkpoints cannot be written to", "no checkpoint can be written to", "every checkpoint in"),
-    *("is recorded for this job and is not in", "the path must be shared by all nodes"),
+    *("checkpoints cannot be written to", "no checkpoint can be written to", "cannot be read now"),
+    *(
+        "every checkpoint in",
+        "is recorded for this job and is not in",
+        "the path must be shared by all nodes",
+    ),
     *("does not fit this script", "holds what is not tensors or plain values"),
     *("all replicas must step at the same batches", "all replicas must change parameters alike"),
     *("all have to leave it at the same batch", "the others wait for replica"),
@@ -22,7 +29,8 @@ EXPLAINED = [
     *("two data loops over one loader at the same time", "was not given the GradScaler in use"),
     *("keeps no second moment of its gradients", "gradients are inf or nan in every step"),
     *("does not fit into memory", "every change is a restart", "another program has"),
-    *("killed from outside", "failed twice in the same way", "waits for nodes", "waits for slots"),
+    *("killed from outside", "failed twice in the same way", "has changed since training began"),
+    *("is left out", "stays at or below", "waits for nodes", "waits for slots"),
     *("its agent exits with code", "not tried again before", "ask an administrator of cluster"),
     *("ssh cannot log in", "its answer cannot be read", "first node of cluster", "3.12 or later is needed"),
     *("etcd cannot listen on", "of another `adaptdl cluster up`", "MiB may travel"),

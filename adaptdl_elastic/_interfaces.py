@@ -249,6 +249,10 @@ class ElasticModel(Protocol):
         """Optimizer steps that were taken, or skipped because gradients were not finite."""
 
     @property
+    def last_gain(self) -> float:
+        """Steps at the initial batch size as which the newest step of the optimizer counts."""
+
+    @property
     def accumulates_by_hand(self) -> bool:
         """Whether the script adds up gradients of several windows, and has not stepped yet.
 

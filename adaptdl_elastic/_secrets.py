@@ -19,16 +19,21 @@ import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from adaptdl_elastic._private import RuntimeFileError, private_directory
+from adaptdl_elastic._whole_file import open_regular, write_whole
 
 DIRECTORY, FILE = ".secret", "secret"
-"""Names of the directory that holds a secret, and of the file in it."""
+"""Names of the directory that holds the secrets of a folder, and of the file with one."""
 
 REDUCER, MEETING, TORCH = "reducer", "meeting", "torch"
 """Purposes of a replica's keys: the handshake of collectives, values in a store, the store keys of torch."""
 
+_BEGUN = ".secret-"  # begins the names of directories in which a secret is being written
+_DIGITS = 64  # of a secret
 _MARK_BYTES = 8  # length of a mark before hex encoding
 
 
@@ -70,8 +75,8 @@ def machine_secret() -> bytes:
     return secret_in(private_directory())
 
 
-def secret_in(folder: Path) -> bytes:
-    """Return the secret that is kept in `folder`, and make one if there is none.
+def secret_in(folder: Path, say: Callable[[str], None] = lambda _: None) -> bytes:
+    """Return the secret that is kept in `folder`, and make one if there is none of this user and folder.
 
     Processes on several machines that see the same folder get the same secret, also if they ask at the same
     moment: a directory is renamed onto the final name, which fails where there is one already. Checkpoints
@@ -79,25 +84,44 @@ def secret_in(folder: Path) -> bytes:
 
     Args:
         folder: An existing folder, which only its owner may write.
+        say: Prints a line for the user if the folder is a copy, or was another user's.
 
     Raises:
         RuntimeFileError: the secret cannot be read or written, or other users could have written it.
     """
-    path = folder / DIRECTORY / FILE
+    path = folder / DIRECTORY
     try:
-        owner = _check_folder(folder)
-        if not os.path.lexists(path):
-            # The directory may exist: a message tells the user to remove the file only.
-            _make(folder)
-        return _read(path, owner)
+        _check_folder(folder)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        _check_owner(found, path, stat.S_ISDIR(found.st_mode))
+        path = file_in(folder)
+        own = path.parent
+        others = [one for one in own.parent.iterdir() if one != own and not one.name.startswith(_BEGUN)]
+        # The directory may exist: a message tells the user to remove the file only.
+        if not os.path.lexists(path) and _make(own) and others:
+            say(
+                f"the secret in {folder / DIRECTORY} is not of this user and folder (a copy, or an earlier "
+                f"version's): this job has a new one"
+            )
+        return _read(path)
     except OSError as error:
         raise RuntimeFileError(
             f"{path} cannot be used ({error.strerror}): remove it, or set ADAPTDL_SECRET"
         ) from None
 
 
-def _check_folder(folder: Path) -> int:
-    """Return the owner of `folder`; RuntimeFileError if other users may write there."""
+def file_in(folder: Path) -> Path:
+    """Return the file of this user's secret in `folder`; a copy of it, or a folder given away, has another.
+
+    The inode of the directory of secrets is the same on all nodes of most shared file systems.
+    """
+    return folder / DIRECTORY / f"{os.getuid()}-{(folder / DIRECTORY).lstat().st_ino}" / FILE
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise RuntimeFileError if other users may write in `folder`."""
     found = folder.stat()
     others = stat.S_IWOTH if _is_private_group(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
     if found.st_mode & others:
@@ -105,7 +129,6 @@ def _check_folder(folder: Path) -> int:
             f"other users can write to {folder}, where the job's secret would be kept: chmod go-w {folder}, "
             f"or set the same ADAPTDL_SECRET on all nodes (openssl rand -hex 24)"
         )
-    return found.st_uid
 
 
 def _is_private_group(group: int) -> bool:
@@ -117,32 +140,40 @@ def _is_private_group(group: int) -> bool:
     return found.gr_name == user and set(found.gr_mem) <= {user}
 
 
-def _make(folder: Path) -> None:
-    """Write a new secret, unless another process writes one first."""
-    made = Path(tempfile.mkdtemp(dir=folder, prefix=DIRECTORY))  # mode 0700
+def _make(place: Path) -> bool:
+    """Write a new secret, unless another process writes one first; return whether this one has."""
+    made = Path(tempfile.mkdtemp(dir=place.parent, prefix=_BEGUN))  # mode 0700
     try:
-        with os.fdopen(os.open(made / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-            file.flush()
-            os.fsync(file.fileno())
-        made.rename(folder / DIRECTORY)
+        write_whole(made / FILE, secrets.token_hex(_DIGITS // 2))
+        made.rename(place)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
+        return False
     finally:
         shutil.rmtree(made, ignore_errors=True)
+    return True
 
 
-def _read(path: Path, owner: int) -> bytes:
-    """Return the content of a secret's file, which must belong to this user or to the folder's owner.
-
-    The owner of the folder can replace its checkpoints, too. A network file system may show what root writes
-    as another user's, the folder and the file alike.
-    """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+def _read(path: Path) -> bytes:
+    """Return the content of a secret's file, which must belong to this user."""
+    with open_regular(path) as file:
         found, text = os.fstat(file.fileno()), file.read()
-    if found.st_uid not in (os.getuid(), owner) or found.st_mode & 0o077 or len(text) != 64:
+    # what is too short or too long is refused as what another user has written is
+    _check_owner(found, path, len(text) == _DIGITS)
+    return text
+
+
+def _check_owner(found: os.stat_result, path: Path, fits: bool) -> None:
+    """Raise RuntimeFileError unless something fits, and is of this user and closed to others.
+
+    A network file system may show what root writes as another user's: what is made there now tells as whose.
+    """
+    own = found.st_uid == os.getuid()
+    if not own:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=_BEGUN) as made:
+            own = found.st_uid == Path(made).stat().st_uid
+    if not own or not fits or found.st_mode & 0o077:
         raise RuntimeFileError(
             f"{path} must be a secret of your own that nobody else can read: remove it, or set ADAPTDL_SECRET"
         )
-    return text

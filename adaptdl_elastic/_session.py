@@ -149,6 +149,8 @@ class Session:
         # see `torch._tuning.memory_limit`
         self.memory: LearntLimit | None = None
         self.checkpoints: Closable | None = None
+        # the agent has asked for a stop
+        self.stop_asked = False
         # epoch → accumulators made so far
         self.accumulators: Counter[int | None] = Counter()
         # the accumulator that was synchronised last

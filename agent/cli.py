@@ -13,7 +13,7 @@ from adaptdl_elastic._explained import see
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 from adaptdl_elastic.protocol.channel import STOPPED
-from adaptdl_elastic.protocol.environment import LOG_LEVEL
+from adaptdl_elastic.protocol.environment import LOG_LEVEL, drop_those_of_agents
 from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.text import log_to_stderr
 
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         log_to_stderr(_log_level(), "adaptdl-run: %(name)s: %(message)s")
+        strays = drop_those_of_agents(os.environ)
         options = parse(arguments)
     except OptionError as error:
         print(f"adaptdl-run: error: {error}", file=sys.stderr)
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError
     from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError
 
+    if strays:
+        complain(f"{', '.join(strays)}: of no effect here, since only an agent sets this, for its replicas")
     for note in options.notes:
         complain(note)
     # until the agent handles signals itself, there is nothing to save

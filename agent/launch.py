@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adaptdl_elastic._private import private_directory
 from adaptdl_elastic.agent.cluster import ended_run, job_joining, link_probe, run_secret
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
@@ -35,7 +37,7 @@ from adaptdl_elastic.agent.terminal.run_options import MeetingPoint, RunOptions
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
-from adaptdl_elastic.rendezvous.local import runtime_file
+from adaptdl_elastic.rendezvous.local import file_lock, runtime_file
 from adaptdl_elastic.rendezvous.local.addresses import (
     NoPortError,
     address_towards,
@@ -66,6 +68,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NOTE_SECONDS = 60.0
+"""An agent waits so long for a place of checkpoints that does not take the note of a run's end."""
+
+LOCK = ".adaptdl-lock"
+"""Name of the file beside the checkpoints that the agents of the job that writes them have locked."""
+
 _INTERVAL_OF_ONE_MACHINE = "3"  # seconds between policy rounds where the store is in memory
 
 
@@ -79,16 +87,20 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
     with ExitStack() as stack:
         redirects = Streams.parse("--redirects", options.redirects)
         tee = Streams.parse("--tee", options.tee)
+        private_directory(say=say)
+        announcement = runtime_file.Announcement(options.job)
+        stack.callback(announcement.release)
         if options.of_one_machine:
-            _lock_job(options.job, stack)
+            _lock_job(announcement, options.job)
         check_checkpoint_path(options.checkpoint_path)
+        _lock_folder(options, stack)
         events = _open_event_log(options, say)
         stack.callback(events.close)
         share = SharePath(os.environ, options.job)
         stack.callback(share.close)
         fork_server = start_fork_server()  # imports torch while the rest of the agent starts
         stack.callback(fork_server.close)
-        access = _store(options, os.environ, stack)
+        access = _store(options, os.environ, stack, announcement.restore)
         display = Display(options.job, options.summary, say)
         events.listeners.append(display.event)
         events.say = display.say
@@ -109,8 +121,8 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         stack.callback(output.close)
         if options.of_one_machine:
             note = runtime_file.RuntimeFile(access.endpoint, options.cluster, options.job, os.getpid())
-            runtime_file.write(note)
-            stack.callback(runtime_file.remove, options.job, os.getpid())
+            announcement.publish(note)
+            stack.callback(announcement.withdraw)
         # Import torch before a lease is taken: while it is loaded no other thread of this process runs, on a
         # busy machine for longer than a lease lasts.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
@@ -150,17 +162,34 @@ class AgentParts:
     share: SharePath
 
 
-def _lock_job(job: str, stack: ExitStack) -> None:
+def _lock_job(announcement: runtime_file.Announcement, job: str) -> None:
     """Make sure that no other run of this job of one machine exists; it would write the same checkpoints."""
-    lock = stack.enter_context(runtime_file.locked(job))
-    other = runtime_file.find(job)
-    if lock and other is None:
+    if announcement.take():
         return
+    other = runtime_file.find(job)
     who = f" (process {other.pid})" if other is not None else ""
     raise LaunchError(
         f"a standalone job {job!r} runs already{who}: `adaptdl stop {job}` ends it, "
         f"another --rdzv-id runs beside it"
     )
+
+
+def _lock_folder(options: RunOptions, stack: ExitStack) -> None:
+    """Make sure that no other job writes to this job's folder of checkpoints."""
+    folder, alone = options.checkpoint_path.removeprefix("file://"), options.endpoint is None
+    if "://" in folder:
+        return
+    path = Path(folder) / LOCK
+    name = f"job {options.job!r}" + ("" if alone else f" of cluster {options.cluster!r}")
+    try:
+        other = stack.enter_context(file_lock.held(path, name, shared=not alone))
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be used ({error.strerror}): give it another name") from None
+    if other:
+        raise LaunchError(
+            f"a job that writes to {folder} runs already ({other}): `adaptdl stop` ends it, another "
+            f"--checkpoint-path runs beside it; if that process has ended, remove {path}"
+        )
 
 
 @dataclass(frozen=True)
@@ -175,12 +204,15 @@ class Found:
     secret: str = field(repr=False)  # secret of the run
 
 
-def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) -> StoreAccess:
-    """Connect to the store; without an endpoint serve one from this process."""
+def _store(
+    options: RunOptions, environ: Mapping[str, str], stack: ExitStack, look: Callable[[str], None]
+) -> StoreAccess:
+    """Connect to the store; without an endpoint serve one from this process, which calls `look`."""
     environ = store_environment(options, environ)
     if options.endpoint is None:
         try:
             server = stack.enter_context(LocalServer())
+            server.look = look
         except (OSError, StoreOptionError) as error:
             raise LaunchError(f"--standalone: the store's socket cannot be made: {error}") from None
         return StoreAccess(server.endpoint, server.store, True, environ)
@@ -305,7 +337,7 @@ def take_part(
     """
     store, identity = access.store, interruption.discover()
     common = run_secret.common_secret(
-        access.environ, store, keys, access.confidential, options.checkpoint_path
+        access.environ, store, keys, access.confidential, options.checkpoint_path, say
     )
     fresh, stand_in = job_spec(options), access.environ.get(STAND_IN)
     agents = job_joining.live_agents(store, keys, options.job) if stand_in else []
@@ -315,7 +347,7 @@ def take_part(
     fresh = replace(fresh, secret_mark=common.mark(keys.cluster, fresh))
     asked = read_record(JobRequest, store.get(keys.job(options.job, "request")))
     follows = options.follows or (asked.run if asked is not None and asked.resume else "")
-    start = ended_run.StartOptions(options.once, options.anew, follows)
+    start = ended_run.StartOptions(options.once, options.anew, follows, options.extend)
 
     def busy() -> bool:
         return bool(job_joining.live_agents(store, keys, options.job))
@@ -336,6 +368,11 @@ def take_part(
             say(f"{most} at most on this node with {have}; with CUDA_VISIBLE_DEVICES= they share its cores")
         registration = job_joining.register(store, keys, record, options.node_name is not None, lease)
         try:
+            if options.max_nodes > 1:
+                agents, given = job_joining.live_agents(store, keys, options.job), bool(options.local_addr)
+                host = job_joining.reachable_host(registration.record, agents, given)
+                if host != registration.record.host:
+                    registration.update(host=host)
             spec = job_joining.join_job(store, keys, fresh, record.version, say, start)
             if spec.run != fresh.run:
                 _check_secret(spec, common, store, keys)
@@ -394,8 +431,8 @@ def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
         watcher = interruption.watch(found.identity, lambda notice: agent.post(notice))
     registration = found.registration
     record, store = registration.record, parts.access.store
-    watch = DeviceWatch(found.gpus, agent.post, record.unusable) if record.devices else None
-    usage = UsageReporter(store, parts.keys, record.node, found.gpus, lambda: registration.lease, watch)
+    looks = (agent.code.refusal, DeviceWatch(found.gpus, agent.post, record.unusable).look)
+    usage = UsageReporter(store, parts.keys, record.node, found.gpus, lambda: registration.lease, looks)
     try:
         agent.run()
     finally:
@@ -406,7 +443,7 @@ def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
         try:
             # before the registration is closed: another agent must not move aside what this one is about to
             # note
-            _note_end(options, found.spec, agent.job_ended, parts.display.say)
+            note_end(options, found.spec, agent.job_ended, parts.display.say)
         finally:
             found.registration.close()
             parts.share.close(agent.job_done)
@@ -418,7 +455,7 @@ def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
     return agent.exit_code
 
 
-def _note_end(
+def note_end(
     options: RunOptions, spec: JobSpec, status: JobStatus | None, say: Callable[[str], None]
 ) -> None:
     """Write a note beside the checkpoints that the job has ended.
@@ -426,8 +463,15 @@ def _note_end(
     A job that is not done needs the note only for `--once`. In a cluster the store has that information; the
     store of one machine ends with its process.
     """
-    if status is not None and (status.state is JobState.DONE or options.of_one_machine):
-        ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
+    if status is None or not (status.state is JobState.DONE or options.of_one_machine):
+        return
+    path = options.checkpoint_path
+    write = partial(ended_run.write_note, spec, status, path, say, even_if_empty=options.once)
+    thread = threading.Thread(target=write, name="note", daemon=True)
+    thread.start()
+    thread.join(NOTE_SECONDS)
+    if thread.is_alive():
+        say(f"that the job has ended is not noted in {path}: it does not answer for {NOTE_SECONDS:g} s")
 
 
 def check_meeting_point(point: MeetingPoint, host: str) -> None:

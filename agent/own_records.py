@@ -10,12 +10,13 @@ import time
 import uuid
 from collections.abc import Sequence
 
-import adaptdl_elastic
+from adaptdl_elastic import _program
 from adaptdl_elastic.agent.cluster.job_joining import JoinError, node_name
 from adaptdl_elastic.agent.machine.devices import Device, Gpus
 from adaptdl_elastic.agent.machine.interruption import InstanceIdentity
 from adaptdl_elastic.agent.terminal.run_options import RunOptions
 from adaptdl_elastic.protocol.environment import CODE
+from adaptdl_elastic.rendezvous.local.addresses import network
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord
 from adaptdl_elastic.rendezvous.text import pluralize
 
@@ -36,9 +37,10 @@ def node_record(
         run=run,
         agent=uuid.uuid4().hex[:12],
         host=host,
+        network=network(),
         slots=slots,
         min_slots=min(options.min_slots, slots),
-        version=adaptdl_elastic.__version__,
+        version=options.version or _program.version(),
         pid=os.getpid(),
         gpus=len(devices),
         devices=tuple(device.name for device in devices) if divided else (),
@@ -64,12 +66,14 @@ def _slots_on(gpus: Sequence[Device], options: RunOptions) -> tuple[int, bool]:
 
 def job_spec(options: RunOptions) -> JobSpec:
     """Return the job as the command line describes it, as a new run."""
-    now = {"run": new_run(), "profile_key": _digest(options), "created": time.time()}
+    # records are UTF-8, and an argument may be any bytes: this command is only shown
+    shown = tuple(os.fsencode(one).decode(errors="backslashreplace") for one in options.command)
+    now = {"run": new_run(), "profile_key": _digest(options), "created": time.time(), "command": shown}
     return JobSpec(**{**vars(options), **now, "code": os.environ.get(CODE, "")})
 
 
 def new_run() -> str:
-    """Return the name of a run that begins now; it sorts after those of earlier runs."""
+    """Return the name of a run that begins now; `JobSpec.number`, not the name, tells which run is later."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
 
 

@@ -53,13 +53,14 @@ _OWN: dict[str, tuple[str, str]] = {
     "cloud": (f"{_HERE}.commands.cloud:cloud", "Prepare and delete machines on EC2."),
     "autoscale": (f"{_HERE}.commands.autoscale:autoscale", "Add and remove machines on EC2 as jobs need."),
     "report": (f"{_HERE}.commands.report:report", "Analyse a run, and suggest settings for the next."),
+    "replay": (f"{_HERE}.commands.replay:replay", "Decide again what was recorded of a job's decisions."),
 }
 HEADINGS = {
     "Jobs": "submit ls queue history status logs wait explain scale checkpoint stop resume cancel",
     "Cluster": "cluster coordinator events web doctor",
     "Nodes": "nodes drain",
     "Cloud": "cloud autoscale",
-    "Reports": "report",
+    "Reports": "report replay",
 }
 """The headings of `adaptdl --help`, and the subcommands below each."""
 

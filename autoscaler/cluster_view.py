@@ -82,9 +82,19 @@ class JobView:
         """
         if self.plan is None or self.spec is None or self.plan.record.run != self.spec.record.run:
             return None
-        limit, asked = self.plan.record.limit, self.request
-        by_hand = asked is not None and asked.record.replicas is not None
-        return None if limit and asked and by_hand and asked.revision > limit.request else limit
+        limit = self.plan.record.limit
+        return None if limit and self._scaled_after(limit.request) else limit
+
+    @property
+    def left_out(self) -> tuple[records.LeftOut, ...]:
+        """The nodes that have failed the present run, until a user asks for a number of replicas."""
+        if self.plan is None or self.spec is None or self.plan.record.run != self.spec.record.run:
+            return ()
+        return tuple(one for one in self.plan.record.left_out if not self._scaled_after(one.request))
+
+    def _scaled_after(self, request: int) -> bool:
+        asked = self.request
+        return asked is not None and asked.record.replicas is not None and asked.revision > request
 
 
 BILL_SECONDS = 60.0
@@ -173,7 +183,7 @@ def limited(view: View) -> View:
         if job.spec is None:
             continue
         spec = was = job.spec.record
-        if job.limit is not None and job.limit.replicas is not None:
+        if job.limit is not None and job.limit.replicas is not None and view.wall < job.limit.until:
             spec = replace(spec, max_replicas=min(spec.max_replicas, job.limit.replicas))
         if spec.weight > view.most_weight(spec):
             spec = replace(spec, weight=spec.most_weight)

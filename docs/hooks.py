@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = "https://github.com/adaptdl-elastic/adaptdl-elastic/blob/main/"
 MODULES = (
     *("torch", "torch.data", "torch.epoch", "torch.parallel", "torch.fully_sharded"),
-    *("torch.accumulator", "torch.value", "torch.iterator"),
+    *("torch.accumulator", "torch.value", "torch.gathering", "torch.iterator"),
     *("torch.scaling_rules", "torch.gradient_noise_scale", "checkpoint", "collective"),
     *("torch.frameworks.huggingface", "torch.frameworks.accelerate", "torch.frameworks.lightning"),
     *("reducer", "env", "goodput", "sched_hints", "utils"),

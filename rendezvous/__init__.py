@@ -8,6 +8,6 @@ them.
 `local` concerns one machine: the store of a standalone job, addresses and directories. `services` is what the
 commands of `adaptdl` and the node services share. `torchrun` is the plug-in.
 
-Agents and the autoscaler also share `text`, the wording for people, and `run_record`, which reads a run from
-its event log.
+Agents and the autoscaler also share `text`, the wording for people, `run_record`, which reads a run from its
+event log, and `decision_record`, which keeps the last decisions and writes them to a file.
 """

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from moto_process import Moto
 
 # How long an example takes is the machine's affair. The same examples everywhere: what fails, fails again;
 # `--hypothesis-profile=explore` looks for others.
@@ -26,6 +33,12 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 # begun in the background of a shell (`make test &`) all that tests start would be deaf to Ctrl-C
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# jobs of other tests, and of this user, leave their notes elsewhere; short, because sockets lie there
+_RUNTIME = tempfile.mkdtemp(prefix="adt-", dir="/tmp")
+atexit.register(shutil.rmtree, _RUNTIME, ignore_errors=True)
+os.environ["XDG_RUNTIME_DIR"] = _RUNTIME
 
 
 # The process group of an AdaptiveDataParallel that is thrown away is not freed (five descriptors), and
@@ -55,3 +68,31 @@ def _restore_signals() -> Iterator[None]:
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def _moto_server() -> Iterator[Moto]:
+    # it imports boto3, which most tests do not need
+    from moto_process import running_moto
+
+    with running_moto() as server:
+        yield server
+
+
+@pytest.fixture
+def moto(_moto_server: Moto, monkeypatch: pytest.MonkeyPatch) -> Moto:
+    """A server with nothing in it, which every client of this test talks to."""
+    _moto_server.reset()
+    for name, value in _moto_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return _moto_server
+
+
+@pytest.fixture
+def bucket(moto: Moto) -> Any:
+    """Return a client of a server where there is an empty bucket."""
+    from moto_process import made_bucket
+
+    client = moto.client("s3")
+    made_bucket(moto, client)
+    return client

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from elastic_run import environment
+from warm_agent import suits
 
 pytestmark = pytest.mark.processes
 SUPPORT = Path(__file__).resolve().parent / "support"
@@ -90,3 +93,8 @@ def test_a_skip_whose_reason_is_not_listed_fails(tmp_path: Path) -> None:
         "SKIPPED [1] test_skipped.py:9: RMSprop has no amsgrad",
     ]
     assert f"skipped, for a reason that {listed} does not list: ssh to node1 fails" in ran.stdout
+
+
+def test_agents_are_forked_also_after_a_test_has_made_an_optimizer() -> None:
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    assert suits(environment())

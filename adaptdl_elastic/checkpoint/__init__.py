@@ -35,6 +35,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
@@ -42,7 +43,9 @@ from adaptdl_elastic import _session, env, storage
 from adaptdl_elastic._interfaces import SavedState
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.checkpoint.manager import CheckpointError, CheckpointManager, Saved
+from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.protocol.environment import HERE
+from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.storage.locations import open_storage
 
 if TYPE_CHECKING:
@@ -67,6 +70,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+PATIENCE = 300.0
+"""Seconds that a start waits for checkpoints that cannot be read now."""
 
 
 class CheckpointSaveError(RuntimeError):
@@ -173,13 +179,15 @@ class TensorState(State):
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read a state dict with `torch.load(weights_only=True)`, and pass it to `load_state_dict`."""
+        self.load_state_dict(self._read(fileobj))
+
+    def _read(self, fileobj: BinaryIO) -> Any:
         from adaptdl_elastic.checkpoint.state_copy import read
 
         try:
-            state_dict = read(fileobj)
+            return read(fileobj)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"state {self.name!r} holds what is not tensors or plain values") from error
-        self.load_state_dict(state_dict)
 
     def snapshot(self) -> Any:
         """Return the state dict with every tensor copied to the host; shared tensors stay shared."""
@@ -433,7 +441,18 @@ def agree(broadcast: Callable[[Any], Any]) -> str | None:
     """
     session = _session.current()
     manager = manager_of(session)
-    if session.rank == 0:
+    manager.waits = True
+    try:
+        # a stop that was asked for earlier found nothing to interrupt; a newcomer loads nothing
+        if session.stop_asked and session.newcomer is None:
+            raise SystemExit(STOPPED)
+        return _agree(manager, session.rank, broadcast)
+    finally:
+        manager.waits = False
+
+
+def _agree(manager: CheckpointManager, rank: int, broadcast: Callable[[Any], Any]) -> str | None:
+    if rank == 0:
         try:
             chosen, problem = manager.open(), None
         except CheckpointError as error:
@@ -510,6 +529,16 @@ def manager_of(session: Session) -> CheckpointManager:
             keep=env.checkpoint_keep(),
             writes=session.rank == 0,
             wait=env.checkpoint_wait(),
+            patience=PATIENCE,
+            tell=partial(_tell, session),
         )
     assert isinstance(manager, CheckpointManager)
     return manager
+
+
+def _tell(session: Session, problem: str) -> None:
+    """Report what a start waits for, in place of the job's hints; the next report replaces it."""
+    sizes = dict.fromkeys(("init_batch_size", "batch_size", "atomic_bsz"), 0)
+    who = {name: getattr(session, name) for name in ("job", "generation", "nodes", "replicas")}
+    if session.rank == 0:
+        session.send(Hints({**who, **sizes, "warnings": [problem] if problem else []}))

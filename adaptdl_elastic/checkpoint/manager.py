@@ -46,6 +46,8 @@ HISTORY = 256
 
 # between two looks for a checkpoint that is being copied
 _LOOK_SECONDS = 0.05
+# between two looks for a checkpoint that cannot be read: the first pause and the longest
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 Write = Callable[[ChecksumWriter], None]
 
@@ -141,7 +143,10 @@ class CheckpointManager:
         writes: Whether this replica saves.
         wait: Seconds to wait for a checkpoint that this generation has to start from and that is not there
             yet: where nodes share no directory, their services copy it.
+        patience: Seconds to wait for a place that cannot be read now, which is no damage.
+        tell: Function that is told, while it waits, what for, and "" when that is over.
         clock: Function that returns monotonic seconds.
+        pause: Function that sleeps for so many seconds.
     """
 
     def __init__(
@@ -153,7 +158,10 @@ class CheckpointManager:
         keep: int = 3,
         writes: bool = True,
         wait: float = 0.0,
+        patience: float = 0.0,
+        tell: Callable[[str], None] = lambda problem: None,
         clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         if keep < 1:
             raise ValueError(f"the number of checkpoints to keep must be at least 1, got {keep}")
@@ -161,6 +169,9 @@ class CheckpointManager:
         self._recorded = recorded or None
         self._job, self._keep, self._writes = job, keep, writes
         self._wait, self._clock = wait, clock
+        self._patience, self._tell, self._pause = patience, tell, pause
+        # whether replicas choose their first checkpoint, which may take minutes: a stop interrupts it
+        self.waits = False
         # guards _unclaimed and _history
         self._lock = threading.Lock()
         self._opened = False
@@ -212,33 +223,56 @@ class CheckpointManager:
                     f"is not set"
                 )
             return None
-        candidates = self._candidates(self.storage, exactly)
+        until, pause, problem = self._clock() + self._patience, _PAUSE_SECONDS, ""
+        while True:
+            try:
+                found = self._choose(self.storage, exactly)
+            except CheckpointError as error:
+                if not getattr(error.__cause__, "may_pass", False) or self._clock() >= until:
+                    raise
+                if not problem:
+                    problem = f"{error.__cause__}: waiting for it, {self._patience:g} s at most"
+                    logger.warning("%s", problem)
+                    self._tell(problem)
+                self._pause(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                continue
+            if problem:
+                logger.warning("%s can be read again", self.storage.path)
+                self._tell("")
+            return found
+
+    def _choose(self, storage: Storage, exactly: str | None) -> str | None:
+        """Verify the candidates, and return the first one that is intact."""
+        candidates = self._candidates(storage, exactly)
         # report it now, not at the first save
         if self._writes:
             try:
-                self.storage.check_writable()
+                storage.check_writable()
             except StorageError as error:
-                raise CheckpointError(f"{error}; choose another ADAPTDL_CHECKPOINT_PATH") from error
+                # elsewhere training would start from scratch
+                remedy = "make it writable" if candidates else "choose another ADAPTDL_CHECKPOINT_PATH"
+                raise CheckpointError(f"{error}; {remedy}") from error
         for checkpoint_id in candidates:
             try:
-                self._take(self.storage, checkpoint_id)
+                self._take(storage, checkpoint_id)
             except DamagedError as error:
                 self._damaged.add(checkpoint_id)
                 logger.warning(
                     "checkpoint %s in %s is damaged (%s): falling back to the one before",
                     checkpoint_id,
-                    self.storage.path,
+                    storage.path,
                     error,
                 )
             # not damage: reading an older checkpoint might succeed, and would lose training
             except StorageError as error:
                 raise CheckpointError(f"{error}: not going on from an older checkpoint") from error
             else:
-                self._tell_whose(self.storage)
+                self._tell_whose(storage)
                 return checkpoint_id
         if candidates:
             raise CheckpointError(
-                f"every checkpoint in {self.storage.path} is damaged ({', '.join(candidates)}): restore one "
+                f"every checkpoint in {storage.path} is damaged ({', '.join(candidates)}): restore one "
                 f"from a copy, or remove them to start afresh"
             )
         return None
@@ -248,21 +282,21 @@ class CheckpointManager:
         until = self._clock() + self._wait
         try:
             ids = storage.ids()
-            while self._is_missing(storage, ids, exactly) and self._clock() < until:
+            while (missing := self._is_missing(storage, ids, exactly)) and self._clock() < until:
                 time.sleep(_LOOK_SECONDS)
                 ids = storage.ids()
         except StorageError as error:
             raise CheckpointError(f"{error}: not starting afresh") from error
         self._number_at_start = _highest(ids)
         if exactly is not None:
-            if exactly not in ids:
+            if missing:
                 raise CheckpointError(
                     f"rank 0 goes on from checkpoint {exactly}, and this replica does not see it in "
                     f"{storage.path} (it sees {', '.join(ids) or 'none'}): "
                     f"the path must be shared by all nodes"
                 )
             return [exactly]
-        if self._is_missing(storage, ids, None):
+        if missing:
             raise CheckpointError(
                 f"checkpoint {self._recorded} is recorded for this job and is not in {storage.path} "
                 f"(found: {', '.join(ids) or 'none'}): the path must be shared by all nodes (a network "

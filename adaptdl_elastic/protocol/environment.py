@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -101,10 +101,16 @@ class Variable(Generic[T]):
         parse: Returns the value that a text stands for. It raises ValueError if there is none.
         default: The value if no variable is set, or is empty.
         names: The variables. All are written. The first one that is set and not empty is read.
+        by_agent: Whether only an agent sets those of AdaptDL, for its replicas.
     """
 
-    def __init__(self, parse: Callable[[str], T], default: T, *names: str) -> None:
+    of_agents: ClassVar[set[str]] = {AGENT_FD, JOIN}
+    """Variables that only an agent sets, for its replicas."""
+
+    def __init__(self, parse: Callable[[str], T], default: T, *names: str, by_agent: bool = False) -> None:
         self._parse, self._default, self._names = parse, default, names
+        if by_agent:
+            self.of_agents.update(name for name in names if name.startswith("ADAPTDL_"))
 
     def __get__(self, settings: ReplicaSettings, owner: object = None) -> T:
         """Return the value; EnvironmentVariableError if the text is invalid."""
@@ -144,10 +150,13 @@ _port = _number(int, "a port from 0 to 65535", 0, 65535)
 _seconds = _number(float, "a number of seconds, 0 or more,", 0)
 
 
-def _way(text: str) -> str:
-    if text not in ("auto", "inplace", "restart"):
-        raise ValueError("auto, inplace or restart is needed")
-    return text
+def _word(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"{', '.join(words[:-1])} or {words[-1]} is needed")
+        return text
+
+    return parse
 
 
 class ReplicaSettings:
@@ -156,16 +165,16 @@ class ReplicaSettings:
     A value is parsed when it is read: the environment of a process changes with the generation.
     """
 
-    job = Variable(str, None, "ADAPTDL_JOB_ID", "TORCHELASTIC_RUN_ID")
-    rank = Variable(_count(0), 0, "ADAPTDL_REPLICA_RANK", RANK)
-    replicas = Variable(_count(1), 1, "ADAPTDL_NUM_REPLICAS", WORLD_SIZE)
-    nodes = Variable(_count(1), 1, "ADAPTDL_NUM_NODES", "GROUP_WORLD_SIZE")
-    restarts = Variable(_count(0), 0, "ADAPTDL_NUM_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
-    generation = Variable(_count(0), None, "ADAPTDL_GENERATION")
-    local_rank = Variable(_count(0), None, "ADAPTDL_LOCAL_RANK")
-    master_host = Variable(str, "127.0.0.1", "ADAPTDL_MASTER_ADDR", MASTER_ADDR)
+    job = Variable(str, None, "ADAPTDL_JOB_ID", "TORCHELASTIC_RUN_ID", by_agent=True)
+    rank = Variable(_count(0), 0, "ADAPTDL_REPLICA_RANK", RANK, by_agent=True)
+    replicas = Variable(_count(1), 1, "ADAPTDL_NUM_REPLICAS", WORLD_SIZE, by_agent=True)
+    nodes = Variable(_count(1), 1, "ADAPTDL_NUM_NODES", "GROUP_WORLD_SIZE", by_agent=True)
+    restarts = Variable(_count(0), 0, "ADAPTDL_NUM_RESTARTS", "TORCHELASTIC_RESTART_COUNT", by_agent=True)
+    generation = Variable(_count(0), None, "ADAPTDL_GENERATION", by_agent=True)
+    local_rank = Variable(_count(0), None, "ADAPTDL_LOCAL_RANK", by_agent=True)
+    master_host = Variable(str, "127.0.0.1", "ADAPTDL_MASTER_ADDR", MASTER_ADDR, by_agent=True)
     # the port of the library's collectives
-    master_port = Variable(_port, None, ADAPTDL_MASTER_PORT)
+    master_port = Variable(_port, None, ADAPTDL_MASTER_PORT, by_agent=True)
 
     # only as torchrun sets them
     torch_local_rank = Variable(_count(0), 0, LOCAL_RANK)
@@ -180,18 +189,19 @@ class ReplicaSettings:
     error_file = Variable(str, "", ERROR_FILE)
 
     # of AdaptDL or of this project alone
-    node = Variable(str, "", "ADAPTDL_NODE")
+    node = Variable(str, "", "ADAPTDL_NODE", by_agent=True)
     node_type = Variable(str, "", NODE_TYPE)
-    memory_limit = Variable(_count(1), None, "ADAPTDL_MEMORY_LIMIT")
-    batch_size_limit = Variable(_count(1), None, "ADAPTDL_BATCH_SIZE_LIMIT")
+    memory_limit = Variable(_count(1), None, "ADAPTDL_MEMORY_LIMIT", by_agent=True)
+    batch_size_limit = Variable(_count(1), None, "ADAPTDL_BATCH_SIZE_LIMIT", by_agent=True)
     checkpoint_path = Variable(str, None, CHECKPOINT_PATH)
-    checkpoint_id = Variable(str, None, "ADAPTDL_CHECKPOINT_ID")
+    checkpoint_id = Variable(str, None, "ADAPTDL_CHECKPOINT_ID", by_agent=True)
     checkpoint_interval = Variable(_seconds, 30.0, "ADAPTDL_CHECKPOINT_INTERVAL")
     checkpoint_timeout = Variable(_seconds, 120.0, "ADAPTDL_CHECKPOINT_TIMEOUT")
     checkpoint_keep = Variable(_count(1), 3, "ADAPTDL_CHECKPOINT_KEEP")
     checkpoint_wait = Variable(_seconds, 0.0, CHECKPOINT_WAIT)
+    options_from = Variable(_word("checkpoint", "script"), "checkpoint", "ADAPTDL_OPTIONS_FROM")
     hang_timeout = Variable(_seconds, None, "ADAPTDL_HANG_TIMEOUT")
-    rescale = Variable(_way, "auto", "ADAPTDL_RESCALE")
+    rescale = Variable(_word("auto", "inplace", "restart"), "auto", "ADAPTDL_RESCALE")
     report_interval = Variable(_seconds, 2.0, "ADAPTDL_REPORT_INTERVAL")
     share_path = Variable(str, None, SHARE_PATH)
     secret = Variable(str, None, SECRET)
@@ -204,3 +214,8 @@ class ReplicaSettings:
 
 HERE = ReplicaSettings(os.environ)
 """The settings of this process."""
+
+
+def drop_those_of_agents(environ: MutableMapping[str, str]) -> list[str]:
+    """Remove the variables that only an agent sets, for its replicas; return their names."""
+    return [name for name in sorted(Variable.of_agents) if environ.pop(name, None) is not None]

@@ -18,6 +18,9 @@ from pydantic.dataclasses import dataclass
 VERSION = 1
 """Version of the format. A receiver of version n reads all messages of versions up to n."""
 
+MOST_FILES = 1000
+"""Most files of a script's modules that count."""
+
 _CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 _Rank = Annotated[int, Field(ge=0, le=10**6)]
@@ -46,6 +49,8 @@ class Stop:
 
     kind: ClassVar[str] = "stop"
     reason: str
+    interrupted: bool = False
+    """Whether Ctrl-C is the reason: this replica's script then gets KeyboardInterrupt, not SystemExit."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -148,6 +153,14 @@ class StepFinished:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class CodeLoaded:
+    """Name the files of the modules that the script has at its first step; installed ones are left out."""
+
+    kind: ClassVar[str] = "code"
+    files: Annotated[tuple[str, ...], Field(max_length=MOST_FILES)]
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class Ready:
     """Tell that a newcomer is ready to join the running replicas."""
 
@@ -187,7 +200,7 @@ class Finished:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Stopping:
-    """Tell that the replica has carried out a stop, and raises SystemExit(143).
+    """Tell that the replica has carried out a stop, and raises SystemExit(143) or KeyboardInterrupt.
 
     The replica counts as stopped, even if the script ends with another exit code.
     """
@@ -259,6 +272,7 @@ ReplicaMessage = (
     Hello
     | Event
     | StepFinished
+    | CodeLoaded
     | Ready
     | Resilient
     | EpochsFinished

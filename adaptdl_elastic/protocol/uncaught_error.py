@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import sysconfig
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
@@ -34,6 +36,9 @@ _TEMPORARY = re.compile(
     r"|Too many open files|PytorchStreamWriter|CUDA error: (?!device-side assert)|cuDNN error"
     r"|SlowDown|Throttl|Unavailable"
 )
+# a loader's worker has no room in /dev/shm, whichever line of the script is interrupted by that
+_SHARED_MEMORY = re.compile(r"signal: Bus error|unable to [a-z ]+(shared memory|</?torch_)")
+NO_SHARED_MEMORY = "/dev/shm is too small for the loader's workers (a larger --shm-size, or num_workers=0)"
 _CERTAIN = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _LOST_PEER_TEXT = re.compile(r"[Gg]loo|NCCL|TCPStore|Connection (closed|reset) by peer|Broken pipe")
 
@@ -66,6 +71,9 @@ worked_batch: Callable[[], int | None] | None = None
 explain: Callable[[BaseException, TracebackType | None], None] | None = None
 """Add a remedy to an error. The library sets this function in a replica that continues a job."""
 
+interrupted = False
+"""Whether Ctrl-C has stopped this replica: however its script ends now is no error. The library sets it."""
+
 
 def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError:
     """Return what an agent needs to know about an error.
@@ -76,8 +84,13 @@ def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = " ".join(str(error).splitlines()[:1])
     code = error.code if isinstance(error, SystemExit) else 1
+    what = f"{name} at {_where(error, trace)}"
+    if any(_SHARED_MEMORY.search(str(cause)) for cause in chain(error)):
+        what = NO_SHARED_MEMORY
+    elif _may_be_temporary(error):
+        what = ""
     return UncaughtError(
-        kind="" if _may_be_temporary(error) else f"{name} at {_where(error, trace)}",
+        kind=what,
         message=f"{kind.__name__}: {text}" if text else kind.__name__,
         raised=time.time(),
         lost_peer=_is_lost_peer(error),
@@ -145,9 +158,21 @@ def _where(error: BaseException, trace: TracebackType | None) -> str:
 
 def is_installed(file: str) -> bool:
     """Return whether a file belongs to Python, to an installed package or to adaptdl-elastic."""
+    return file.startswith((*_installed(), _PACKAGE, "<frozen"))
+
+
+@cache
+def _installed() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    installed = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return file.startswith((*installed, _PACKAGE, "<frozen"))
+    return tuple(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def loaded_files() -> tuple[str, ...]:
+    """Return the source files of the modules of this process that are not installed."""
+    own = (one for one in list(sys.modules.values()) if issubclass(type(one), ModuleType))
+    files = {str(vars(one).get("__file__")) for one in own}
+    beside = (one for one in files if not (is_installed(one) or "-packages/" in one))
+    return tuple(sorted(one for one in beside if one.endswith(".py")))
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -16,6 +16,10 @@ Guarantees of every storage:
   generations, so their commits fail and cannot add an outdated checkpoint. `checkpoint.manager` refuses the
   saves that an older generation begins after that. It ignores those that an older generation finishes while
   the newest generation has saved nothing yet.
+* **Only its own names.** A storage lists, deletes, moves and overwrites only names that it has written: ids,
+  and temporary names that contain one. Other files may lie beside them, and links are never its own.
+* **A passing error is no damage.** `DamagedError` says that a file is missing or differs from what was
+  written. Where a file cannot be read now, it is a `StorageError`, and nothing is concluded from it.
 
 Checksums are CRC-32, one per 16 MiB. They detect truncation and bit rot, not an attacker (who could also
 rewrite the manifest), and are computed at memory speed; SHA-256 without hardware support would delay every
@@ -40,6 +44,8 @@ from urllib.parse import quote
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from adaptdl_elastic._whole_file import NotRegularError, open_regular, sync_directory
+
 VERSION = 1
 CHUNK = 16 << 20
 """Bytes per checksum."""
@@ -52,9 +58,28 @@ _CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False)
 class StorageError(Exception):
     """Raised if the place where checkpoints are kept cannot be read or written."""
 
+    may_pass = False
+    """Whether it is worth to try again later, without a person."""
+
 
 class DamagedError(StorageError):
     """Raised if a checkpoint exists, but differs from what was written."""
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user read it, or start as its owner"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files, by ulimit -n"),
+    **dict.fromkeys((errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG), "give the path of a directory"),
+}
+
+
+def unreadable(what: str, error: Exception) -> StorageError:
+    """Return the error for a part of a checkpoint that cannot be read now, which is no damage."""
+    remedy = _REMEDIES.get(getattr(error, "errno", None) or 0)
+    then = remedy or "start again when it can be read"
+    found = StorageError(f"{what} cannot be read now: {reason(error)} ({then}; nothing is lost)")
+    found.may_pass = remedy is None
+    return found
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -102,9 +127,13 @@ def decode_manifest(data: bytes) -> Manifest:
     if rest != b"crc32 %08x\n" % zlib.crc32(body):
         raise DamagedError(f"{MANIFEST} does not match its checksum")
     try:
-        return _ADAPTER.validate_json(body)
+        manifest = _ADAPTER.validate_json(body)
     except ValidationError as error:
         raise DamagedError(f"{MANIFEST}: {error.errors()[0]['msg']}") from None
+    for entry in manifest.states.values():
+        if not _FILE.fullmatch(entry.file):
+            raise DamagedError(f"{MANIFEST}: {entry.file!r} is no name of a state's file")
+    return manifest
 
 
 def new_id(existing: Sequence[str], generation: int) -> str:
@@ -114,11 +143,28 @@ def new_id(existing: Sequence[str], generation: int) -> str:
 
 
 _ID = re.compile(r"\d{8,}-g\d{5,}-\w+", re.ASCII)
+# a checkpoint, one that is being written, or one that is being deleted
+_OWN = re.compile(rf"(\.tmp-(old-)?)?{_ID.pattern}", re.ASCII)
 
 
 def is_id(name: str) -> bool:
     """Return whether a name has the form of an id."""
     return _ID.fullmatch(name) is not None
+
+
+def own_directories(root: Path) -> list[str]:
+    """Return the names of the directories that a storage has written: unfinished ones, then by age.
+
+    A link is not one of them, whatever its name.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    try:
+        with os.scandir(root) as found:
+            return sorted(e.name for e in found if _OWN.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+    except FileNotFoundError:
+        return []
 
 
 def sequence_number(checkpoint_id: str) -> int:
@@ -130,6 +176,10 @@ def sequence_number(checkpoint_id: str) -> int:
 def generation_number(checkpoint_id: str) -> int:
     """Return the generation that has saved a checkpoint; 0 if the name is no id."""
     return int(checkpoint_id.split("-")[1][1:]) if is_id(checkpoint_id) else 0
+
+
+# of a state
+_FILE = re.compile(r"[^/\0]{1,255}")
 
 
 def file_name(state: str) -> str:
@@ -215,6 +265,19 @@ def verify(file: BinaryIO, entry: Entry) -> None:
     if size != entry.size or file.read(1):
         raise DamagedError(f"{entry.file} should have {entry.size} bytes")
     file.seek(0)
+
+
+def verified(file: BinaryIO, entry: Entry) -> BinaryIO:
+    """Return a file that is verified and rewound, or close it and raise."""
+    try:
+        verify(file, entry)
+    except BaseException as error:
+        file.close()
+        # the disk cannot read the file
+        if isinstance(error, OSError):
+            raise unreadable(entry.file, error) from error
+        raise
+    return file
 
 
 def _fill(file: BinaryIO, buffer: memoryview) -> int:
@@ -303,37 +366,29 @@ class DirectoryStorage(Storage):
     def ids(self) -> list[str]:
         """Return the names of directories that are ids; one without a manifest is damaged."""
         try:
-            with os.scandir(self._root) as found:
-                names = [entry.name for entry in found if is_id(entry.name) and entry.is_dir()]
-        except FileNotFoundError:
-            return []
+            return [name for name in own_directories(self._root) if is_id(name)]
         except OSError as error:
-            raise StorageError(f"cannot read checkpoints in {self.path}: {reason(error)}") from error
-        return sorted(names)
+            raise unreadable(f"the directory of checkpoints {self.path}", error) from error
 
     def manifest(self, checkpoint_id: str) -> Manifest:
         """Read and verify the manifest."""
         try:
-            data = (self._root / checkpoint_id / MANIFEST).read_bytes()
+            with self._open(checkpoint_id, MANIFEST) as file:
+                return decode_manifest(file.read())
         except OSError as error:
-            raise DamagedError(f"{MANIFEST}: {reason(error)}") from error
-        return decode_manifest(data)
+            raise unreadable(MANIFEST, error) from error
 
     def open(self, checkpoint_id: str, entry: Entry) -> BinaryIO:
         """Return an open file; Unix keeps its content even if the file is deleted."""
+        return verified(self._open(checkpoint_id, entry.file), entry)
+
+    def _open(self, checkpoint_id: str, name: str) -> BinaryIO:
         try:
-            file = (self._root / checkpoint_id / entry.file).open("rb", buffering=1 << 20)
+            return open_regular(self._root / checkpoint_id / name)
+        except (FileNotFoundError, NotRegularError) as error:
+            raise DamagedError(f"{name}: {reason(error)}") from error
         except OSError as error:
-            raise DamagedError(f"{entry.file}: {reason(error)}") from error
-        try:
-            verify(file, entry)
-        except OSError as error:  # the disk cannot read the file
-            file.close()
-            raise DamagedError(f"{entry.file}: {reason(error)}") from error
-        except BaseException:
-            file.close()
-            raise
-        return file
+            raise unreadable(name, error) from error
 
     def check_writable(self) -> None:
         """Make the directory, and check its permissions."""
@@ -357,10 +412,9 @@ class DirectoryStorage(Storage):
 
     def sweep(self, keep: str | None = None) -> None:
         """Delete temporary directories."""
-        with suppress(FileNotFoundError), os.scandir(self._root) as found:
-            for entry in list(found):
-                if entry.name.startswith(_TEMPORARY) and entry.name != f"{_TEMPORARY}{keep}":
-                    shutil.rmtree(entry.path, ignore_errors=True)
+        for name in own_directories(self._root):
+            if not is_id(name) and name != f"{_TEMPORARY}{keep}":
+                shutil.rmtree(self._root / name, ignore_errors=True)
 
 
 class _DirectoryWriting(Writing):
@@ -381,27 +435,12 @@ class _DirectoryWriting(Writing):
     def commit(self, manifest: Manifest) -> None:
         with self._file(MANIFEST) as raw:
             raw.write(encode_manifest(manifest))
-        _sync_directory(self._temporary)
+        sync_directory(self._temporary)
         self._temporary.rename(self._root / self.id)
-        _sync_directory(self._root)
+        sync_directory(self._root)
 
     def abandon(self) -> None:
         shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def _sync_directory(path: Path) -> None:
-    """Make the names in a directory durable.
-
-    Some network file systems refuse this call, because their names are always durable.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(fd)
 
 
 def reason(error: BaseException) -> str:

@@ -22,6 +22,7 @@ for the import of the other modules.
 | `gradient_noise_scale` | What are the estimates of the gradient noise scale? |
 | `epoch` | How do epoch loops continue after a restart? |
 | `accumulator` | How are values summed over all samples of a loop? |
+| `gathering` | How does a loss compare the samples of all replicas? |
 | `value` | How does a script keep a value, such as the best accuracy? |
 | `_startup`, `_job_info` | How are replicas connected, and how does a script learn its rank? |
 | `_optimizer_steps` | When does the optimizer of a model step, and what is recorded then? |
@@ -54,13 +55,15 @@ if TYPE_CHECKING:
     from adaptdl_elastic.torch.epoch import (
         current_epoch,
         finished_epochs,
+        once_per_epoch,
         progress,
         remaining_epochs_until,
         steps,
     )
     from adaptdl_elastic.torch.fully_sharded import AdaptiveFSDP
+    from adaptdl_elastic.torch.gathering import gather
     from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
-    from adaptdl_elastic.torch.value import Value
+    from adaptdl_elastic.torch.value import Value, Values
 
 __all__ = [
     "Accumulator",
@@ -71,13 +74,16 @@ __all__ = [
     "AdaptiveFSDP",
     "ElasticSampler",
     "Value",
+    "Values",
     "batch_counts",
     "current_dataloader",
     "current_epoch",
     "expected_batches",
     "finished_epochs",
+    "gather",
     "init_process_group",
     "is_optim_step",
+    "once_per_epoch",
     "progress",
     "rank",
     "remaining_epochs_until",
@@ -95,13 +101,16 @@ _HOMES = {
     "AdaptiveFSDP": "fully_sharded",
     "ElasticSampler": "data",
     "Value": "value",
+    "Values": "value",
     "batch_counts": "data",
     "current_dataloader": "data",
     "current_epoch": "epoch",
     "expected_batches": "data",
     "finished_epochs": "epoch",
+    "gather": "gathering",
     "init_process_group": "_startup",
     "is_optim_step": "data",
+    "once_per_epoch": "epoch",
     "progress": "epoch",
     "rank": "_job_info",
     "remaining_epochs_until": "epoch",

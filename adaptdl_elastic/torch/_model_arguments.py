@@ -50,7 +50,10 @@ def check_arguments(
         )
     if lr_scheduler is not None:
         if isinstance(lr_scheduler, type) or not callable(getattr(lr_scheduler, "state_dict", None)):
-            raise TypeError(f"lr_scheduler must be an object with a state_dict, got {lr_scheduler!r}")
+            raise TypeError(
+                f"lr_scheduler must be an object with a state_dict, got {lr_scheduler!r}: give its class "
+                f"state_dict() and load_state_dict(), or leave it out (its plain attributes are kept)"
+            )
         if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler is that of another optimizer: pass the one made for this one")
     if sharded and mp_scaler is not None:

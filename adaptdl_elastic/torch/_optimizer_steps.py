@@ -89,6 +89,11 @@ class StepsModel(torch.nn.Module):
         return self.gns.gain(self.scale)
 
     @property
+    def last_gain(self) -> float:
+        """Steps at the initial batch size as which the newest step of the optimizer counts."""
+        return self.gns.last_gain
+
+    @property
     def scale(self) -> float:
         """Batch size of the current step / initial batch size; 1 without an AdaptiveDataLoader."""
         return self._batch.scale
@@ -353,6 +358,7 @@ class OptimizerSteps(StepsModel, DistributedDataParallel):
         self._window.reset()
         self.gns.reset_accumulation()
         self.gns.skipped += 1
+        self.gns.last_gain = 0.0
         self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self.mp_scaler)))
         self._session.metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)

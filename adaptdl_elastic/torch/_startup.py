@@ -25,6 +25,7 @@ from adaptdl_elastic.torch._process_group import backends, capability, script_co
 from adaptdl_elastic.torch._process_group.setup import connect_torch, listening_host, make_group
 from adaptdl_elastic.torch._process_group.signed_store import signed
 from adaptdl_elastic.torch._process_group.store import open_store
+from adaptdl_elastic.torch._runtime import worker_processes
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,8 @@ def _checked_identity(known: Identity, world_size: Any, rank: Any) -> Identity:
 def _meet(session: Session, backend: str, init_method: str | None) -> None:
     session.backend = backend
     script_collectives.watch()
+    if session.channel is not None:
+        worker_processes.guard()
     backends.kind(backend).place()
     capability.begin(session, backend)
     if os.environ.get(environment.JOIN):

@@ -35,7 +35,8 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.batch_comparison import digest
 from adaptdl_elastic.torch._data.inner_loop import map_batches, run_inner_loop, stream_batches
 from adaptdl_elastic.torch._data.iterable import Settings, iterate_stream, wrap_stream
-from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin
+from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
+from adaptdl_elastic.torch._data.loader_mixin import AdaptiveDataLoaderMixin
 from adaptdl_elastic.torch._data.loaders_of_others import (
     check_order,
     check_samplers,
@@ -143,6 +144,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             sized: Any = dataset
             batch_size = GivenSampler(sized, given.sampler, True).batch_size
         AdaptiveDataLoaderMixin.__init__(self, batch_size)
+        self._elastic.drop_last = drop_last
         self._elastic.repeats()
         self._workers_generator = torch.Generator()
         if self._stream:

@@ -26,30 +26,48 @@ of an accumulation window that was left in the middle are dropped.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from typing import Any, BinaryIO
 
-from adaptdl_elastic import _frames, checkpoint, env
+from adaptdl_elastic import _codec, _frames, checkpoint, collective, env
 from adaptdl_elastic._checks import integer, whole
 from adaptdl_elastic._values import RetryDataLoop
 from adaptdl_elastic.protocol.messages import EpochsFinished
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
-from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._elastic import script_objects
-from adaptdl_elastic.torch._runtime.position import OUTSIDE, script_position
+from adaptdl_elastic.torch._runtime.position import OUTSIDE, UNKNOWN_START, script_position
 
-__all__ = ["continue_at", "current_epoch", "finished_epochs", "progress", "remaining_epochs_until", "steps"]
+__all__ = [
+    *("continue_at", "current_epoch", "finished_epochs", "once_per_epoch", "progress"),
+    *("remaining_epochs_until", "steps"),
+]
+
+_NOTHING_LEFT = (
+    "remaining_epochs_until({0}) at {1} has no epoch left: it counts the epochs of the whole script, and an "
+    "earlier loop has run as many. A loop over another model needs a count of its own: "
+    "remaining_epochs_until({0}, name=...)"
+)
 
 
-def remaining_epochs_until(epoch: int) -> Iterator[int]:
+_COUNTED_BEFORE = (
+    "remaining_epochs_until({0}, name={2!r}) at {1} has no epoch left: an earlier loop of this name ran as "
+    "many. Give the loop over another model another name"
+)
+
+
+def remaining_epochs_until(epoch: int, name: str | None = None) -> Iterator[int]:
     """Iterate over the numbers of the unfinished epochs below `epoch`, also after restarts.
 
     A second loop continues the count: `remaining_epochs_until(10)` followed by
-    `remaining_epochs_until(15)` runs epochs 0 to 9, then 10 to 14.
+    `remaining_epochs_until(15)` runs epochs 0 to 9, then 10 to 14. Loops with a name continue the count of
+    that name, which begins at 0: give one where several models are trained after each other.
 
     Args:
         epoch: Number of epochs that are finished when the loop ends, 0 or more.
+        name: Name of the count, such as "fold 2"; None: the count of all epochs of the script.
 
     Raises:
         ValueError: `epoch` is negative or not an integer.
@@ -58,15 +76,39 @@ def remaining_epochs_until(epoch: int) -> Iterator[int]:
     until = integer(epoch)
     if until is None or until < 0:
         raise ValueError(f"remaining_epochs_until({epoch!r}): give the number of epochs, 0 or more")
-    return _run(until, f"{until} epochs")
+    return _counted(until, name)
 
 
-def _run(until: int, what: str) -> Generator[int, None, None]:
+def _counted(until: int, name: str | None) -> Iterator[int]:
+    state = script_position()
+    declared, what = state.until or 0, f"{until} epochs"
+    if name is not None:
+        own = state.counts.get(name, 0)
+        if 0 < until <= own:
+            current_session().metrics.report_problem(
+                "an epoch loop", _COUNTED_BEFORE.format(until, _frames.script_line(), name)
+            )
+        state.counts[name] = max(own, until)
+        what = f"{what} of {name}"
+        yield from _run(declared + max(until - own, 0), what, declared, declared - own, named=True)
+        return
+    if 0 < until <= min(declared, state.finished, state.begun + 1):
+        problem = _NOTHING_LEFT.format(until, _frames.script_line())
+        current_session().metrics.report_problem("an epoch loop", problem)
+    yield from _run(until, what)
+
+
+def _run(
+    until: int, what: str, first: int = 0, zero: int = 0, named: bool = False
+) -> Generator[int, None, None]:
     """Yield the unfinished epochs below `until`.
 
     Args:
-        until: Number of epochs that are finished at the end.
+        until: Number of epochs that are finished at the end, of all loops.
         what: What the caller has declared, for messages.
+        first: First epoch of this loop. Earlier ones, of a loop that was left by `break`, end here.
+        zero: Epoch that is number 0 of this loop.
+        named: Whether the loop has a count of its own.
     """
     session, state = current_session(), script_position()
     if session.epoch is not None:
@@ -81,26 +123,33 @@ def _run(until: int, what: str) -> Generator[int, None, None]:
     if session.consensus.loops_over:
         session.consensus.loops_over = False
         session.send(EpochsFinished(False))
-    state.until, state.body = until, _frames.script_frame().f_code
+    state.until, state.zero, state.body = until, zero, _frames.script_frame().f_code
     # before anybody edits it
     _frames.lines_of(state.body.co_filename)
     state.epoch_loops += 1
     state.loop_begins()
     script_objects.look(session)
-    ran = False
+    ran, streams = False, registry(session).streams
+    done = session.channel is None and session.rank == 0 and checkpoint.loaded_id()
     try:
         while state.finished < until:
-            yield state.begin_epoch()
+            if state.finished < first:
+                state.finished = first - 1
+                state.begin_epoch()
+            else:
+                streams.begin_epoch(state.finished)
+                yield state.begin_epoch() - zero
             state.end_epoch()
             script_objects.look(session)
             ran = True
+        streams.reach(f"- {state.loops_outside}", anew=ran)
         if ran:
             safe = session.recovery
             safe.recover_if_peer_lost()
             # Wait: no replica may end while another one is still in its last data loop or epoch.
             state.announce((state.finished, 0), "the end of the epochs", wait=True)
             safe.retry_on_peer_loss(lambda: session.consensus.save("exit"))
-        elif until and session.channel is None and session.rank == 0 and checkpoint.loaded_id():
+        elif 0 < until <= state.finished and done and (until == state.finished or not named):
             print(
                 f"all {what} are finished in {env.checkpoint_path()}: set another "
                 f"ADAPTDL_CHECKPOINT_PATH to train anew",
@@ -163,11 +212,9 @@ class Steps:
             return
         until = (script_position().until or 0) + 1
         over = script_position().finished >= until
-        with closing(_run(until, f"{self._count} steps")) as epochs:
-            for epoch in epochs:
-                # an earlier one is a loop that was left by `break`: it ends here
-                if epoch == until - 1:
-                    yield from _run_steps(self._helper, self._count)
+        with closing(_run(until, f"{self._count} steps", first=until - 1)) as epochs:
+            for _ in epochs:
+                yield from _run_steps(self._helper, self._count)
         # a step that does not count, for the names that the body assigns
         if over:
             yield from _run_steps(self._helper, self._count, over=True)
@@ -231,6 +278,63 @@ def steps(count: int) -> Steps:
     return Steps(number)
 
 
+class _OncePerEpoch(checkpoint.State):
+    """Keep what functions have returned in the running epoch, as `once_per_epoch` says."""
+
+    required = False
+
+    def __init__(self) -> None:
+        super().__init__("adaptdl-once-per-epoch")
+        # place of the call, after its epoch → (data loops of the epoch behind it, encoded result)
+        self.results: dict[str, tuple[int, bytes]] = {}
+        checkpoint.load_state(self)
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write the results."""
+        fileobj.write(_codec.encode(self.results))
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read what `save` wrote."""
+        self.results = _codec.decode(fileobj.read())
+
+
+def once_per_epoch(function: Callable[[], Any]) -> Any:
+    """Return what `function` returns, and keep it for this epoch, in checkpoints and for newcomers.
+
+        for epoch in adl.remaining_epochs_until(30):
+            hard = adl.once_per_epoch(lambda: hardest(model, images))
+            for batch in adl.AdaptiveDataLoader(Subset(images, hard), batch_size=64, shuffle=True):
+                ...
+
+    A process that comes to the call later in the epoch, after a restart or as a newcomer, gets the kept
+    result, and `function` is not called: the weights are others by then. Otherwise every replica calls
+    `function`, which may use data loops and collectives, and all get rank 0's result. Calls of one line are
+    told apart by their order.
+
+    Args:
+        function: Function without arguments that returns numbers, strings, arrays or tensors on the CPU, or
+            lists, tuples, sets and dicts of these.
+
+    Raises:
+        RuntimeError: the call is outside of an epoch loop, or inside a data loop.
+        TypeError: the result has another type.
+    """
+    session, state = current_session(), script_position()
+    if session.epoch is None or session.in_data_loop:
+        raise RuntimeError("once_per_epoch() belongs in an epoch loop, outside of data loops")
+    once = session.states.get("adaptdl-once-per-epoch") or _OncePerEpoch()
+    assert isinstance(once, _OncePerEpoch)
+    key = f"{session.epoch} {registry(session).key()}"
+    if key not in once.results:
+        mine = _codec.encode(function())
+        found = session.recovery.retry_on_peer_loss(lambda: collective.share(mine, "once_per_epoch"))
+        now = {place: one for place, one in once.results.items() if place.split()[0] == str(session.epoch)}
+        once.results = now | {key: (state.entered, found)}
+    state.entered, result = once.results[key]
+    registry(session).streams.reach(key)
+    return _codec.decode(result)
+
+
 def progress() -> float:
     """Return how much of the declared training is done, from 0 to 1. For schedules of the learning rate.
 
@@ -252,16 +356,17 @@ def progress() -> float:
         part = 1.0
     elif current_epoch() is not None and loader is not None and loader.drives:
         part = loader.part_done()
-    return min((state.finished + part) / state.until, 1.0)
+    return min((state.finished - state.zero + part) / max(state.until - state.zero, 1), 1.0)
 
 
 def current_epoch() -> int | None:
-    """Return the running epoch, counted from 0; None outside an epoch loop."""
-    return current_session().epoch
+    """Return the number of the running epoch, as its loop counts; None outside an epoch loop."""
+    epoch = current_session().epoch
+    return None if epoch is None else epoch - script_position().zero
 
 
 def finished_epochs() -> int:
-    """Return the number of finished epochs, including those before a restart."""
+    """Return the number of finished epochs of all loops, including those before a restart."""
     return script_position().finished
 
 
@@ -286,3 +391,4 @@ def continue_at(epoch: int, samples: int = 0) -> None:
     epoch, samples = whole("epoch", epoch, 0), whole("samples", samples, 0)
     if (epoch, 0, samples) > (state.finished, state.finished_loops, state.index):
         state.finished, state.finished_loops, state.index = epoch, 0, samples
+        state.start_progress = UNKNOWN_START

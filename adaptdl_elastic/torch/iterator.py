@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._checks import integer
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderMixin
+from adaptdl_elastic.torch._data.loader_mixin import AdaptiveDataLoaderMixin
 from adaptdl_elastic.torch._data.partition import taken
 
 __all__ = ["AdaptiveBPTTIterator", "Batch"]

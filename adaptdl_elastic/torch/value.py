@@ -1,7 +1,7 @@
 """Keep a value of the script that is saved, sent to newcomers and put back with a step that did not count.
 
 An example is the best accuracy so far: `best = adl.Value("best", 0.0)`, and `best.value = accuracy` where it
-is exceeded.
+is exceeded. `adl.Values` holds several: `values = adl.Values(best=0.0, epoch=0)`, `values.best = accuracy`.
 """
 
 from __future__ import annotations
@@ -64,3 +64,32 @@ class Value(checkpoint.TensorState):
     def load_state_dict(self, state_dict: Any) -> None:
         """Take the value of a checkpoint, or of another replica."""
         self._value = copy.deepcopy(state_dict["value"])  # a snapshot may be loaded again
+
+
+class Values:
+    """Hold several values of the job as attributes, each an `adl.Value` of that name.
+
+    Args:
+        **initial: Names of the values, and what they are at the beginning of the job.
+
+    Raises:
+        ValueError: a name is taken by another state.
+        TypeError: a value has another type.
+    """
+
+    def __init__(self, **initial: Any) -> None:
+        vars(self)["_kept"] = {name: Value(name, value) for name, value in initial.items()}
+
+    def _find(self, name: str) -> Value:
+        kept: dict[str, Value] = vars(self).get("_kept", {})
+        if name not in kept:
+            raise AttributeError(f"there is no value {name!r}: give it to adl.Values, as in Values({name}=0)")
+        return kept[name]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a value of the job."""
+        return self._find(name).value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a value of the job."""
+        self._find(name).value = value

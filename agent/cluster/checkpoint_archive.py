@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from adaptdl_elastic._whole_file import NotRegularError, open_regular, write_whole
 from adaptdl_elastic.agent.cluster.store_link import wait_for_removal
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
-from adaptdl_elastic.storage import StorageError, reason
+from adaptdl_elastic.storage import StorageError, own_directories, reason
 
 NOTE = "finished.json"  # name of the note, in the directory of the checkpoints
-# names that no run has written: archives, also of earlier versions, the probes of `launch`, the job's secret
-_NOT_OF_A_RUN = ("archive-", "finished-", ".probe-", ".secret")
 _LOCK_TTL = 5.0  # seconds; if an agent dies while it moves checkpoints, others wait this long
 
 
@@ -26,7 +25,7 @@ class CheckpointArchive(Protocol):
     """The checkpoints of a run that has ended, and their note. All methods raise StorageError."""
 
     def read_note(self) -> bytes | None:
-        """Return the note, or None if there is none."""
+        """Return the note, or None if there is none; b"" if its place holds something else than a file."""
 
     def write_note(self, note: bytes, *, even_if_empty: bool) -> None:
         """Write the note if there are checkpoints; with `even_if_empty` also if there are none."""
@@ -46,11 +45,13 @@ class _Directory:
         self._path = Path(path)
 
     def read_note(self) -> bytes | None:
-        path = self._path / NOTE
         try:
-            return path.read_bytes() if path.is_file() else None
-        except FileNotFoundError:  # another agent has just moved it
+            with open_regular(self._path / NOTE) as file:
+                return file.read()
+        except FileNotFoundError:
             return None
+        except NotRegularError:
+            return b""
         except OSError as error:
             raise StorageError(reason(error)) from None
 
@@ -59,7 +60,7 @@ class _Directory:
             if even_if_empty:
                 self._path.mkdir(parents=True, exist_ok=True)
             if even_if_empty or self._entries():
-                (self._path / NOTE).write_bytes(note)
+                write_whole(self._path / NOTE, note, mode=0o666)
         except OSError as error:
             raise StorageError(reason(error)) from None
 
@@ -72,7 +73,7 @@ class _Directory:
     def move_aside(self, name: str) -> str | None:
         archive = self._path / name
         try:
-            entries = sorted(self._entries())  # names of checkpoints sort by age
+            entries = self._entries()
             if (note := self._path / NOTE).is_file():
                 entries.append(note)
             if not entries:
@@ -85,10 +86,8 @@ class _Directory:
         return str(archive)
 
     def _entries(self) -> list[Path]:
-        """Return the entries that runs have left in the directory, without the note."""
-        if not self._path.is_dir():
-            return []
-        return [e for e in self._path.iterdir() if e.name != NOTE and not e.name.startswith(_NOT_OF_A_RUN)]
+        """Return what runs have left in the directory, older checkpoints first, without the note."""
+        return [self._path / name for name in own_directories(self._path)]
 
 
 def kept(path: str) -> CheckpointArchive:
@@ -101,24 +100,6 @@ def kept(path: str) -> CheckpointArchive:
         except (ImportError, ValueError) as error:
             raise StorageError(reason(error)) from None
     return _Directory(path.removeprefix("file://"))
-
-
-def read_note(path: str) -> bytes | None:
-    """Return the note beside the checkpoints in `path`. Raises StorageError."""
-    return kept(path).read_note()
-
-
-def write_note(path: str, note: bytes, say: Callable[[str], None], *, even_if_empty: bool) -> None:
-    """Write a note beside the checkpoints in `path`; report it with `say` if that fails."""
-    try:
-        kept(path).write_note(note, even_if_empty=even_if_empty)
-    except StorageError as error:
-        say(f"that the job has ended cannot be noted in {path}: {error}; only the store knows it now")
-
-
-def withdraw_note(path: str) -> None:
-    """Delete the note beside the checkpoints in `path`. Raises StorageError."""
-    kept(path).withdraw_note()
 
 
 def move_aside(path: str) -> str | None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from adaptdl_elastic import _own_python
+from adaptdl_elastic.rendezvous.decision_record import FILE as DECISIONS
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class CoordinatorChild:
             self._hang_up()
             read, self._pipe = os.pipe()
             command = _own_python.module("adaptdl_elastic.autoscaler", "coordinator")
+            command += ["--decisions", str(self._log.with_name(DECISIONS.format("coordinator")))]
             try:
                 with self._open_log() as log:
                     self._process = subprocess.Popen(
@@ -147,7 +149,8 @@ class CoordinatorChild:
                 process.wait(timeout)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout)
         self._thread.join(timeout)
 
 

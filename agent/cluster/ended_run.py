@@ -17,7 +17,8 @@ is under way              joins or continues it  the same             joins it; 
 ========================  =====================  ===================  =====================================
 
 If a run is done, another script or other arguments are refused: the user may want to train them, or may have
-made a mistake.
+made a mistake. With ``--extend`` another run with these arguments begins from the last checkpoint of the run
+that is done. When that run is done too, the same command starts nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     encode,
 )
 from adaptdl_elastic.rendezvous.store.base import Store, read_record
+from adaptdl_elastic.storage import StorageError
 
 
 class JoinError(RuntimeError):
@@ -66,6 +68,7 @@ class EndedRun:
     time: float | None = None  # wall clock
     command: tuple[str, ...] = ()
     profile_key: str = ""  # JobSpec.profile_key of the run; "": unknown
+    number: int = 0  # JobSpec.number of the run
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class StartOptions:
     once: bool = False
     anew: bool = False
     follows: str = ""  # the run that is to be followed by another one, however it has ended
+    extend: bool = False
 
 
 NO_OPTIONS = StartOptions()
@@ -93,7 +97,12 @@ def write_note(
         even_if_empty: write it even if there are no checkpoints.
     """
     note = replace(_ended(spec, status), time=status.ended or time.time())
-    checkpoint_archive.write_note(path, encode(note).encode(), say, even_if_empty=even_if_empty)
+    try:
+        # a file of another meaning stays
+        _noted(path)
+        checkpoint_archive.kept(path).write_note(encode(note).encode(), even_if_empty=even_if_empty)
+    except (JoinError, StorageError) as error:
+        say(f"that the job has ended cannot be noted in {path}: {error}; only the store knows it now")
 
 
 def of_status(spec: JobSpec, status: JobStatus | None) -> EndedRun | None:
@@ -105,7 +114,7 @@ def of_status(spec: JobSpec, status: JobStatus | None) -> EndedRun | None:
 
 def _ended(spec: JobSpec, status: JobStatus) -> EndedRun:
     how = (status.state, spec.checkpoint_path, status.reason, status.process_exit_code, status.ended)
-    return EndedRun(spec.job, spec.run, *how, spec.command, spec.profile_key)
+    return EndedRun(spec.job, spec.run, *how, spec.command, spec.profile_key, spec.number)
 
 
 def fail(store: Store, keys: Keys, job: str, run: str, reason: str, now: float) -> None:
@@ -141,22 +150,20 @@ def find(store: Store, keys: Keys, job: str, path: str, busy: Callable[[], bool]
         busy: returns whether the job has agents. Then a note has no effect: another run is under way.
 
     Raises:
+        JoinError: the note cannot be understood.
         StorageError: the place of the checkpoints cannot be read.
     """
     spec = read_record(JobSpec, store.get(keys.job(job, "spec")))  # `join_job` reports a malformed one
     status = read_record(JobStatus, store.get(keys.job(job, "status")))
-    if spec is not None and (ended := of_status(spec, status)) is not None:
+    ended = None if spec is None else of_status(spec, status)
+    if ended is None and busy():
+        return None
+    note = _noted(path)
+    if note is None or ended is not None:
         return ended
-    note = _parse(checkpoint_archive.read_note(path), job, path)
     # an agent that was cut off for longer than its lease may write its note after another run has begun
-    late = (
-        note is not None
-        and spec is not None
-        and spec.checkpoint_path == path
-        and bool(note.run)
-        and note.run < spec.run  # names of runs begin with their start time
-    )
-    return None if note is None or late or busy() else note
+    late = spec is not None and spec.checkpoint_path == path and note.number < spec.number
+    return None if late else note
 
 
 def refuse(ended: EndedRun, fresh: JobSpec, options: StartOptions) -> None:
@@ -173,6 +180,9 @@ def refuse(ended: EndedRun, fresh: JobSpec, options: StartOptions) -> None:
     when = "" if ended.time is None else time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(ended.time))
     where = f"run {ended.run}{when}; checkpoints: {ended.checkpoint_path or 'none'}"
     if ended.state is JobState.DONE:
+        same = ended.job == fresh.job and ended.profile_key == fresh.profile_key
+        if options.extend and not (same and fresh.profile_key):
+            return
         what = f"job {ended.job!r} is done: {ended.reason or 'every replica ended well'} ({where})"
         if not options.once:
             _refuse_another_command(ended, fresh, what)
@@ -187,11 +197,14 @@ def refuse(ended: EndedRun, fresh: JobSpec, options: StartOptions) -> None:
 
 
 def _refuse_another_command(ended: EndedRun, fresh: JobSpec, what: str) -> None:
-    remedy = "--anew starts another run and puts these checkpoints aside, another --rdzv-id another job"
+    remedy = (
+        "--extend continues from its last checkpoint, --anew starts from nothing and puts these checkpoints "
+        "aside, another --rdzv-id starts another job"
+    )
     if ended.job != fresh.job:
         raise JoinError(
             f"{what}, and these are its checkpoints: give job {fresh.job!r} a --checkpoint-path of its own, "
-            f"or --anew to put them aside"
+            f"--extend to continue from the last one, or --anew to put them aside"
         )
     if not ended.profile_key or not fresh.profile_key or ended.profile_key == fresh.profile_key:
         return
@@ -225,7 +238,7 @@ def turn_to_start(
 
     Raises:
         JobEndedError: nothing is to be started.
-        JoinError: the job is done, and this is another command.
+        JoinError: the job is done, and this is another command, or its note cannot be understood.
         StorageError: the checkpoints cannot be read or moved.
     """
 
@@ -243,15 +256,19 @@ def turn_to_start(
                 if archive is not None:
                     say(f"--anew: what was in {fresh.checkpoint_path} is kept in {archive}")
             elif found is not None:
-                checkpoint_archive.withdraw_note(fresh.checkpoint_path)
+                checkpoint_archive.kept(fresh.checkpoint_path).withdraw_note()
         yield
 
 
-def _parse(note: bytes | None, job: str, path: str) -> EndedRun | None:
-    """Return the run that a note describes; an unreadable note means that the job is done."""
+def _noted(path: str) -> EndedRun | None:
+    """Return the run that the note in `path` describes; JoinError if it describes none."""
+    note = checkpoint_archive.kept(path).read_note()
     if note is None:
         return None
     try:
         return replace(decode(EndedRun, note.decode(errors="replace")), checkpoint_path=path)
     except MalformedRecordError:
-        return EndedRun(job, "", JobState.DONE, path)
+        raise JoinError(
+            f"{path}/{checkpoint_archive.NOTE} does not say how the last run ended, and stays as it is: "
+            f"give it another name, and the job goes on from its checkpoint"
+        ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from adaptdl_elastic.agent.cluster.ended_run import NO_OPTIONS, StartOptions, of_status, refuse
@@ -16,6 +16,7 @@ from adaptdl_elastic.agent.cluster.store_link import (
     Registration,
     wait_for_removal,
 )
+from adaptdl_elastic.rendezvous.local.addresses import address_towards, is_loopback
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     JobRequest,
@@ -27,7 +28,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     decode,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import Lease, Store, read_record
+from adaptdl_elastic.rendezvous.store.base import KeyValue, Lease, Store, read_record
 
 _ATTEMPTS = 20
 
@@ -64,7 +65,8 @@ def join_job(
     """
     key = keys.job(fresh.job, "spec")
     for _ in range(_ATTEMPTS):
-        found = store.get(key)
+        found, number = last_run(store, key)
+        fresh = replace(fresh, number=number)
         agents = live_agents(store, keys, fresh.job)
         _check_versions(agents, version)
         if found is None:
@@ -100,6 +102,17 @@ def join_job(
             say(f"job {spec.job!r} (run {spec.run}) {what}: {then}")
             return fresh
     raise JoinError(f"job {fresh.job!r}: other agents keep changing its specification; try again")
+
+
+def last_run(store: Store, key: str) -> tuple[KeyValue | None, int]:
+    """Return a job's specification as it is stored, and the number of a run that begins after it.
+
+    The store's revision never decreases, so that the number also grows where the specification was deleted.
+    """
+    seen = store.range(key)
+    found = next((item for item in seen.items if item.key == key), None)
+    spec = read_record(JobSpec, found)
+    return found, max(seen.revision, 0 if spec is None else spec.number) + 1
 
 
 def _is_stopping(store: Store, keys: Keys, spec: JobSpec) -> bool:
@@ -170,6 +183,32 @@ def _check_versions(agents: list[NodeRecord], version: str) -> None:
                 f"job {agent.job} runs adaptdl-elastic {agent.version} on node {agent.node}, this node "
                 f"{version}: with the same on all, adaptdl stop {agent.job}, then adaptdl resume {agent.job}"
             )
+
+
+def reachable_host(node: NodeRecord, agents: Iterable[NodeRecord], given: bool) -> str:
+    """Return the address at which a job's agents on other machines reach a node.
+
+    Args:
+        node: the registration of this agent.
+        agents: all registrations of the job.
+        given: whether the user has given the address.
+
+    Raises:
+        JoinError: one of the nodes is registered at an address of its own loopback interface.
+    """
+    host = node.host
+    for other in agents:
+        if "" in (node.network, other.network) or node.network == other.network:
+            continue
+        if is_loopback(host) and not given and not is_loopback(other.host):
+            host = address_towards((f"//[{other.host}]:9" if ":" in other.host else f"//{other.host}:9",))
+        for one, peer, its in ((other, node, other.host), (node, other, host)):
+            if is_loopback(its):
+                raise JoinError(
+                    f"node {one.node} of job {node.job!r} has the address {its}, at which node {peer.node} "
+                    f"cannot reach it: start {one.node} with --local-addr=ADDRESS"
+                )
+    return host
 
 
 def node_name(host: str) -> str:

@@ -4,7 +4,8 @@ It is the first of these that exists:
 
 1. `ADAPTDL_SECRET` in the agent's environment;
 2. the one in etcd, where etcd is reached with TLS and a password (or the store is a socket of this user);
-3. the one beside the job's checkpoints: all nodes of a job see that place by definition.
+3. the one beside the job's checkpoints: all nodes of a job see that place by definition. It is of one user
+   and one folder: a copy of the checkpoints, or a folder that was given to another user, gets a new one.
 
 Nodes whose folder of checkpoints is not the same have different secrets. The first agent of a run therefore
 prints the command for such nodes, with its secret (`invitation`), and a node that does not have the secret is
@@ -13,9 +14,10 @@ refused with a line that names that command (`refusal`).
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.storage import StorageError
 from adaptdl_elastic.storage.s3 import S3Storage
 
-_OBJECT = "secret"  # name of the object beside checkpoints in S3
+_OBJECT = ".adaptdl/secret"  # begins the name of the object beside checkpoints in S3
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "beegfs", "fuse", "9p", "virtiofs")
 
 
@@ -55,7 +57,12 @@ class CommonSecret:
 
 
 def common_secret(
-    environ: Mapping[str, str], store: Store, keys: Keys, confidential: bool, checkpoint_path: str
+    environ: Mapping[str, str],
+    store: Store,
+    keys: Keys,
+    confidential: bool,
+    checkpoint_path: str,
+    say: Callable[[str], None] = lambda _: None,
 ) -> CommonSecret:
     """Return the secret of this node's agents; create one if there is none.
 
@@ -66,6 +73,7 @@ def common_secret(
         confidential: whether only users who may write the store can read it, so that it may keep a secret:
             etcd with TLS and a password, or a socket of this user.
         checkpoint_path: existing folder of the job's checkpoints, or their URL.
+        say: prints a line for the user if the secret beside the checkpoints is not of this user and folder.
 
     Raises:
         RuntimeFileError: the folder of checkpoints cannot keep the secret.
@@ -76,7 +84,7 @@ def common_secret(
     if given:
         return CommonSecret(given.encode())
     if not confidential:
-        return _beside_checkpoints(checkpoint_path)
+        return _beside_checkpoints(checkpoint_path, say)
     found = store.get(keys.secret)
     if found is None:
         # has no effect if another agent has written one
@@ -86,15 +94,17 @@ def common_secret(
     return CommonSecret(found.value.encode())
 
 
-def _beside_checkpoints(path: str) -> CommonSecret:
+def _beside_checkpoints(path: str, say: Callable[[str], None]) -> CommonSecret:
     if path.startswith("s3://"):
         proposed = secrets.token_hex(32).encode()
-        found = S3Storage(path).agree(_OBJECT, proposed)
+        # a copy of the objects elsewhere has another
+        name = f"{_OBJECT}-{hashlib.sha256(path.strip('/').encode()).hexdigest()[:16]}"
+        found = S3Storage(path).agree(name, proposed)
         if len(found) != len(proposed):
-            raise StorageError(f"the object `{_OBJECT}` there is no secret: remove it, or set ADAPTDL_SECRET")
+            raise StorageError(f"the object `{name}` there is no secret: remove it, or set ADAPTDL_SECRET")
         return CommonSecret(found, path)
     folder = path.removeprefix("file://")
-    return CommonSecret(_secrets.secret_in(Path(folder)), folder)
+    return CommonSecret(_secrets.secret_in(Path(folder), say), folder)
 
 
 def invitation(
@@ -114,9 +124,11 @@ def invitation(
     """
     if common.place is None or "://" in common.place or _is_remote(Path(common.place)):
         return None
-    # quoted twice: for the shell here, and for the one that ssh starts there
-    file = shlex.quote(shlex.quote(str(Path(common.place, _secrets.DIRECTORY, _secrets.FILE))))
-    token = common.value.decode() if on_terminal else f'"$(ssh {node} cat {file})"'
+    token = common.value.decode()
+    if not on_terminal:
+        # quoted twice: for the shell here, and for the one that ssh starts there
+        file = shlex.quote(shlex.quote(str(_secrets.file_in(Path(common.place)))))
+        token = f'"$(ssh {node} cat {file})"'
     joins = f"joins, with its own {' and '.join(own)}, by" if own else "joins by"
     return f"a node that does not see {common.place} {joins}: ADAPTDL_SECRET={token} {command}"
 

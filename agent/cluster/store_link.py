@@ -24,6 +24,7 @@ from adaptdl_elastic.rendezvous.store.base import (
     Store,
     StoreAuthError,
     StoreError,
+    StoreFullError,
     StoreRefusedError,
 )
 from adaptdl_elastic.rendezvous.store.follow import Follow
@@ -44,22 +45,25 @@ class Connection:
         up: it answers and accepts the agent.
         why: the problem.
         refused: if not `up`: it answers, but refuses the agent; if `up`: it refused the agent before.
+        full: it answers, but has no room for writes.
     """
 
     up: bool
     why: str = ""
     refused: bool = False
+    full: bool = False
 
     @classmethod
     def lost(cls, error: StoreError) -> Connection:
         """Return the state of the store that a failed operation shows."""
-        return cls(False, str(error), isinstance(error, StoreAuthError))
+        return cls(False, str(error), isinstance(error, StoreAuthError), isinstance(error, StoreFullError))
 
     def __str__(self) -> str:
         """Return the line for the user."""
         if self.up:
             return "the store lets us in again" if self.refused else "the store is back"
-        return f"the store {'refuses us' if self.refused else 'is away'}, training goes on: {self.why}"
+        problem = "refuses us" if self.refused else "takes no writes" if self.full else "is away"
+        return f"the store {problem}, training goes on: {self.why}"
 
 
 class ConnectionMonitor:
@@ -144,8 +148,17 @@ class Writer(threading.Thread):
     def _do_latest(self, key: str) -> None:
         with self._lock:
             work = self._latest.pop(key, None)
-        if work is not None:
+        if work is None:
+            return
+        try:
             work()
+        except StoreRefusedError:
+            raise
+        except StoreError:
+            # it is repeated, unless another one has taken its place meanwhile
+            with self._lock:
+                self._latest.setdefault(key, work)
+            raise
 
     def run(self) -> None:
         """Make the writes until `close`."""

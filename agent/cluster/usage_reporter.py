@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import psutil
 
-from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
+from adaptdl_elastic.agent.machine.devices import Gpus
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import NodeUsage, encode
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreError
@@ -32,7 +32,7 @@ class UsageReporter:
         node: Name of this node.
         gpus: Its GPUs.
         lease: Returns the lease with which the report vanishes; None: there is none now.
-        watch: Looks at the devices before each report.
+        looks: Called before each report.
         interval: Seconds between two reports.
     """
 
@@ -43,11 +43,11 @@ class UsageReporter:
         node: str,
         gpus: Gpus,
         lease: Callable[[], Lease | None],
-        watch: DeviceWatch | None = None,
+        looks: Sequence[Callable[[], object]] = (),
         interval: float = INTERVAL_SECONDS,
     ) -> None:
         self._store, self._key, self._node, self._gpus = store, keys.usage_of(node), node, gpus
-        self._lease, self._watch, self._interval = lease, watch, interval
+        self._lease, self._looks, self._interval = lease, looks, interval
         psutil.cpu_percent()  # the next call measures from here
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
@@ -57,8 +57,8 @@ class UsageReporter:
         while not self._closing.wait(self._interval):
             lease = self._lease()
             if lease is not None:
-                if self._watch is not None:
-                    self._watch.look()
+                for look in self._looks:
+                    look()
                 with suppress(StoreError):
                     self._store.put(self._key, encode(_load(self._node, self._gpus)), lease)
 

@@ -440,7 +440,7 @@ def _is_followed(held: LocalGeneration, plan: Plan | None) -> bool:
     Meanwhile nothing else stops them, so the time limit of a departing node does not apply.
     """
     match held.course:
-        case Changing(under_way) | Recovering(under_way) if under_way is plan:
+        case Changing(under_way) | Recovering(under_way) if under_way == plan:
             return True
         case Training() if plan is not None and plan.transition is Transition.INPLACE:
             return bool(plan.placements) and all(r.library for r in held.replicas if r.exit is None)
@@ -450,7 +450,7 @@ def _is_followed(held: LocalGeneration, plan: Plan | None) -> bool:
 def _follow_plan(state: State, held: LocalGeneration, plan: Plan, now: float) -> Step:
     """Begin to follow a plan once the address of the new generation's store is known."""
     course, master, recovers = held.course, state.master, plan.transition is Transition.RECOVER
-    if isinstance(course, Changing | Recovering) and course.plan is plan:
+    if isinstance(course, Changing | Recovering) and course.plan == plan:
         return state, []
     # orphans still use their slots
     if not recovers and (state.lapsed or any(r.exit is None for r in held.orphans)):

@@ -10,7 +10,7 @@ the new plan names are newcomers, and a slot never has two processes at once::
 
 Until the first replica has switched, a newcomer that ends or is late does no harm: the change is withdrawn,
 `ended` reports that for g+1, training goes on in g, and the coordinator makes another plan. After that, the
-end of a process is an end in g+1. `peer_loss` handles deaths.
+end of a process is an end in g+1. `peer_loss` handles deaths, and errors of newcomers.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Plan,
     Transition,
 )
+
+LATE = "not ready in time"
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,13 @@ def reconcile(state: State, held: LocalGeneration, change: Changing, now: float)
         return _withdraw(state, held, change, "the script came to its end")
     if not change.switched:
         if ended:
-            return _withdraw(state, held, change, *_why(ended[0]))
-        if state.plan is not None and state.plan is not change.plan:
+            failure = _failure(ended[0])
+            return _withdraw(state, held, change, failure.message, failure)
+        if state.plan is not None and state.plan != change.plan:
             return _withdraw(state, held, change, state.plan.reason)
         if now >= change.until and not ready:
             why = f"newcomers not ready within {state.me.spec.rescale_timeout:g} s"
-            return _withdraw(state, held, change, why)
+            return _withdraw(state, held, change, why, Failure(-1, 0, why, kind=LATE))
     if ready and change.until < math.inf:
         held = replace(held, course=replace(change, until=math.inf))
         return replace(state, held=held), [WriteReady(change.plan.generation)]
@@ -144,10 +147,12 @@ def reconcile(state: State, held: LocalGeneration, change: Changing, now: float)
     return adopt(state, held, change.plan, ranks, now)
 
 
-def _why(newcomer: Replica) -> tuple[str, int]:
-    """Return why a newcomer that has ended does not join, and its exit code."""
-    code, message = (0, "") if newcomer.exit is None else (newcomer.exit.exit_code, newcomer.exit.message)
-    return f"newcomer {newcomer.rank}: {message or f'exit code {code}'}", code
+def _failure(newcomer: Replica) -> Failure:
+    """Return why a newcomer that has ended does not join."""
+    assert newcomer.exit is not None
+    found = failure_of(-1, newcomer.exit)
+    why = f"newcomer {newcomer.rank}: {found.message or f'exit code {found.exit_code}'}"
+    return replace(found, message=why, time=0.0)
 
 
 def adopt(state: State, held: LocalGeneration, plan: Plan, ranks: Mapping[int, int], now: float) -> Step:
@@ -165,7 +170,9 @@ def adopt(state: State, held: LocalGeneration, plan: Plan, ranks: Mapping[int, i
     have = {r.local_rank: r for r in held.replicas}
     if isinstance(held.course, Changing):
         for r in held.course.newcomers:  # from now on they are watched for hangs (`hang_detection`)
-            have[r.local_rank] = replace(r, resilient=r.resilient or ready, heard=now)
+            have[r.local_rank] = replace(r, resilient=r.resilient or ready, heard=now, newcomer=True)
+    if plan.transition is not Transition.RECOVER:
+        have.update((r.local_rank, replace(r, newcomer=False)) for r in held.replicas)
     members = tuple(  # no replica could take a step meanwhile
         replace(have[slot], rank=rank, library=True, stepped=None if have[slot].stepped is None else now)
         for slot, rank in ranks.items()
@@ -183,7 +190,9 @@ def adopt(state: State, held: LocalGeneration, plan: Plan, ranks: Mapping[int, i
     return state, [Adopt(plan), WriteEnded(EndedRecord(node, before, Outcome.STOPPED, 0)), running]
 
 
-def _withdraw(state: State, held: LocalGeneration, change: Changing, why: str, exit_code: int = 0) -> Step:
+def _withdraw(
+    state: State, held: LocalGeneration, change: Changing, why: str, failure: Failure | None = None
+) -> Step:
     """Give the change up and go on in the held generation.
 
     Args:
@@ -191,13 +200,13 @@ def _withdraw(state: State, held: LocalGeneration, change: Changing, why: str, e
         held: the generation held here.
         change: the change under way.
         why: the reason, for users.
-        exit_code: that of the newcomer because of which this happens, if there is one.
+        failure: that of the newcomer because of which this happens, if there is one.
     """
     plan, node = change.plan, state.me.node
     ends = [r.exit is not None and r.exit.exit_code == 0 and not r.stopped for r in held.replicas]
     finished = not held.lost and all(ends)
     outcome = Outcome.DONE if finished else Outcome.ABORTED
-    failure = None if finished else Failure(-1, exit_code, why)
+    failure = None if finished else failure or Failure(-1, 0, why)
     alive = tuple(r.local_rank for r in change.newcomers if r.exit is None)
     state = replace(
         state,
@@ -216,7 +225,8 @@ def _withdraw(state: State, held: LocalGeneration, change: Changing, why: str, e
 def reconcile_joining(state: State, held: LocalGeneration, joining: Joining, now: float) -> Step | None:
     """Make one step on a node that has newcomers only; None: nothing to do now."""
     if joining.switched >= {r.local_rank for r in held.replicas}:
-        state = replace(state, held=replace(held, course=Training(), since=now))
+        replicas = tuple(replace(r, newcomer=True) for r in held.replicas)
+        state = replace(state, held=replace(held, replicas=replicas, course=Training(), since=now))
         resilient = all(r.resilient for r in held.replicas)
         return state, [WriteRunning(held.generation, library=True, resilient=resilient)]
     ready = all(r.library for r in held.replicas)
@@ -228,9 +238,9 @@ def reconcile_joining(state: State, held: LocalGeneration, joining: Joining, now
     if plan is not None and plan.transition is Transition.INPLACE and plan.base == held.generation:
         newer = False
     if ended is not None or late or newer:
-        why, code = _why(ended) if ended else ("not ready in time" if late else "another plan", 0)
-        end = Killing(why, failure=Failure(-1, code, why))
-        return replace(state, held=replace(held, end=end)), []
+        why, kind = (LATE, LATE) if late else ("another plan", "")
+        failure = _failure(ended) if ended else Failure(-1, 0, why, kind=kind)
+        return replace(state, held=replace(held, end=Killing(failure.message, failure=failure))), []
     if ready and joining.until < math.inf:
         held = replace(held, course=replace(joining, until=math.inf))
         return replace(state, held=held), [WriteReady(held.generation)]

@@ -1,8 +1,9 @@
 """Decide what one node does about a death that others survive: pure functions, called by `decisions`.
 
-A replica killed by a signal while the others are *resilient* (they reported it) is no failure. No replica is
-killed; `broken` tells the coordinator which slots are dead. The coordinator answers with a plan with
-transition RECOVER that names the survivors::
+A replica killed by a signal while the others are *resilient* (they reported it) is no failure. Nor is an
+error that a newcomer of the last planned change in place raises. No replica is killed; `broken` tells the
+coordinator which slots are dead. The coordinator answers with a plan with transition RECOVER that names the
+survivors::
 
  a replica dies, or the living report a lost peer ─► WritePeerLoss(g)    they wait in their processes
  plan G (recover) ─► TellPlan to the living: the new rank of each, or to leave
@@ -43,6 +44,7 @@ from adaptdl_elastic.agent.core.states import (
     Training,
     WriteEnded,
     WritePeerLoss,
+    failure_of,
 )
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
@@ -70,7 +72,7 @@ def handle_death(state: State, held: LocalGeneration, event: ReplicaExited, now:
     dead = next((r for r in (*held.replicas, *held.lost) if r.local_rank == slot), None)
     if dead is None:  # a replica that was about to leave
         return replace(state, held=held), actions
-    dead = replace(dead, exit=replace(event, evidence=Evidence()))
+    dead = replace(dead, exit=event if event.exit_code > 0 else replace(event, evidence=Evidence()))
     left = tuple(r for r in held.replicas if r.local_rank != slot)
     held = replace(held, replicas=left, lost=(*(r for r in held.lost if r.local_rank != slot), dead))
     if any(r.exit is None for r in left) or (state.plan is not None and state.plan.nodes > 1):
@@ -97,7 +99,9 @@ def _survived(held: LocalGeneration, event: ReplicaExited) -> bool:
     if not all(r.resilient for r in others or [replica]):
         # the others could not form the new generation, and this replica had not joined it yet
         return held.loss_reported >= held.generation and not replica.resilient and event.exit_code != 0
-    return event.exit_code < 0
+    raised = event.evidence.raised is not None and not event.evidence.lost_peer
+    joins = replica.newcomer or replica not in held.replicas
+    return event.exit_code < 0 or (raised and joins)
 
 
 def handle_report(state: State, held: LocalGeneration, event: FromReplica, now: float) -> Step:
@@ -223,4 +227,4 @@ def _loss_generation(held: LocalGeneration) -> int:
 
 def _failure(dead: Replica) -> Failure:
     assert dead.exit is not None
-    return Failure(dead.rank, dead.exit.exit_code, dead.exit.message, dead.exit.time)
+    return failure_of(dead.rank, dead.exit)

@@ -81,6 +81,7 @@ class Replica:
     # monotonic time of its newest sign of life since its first step, or since it joined
     heard: float | None = None
     pinged: float | None = None  # monotonic time of a ping that it has not answered
+    newcomer: bool = False  # it has joined by the last planned change in place
     hanging: str = ""  # why it is killed: it did not answer a ping, or the others wait for it
 
 

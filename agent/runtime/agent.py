@@ -40,17 +40,18 @@ from adaptdl_elastic.agent.cluster.store_link import (
     Writer,
 )
 from adaptdl_elastic.agent.cluster.store_view import StoreView
-from adaptdl_elastic.agent.core import decisions, inplace_change, states
+from adaptdl_elastic.agent.core import decisions, states
 from adaptdl_elastic.agent.core.pending_notice import PendingNotice
 from adaptdl_elastic.agent.machine.devices import DevicesSeen
 from adaptdl_elastic.agent.machine.interruption import Notice
 from adaptdl_elastic.agent.runtime import failure_reports
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
+from adaptdl_elastic.agent.runtime.code_version import CodeVersion
+from adaptdl_elastic.agent.runtime.decision_recorder import DecisionRecorder
 from adaptdl_elastic.agent.runtime.event_loop import Loop, Signalled, StopRequests
 from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
-from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.replica_starter import ReplicaStarter
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
@@ -61,9 +62,11 @@ from adaptdl_elastic.protocol.messages import Ping, ReplicaMessage, SaveCheckpoi
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
+    CHANGED_CODE,
     CheckpointRecord,
     EndedRecord,
     Failure,
+    JobRequest,
     JobState,
     JobStatus,
     MasterRecord,
@@ -103,6 +106,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._registration, self._fork_server, self._output = registration, fork_server, output
         self._recorder, self._say, self._restart_fork_server = recorder, say, restart_fork_server
         self.state = states.State(me=config.me)
+        self.decisions = DecisionRecorder(output.directory)
         self.exit_code, self.exit_reason = 1, ""
         self._loop = Loop()
         self._registration.monitor = ConnectionMonitor(self._loop.post)
@@ -112,6 +116,12 @@ class ElasticAgent(SimpleElasticAgent):
         self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._view.prefixes]
         self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
         self._starter = ReplicaStarter(config, output)
+        self.code = CodeVersion(
+            config.options,
+            config.me,
+            lambda changed: self._writer.submit(partial(registration.update, changed=changed)),
+            lambda text: self._loop.post(UserLine(text)),
+        )
         self._generation_store = GenerationStore(config.host, config.options.port_range)
         log, holder = output.directory / "coordinator.log", Holder(config.me.node, config.me.agent)
         self._coordinator = CoordinatorHost(
@@ -124,7 +134,7 @@ class ElasticAgent(SimpleElasticAgent):
             time.monotonic,
         )
         self._signals = StopRequests()
-        self._checkpoint_asked = 0
+        self._asked = JobRequest()  # the last one that was carried out
         self._failures = FailureReporter(
             output, recorder, say, config.me.spec.max_restarts, config.options.checkpoint_path
         )
@@ -170,7 +180,8 @@ class ElasticAgent(SimpleElasticAgent):
                 self._recorder.flush()
             if any(due is not None and time.monotonic() >= due for due in self._check_times):
                 self._check_requests()
-        return self._result()
+        ends = {0: WorkerState.SUCCEEDED, STOPPED: WorkerState.STOPPED}
+        return RunResult(ends.get(self.exit_code, WorkerState.FAILED))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         generation = self._plan.generation if self._plan is not None else -1
@@ -194,11 +205,8 @@ class ElasticAgent(SimpleElasticAgent):
             handle.close()
         self._replicas.clear()
         self._generation_store.close()
+        self.decisions.close(write=self.exit_code not in (0, STOPPED))
         self._loop.close()
-
-    def _result(self) -> RunResult:
-        states_of = {0: WorkerState.SUCCEEDED, STOPPED: WorkerState.STOPPED}
-        return RunResult(states_of.get(self.exit_code, WorkerState.FAILED))
 
     # Events
 
@@ -251,18 +259,16 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _decide(self, event: states.Event) -> None:
         state = replace(self.state, lapsed=self._registration.lapsed)
-        self.state, actions = decisions.decide(state, event, time.monotonic())
+        self.state, actions = self.decisions.decide(state, event, time.monotonic())
         for action in actions:
             self._act(action)
 
     def _on_signal(self, number: signal.Signals) -> None:
         match self._signals.count(time.monotonic()):
-            case 0:
-                pass
             case 1:
                 self._say(f"{number.name}: saving and stopping; once more stops at once")
                 self._leave(number.name, None)
-            case _:
+            case many if many > 1:
                 self._decide(states.LeaveNow(f"{number.name} twice"))
 
     def _leave(self, reason: str, deadline: float | None) -> None:
@@ -279,10 +285,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._writer.submit(lambda: self._registration.update(at_risk=True))
 
     def _check_requests(self) -> None:
-        """Handle requests in the store other than the plan.
-
-        Drains, checkpoints, and the coordinator's keys.
-        """
+        """Handle requests in the store other than the plan: drains, a job's request, coordinators' keys."""
         view, me = self._view, self._config.me
         drain = view.drain
         if drain is not None and self.state.departure is None:
@@ -290,11 +293,15 @@ class ElasticAgent(SimpleElasticAgent):
             if drain.instance in (None, record.instance):
                 self._leave(drain.reason, drain.deadline)
         asked = view.request
-        if asked is not None and asked.run in ("", me.spec.run) and asked.checkpoint > self._checkpoint_asked:
-            self._checkpoint_asked = asked.checkpoint
-            for handle in self._replicas.values():
+        if asked is not None and asked.run in ("", me.spec.run):
+            before, self._asked = self._asked, asked
+            for handle in self._replicas.values() if asked.checkpoint > before.checkpoint else ():
                 if handle.rank == 0 and handle.library:
                     handle.send(SaveCheckpoint(asked.checkpoint))
+            if asked.decisions > before.decisions:
+                self._output.keep = True
+                self.decisions.write()
+                self._writer.submit(partial(self._registration.update, decisions=self.decisions.place))
         if (why := self._pending_notice.notice(self.state.status, time.monotonic())) is not None:
             self._say(why)
         if self.state.plan is None and (why := self._coordinator.broken) is not None:
@@ -346,16 +353,20 @@ class ElasticAgent(SimpleElasticAgent):
         record = self._generation_store.open(generation, wanted)
         if wanted is not None and wanted.host not in (None, record.host):
             self._say(f"{wanted} is not here, where rank 0 is: replicas meet at {record.host}:{record.port}")
+        record = replace(record, code=dict(self.code.files))
         self._reporter.master(record)
         self._decide(states.MasterSeen(record))
 
     def _start(self, start: states.StartReplicas) -> None:
-        if not start.join:
-            self._generation_store.forget(start.plan.generation)
-            self._failures.starts_again(start.plan, self._view.checkpoint)
         if not start.join or not self._replicas:
             self._last_exits.clear()
             self._plan = start.plan
+        if self.code.refuse(start, bool(self._replicas), time.time(), self.post):
+            return
+        if not start.join:
+            self._generation_store.forget(start.plan.generation)
+            self._failures.starts_again(start.plan, self._view.checkpoint)
+        self.code.starts()
         for local_rank in start.local_ranks:
             handle = self._starter.start(self._fork_server, start, local_rank, self._view.checkpoint)
             self._replicas[handle.number] = handle
@@ -365,25 +376,10 @@ class ElasticAgent(SimpleElasticAgent):
         """Tell every replica of the held generation its new rank and the address of the new store."""
         if self._plan is None:
             return
-        size, place = (plan.replicas, plan.nodes), (master.host, master.port)
-        mine = plan.rank_by_slot(self._config.me.node)
-        recover = plan.transition is Transition.RECOVER
-        numbers = None if recover else inplace_change.renumber(self._plan, plan)
         for handle in self._replicas.values():
-            rank, environment = mine.get(handle.local_rank), dict[str, str]()
-            if rank is not None:
-                job, checkpoint = self._config.environment, self._view.checkpoint
-                environment = replica_environment(
-                    job, plan, master, handle.local_rank, checkpoint, handle.error_file
-                )
-            message: messages.Plan
-            if numbers is None:
-                message = messages.RecoveryPlan(plan.generation, rank, *size, *place, environment)
+            handle.send(self._starter.plan_message(handle, self._plan, plan, master, self._view.checkpoint))
+            if plan.transition is Transition.RECOVER:
                 handle.switched, handle.early_step = False, None
-            else:
-                ranks = numbers.ranks, numbers.newcomers
-                message = messages.ChangePlan(plan.generation, *size, *ranks, *place, environment)
-            handle.send(message)
 
     def _withdraw(self, plan: Plan, reason: str) -> None:
         newcomers = self._ended_in(plan.generation)
@@ -427,8 +423,10 @@ class ElasticAgent(SimpleElasticAgent):
         return [h for h in self._replicas.values() if h.local_rank in local_ranks]
 
     def _ask_to_stop(self, local_ranks: tuple[int, ...], plain: tuple[int, ...], reason: str) -> None:
+        interrupted = getattr(self.state.departure, "reason", "") == signal.SIGINT.name
         for handle in self._held((*local_ranks, *plain)):
-            handle.send(Stop(reason))  # a replica whose channel is closed is about to end
+            # a replica whose channel is closed is about to end
+            handle.send(Stop(reason, interrupted and handle.rank == 0))
         for handle in self._held(plain):  # after the message, because `channel.say_finished` looks for it
             self._fork_server.signal(handle.number, signal.SIGTERM)
 
@@ -467,8 +465,6 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _ended_in(self, generation: int) -> list[ReplicaHandle]:
         return [handle for handle, _ in self._last_exits if handle.generation == generation]
-
-    # Replicas
 
     def _on_fork_server(self) -> None:
         news = self._fork_server.receive()
@@ -518,8 +514,10 @@ class ElasticAgent(SimpleElasticAgent):
         self._replicas.pop(handle.number, None)
         handle.close()
         self._last_exits.append((handle, code))
-        message, evidence = handle.broken, states.Evidence()
-        if code not in (0, STOPPED) and not handle.broken:
+        message, evidence, failed = handle.broken, states.Evidence(), code not in (0, STOPPED)
+        if failed and handle.newcomer and (why := self.code.refusal(True)):
+            message, evidence = why, states.Evidence(CHANGED_CODE)
+        elif failed and not message:
             message, evidence = failure_reports.examine(
                 code, handle.error_file, self._config.options.command[0]
             )
@@ -561,7 +559,14 @@ class ElasticAgent(SimpleElasticAgent):
             case messages.Hello():
                 handle.library = True
                 self._recorder.hello()
+            case messages.CodeLoaded(files):
+                self.code.trained(files, handle.started)
+                return
+            case messages.Ready() if why := self.code.refusal(True):
+                handle.broken = why  # it may have read what has changed since it was started
+                return
             case messages.Switched(generation, last_step):
+                handle.newcomer = False
                 # newcomers belong to their generation from the start
                 handle.switched = self._plan is None or self._plan.generation != generation
                 self._recorder.last_step_was(last_step)

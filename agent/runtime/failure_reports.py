@@ -29,6 +29,8 @@ def examine(exit_code: int, error_file: str, argument: str = "") -> tuple[str, E
     if error is None:
         return line, Evidence(kind_of(exit_code))
     kind = "" if error.lost_peer else error.kind
+    if kind == uncaught_error.NO_SHARED_MEMORY:
+        line = f"{line}: {kind}"
     of_step = (error.step, error.worked_batch)
     return line, Evidence(kind, error.raised, error.lost_peer, error.final, *of_step, error.exit_code)
 

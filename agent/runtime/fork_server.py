@@ -164,7 +164,9 @@ class ForkServer:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            # the kernel may keep a process whose disk or device does not answer
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout)
 
 
 @dataclass

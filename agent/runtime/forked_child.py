@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 from adaptdl_elastic.agent.machine import device_locks
 from adaptdl_elastic.agent.machine.devices import Gpus
 from adaptdl_elastic.protocol import environment, uncaught_error
-from adaptdl_elastic.protocol.channel import say_finished
+from adaptdl_elastic.protocol.channel import STOPPED, say_finished
 from adaptdl_elastic.rendezvous.local.safe_stream import SafeStream, Unshown, protect
 
 _PR_SET_PDEATHSIG = 1
@@ -162,13 +162,15 @@ def _run(command: Command, pid: int) -> None:
         else:
             _run_script(command.argv[0])
     except SystemExit as error:
-        if error.code not in (0, None, 143):
+        if error.code not in (0, None, STOPPED) and not uncaught_error.interrupted:
             _record(error)
             if command.reports and os.getpid() == pid:
                 found = uncaught_error.describe(error, _users(error.__traceback__))
                 uncaught_error.write(found, Path(command.reports))
         raise
     except BaseException as error:
+        if uncaught_error.interrupted and isinstance(error, KeyboardInterrupt):
+            raise SystemExit(STOPPED) from None
         if uncaught_error.explain is not None:
             uncaught_error.explain(error, error.__traceback__)
         _record(error)

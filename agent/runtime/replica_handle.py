@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import (
@@ -29,7 +30,9 @@ class ReplicaHandle:
         self.rank = rank
         self.error_file = error_file
         self.pid: int | None = None
+        self.started = time.time()
         self.library = False
+        self.newcomer = False  # it is to join running replicas, and has not yet
         self.first_step: float | None = None  # wall clock
         self.switched = False  # it has switched to the next generation, which this agent has not adopted yet
         # its first step in that generation: number, wall clock

@@ -6,6 +6,7 @@ import logging
 import sys
 from pathlib import Path
 
+from adaptdl_elastic.agent.core.inplace_change import renumber
 from adaptdl_elastic.agent.core.states import StartReplicas
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
@@ -13,8 +14,9 @@ from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.replica_environment import replica_devices, replica_environment
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.terminal.replica_output import Output
+from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.environment import JOIN
-from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, MasterRecord, Plan, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,35 @@ class ReplicaStarter:
     def __init__(self, config: AgentConfig, output: Output) -> None:
         self._config, self._output = config, output
         self._numbers = 0
+
+    def plan_message(
+        self,
+        handle: ReplicaHandle,
+        held: Plan,
+        plan: Plan,
+        master: MasterRecord,
+        saved: CheckpointRecord | None,
+    ) -> messages.Plan:
+        """Return what a replica is told of a change in place.
+
+        Args:
+            handle: the replica.
+            held: the plan of its generation.
+            plan: the plan of the next one.
+            master: the store of the next one.
+            saved: the newest checkpoint of the job.
+        """
+        size, place = (plan.replicas, plan.nodes), (master.host, master.port)
+        rank = plan.rank_by_slot(self._config.me.node).get(handle.local_rank)
+        variables = dict[str, str]()
+        if rank is not None:
+            job = self._config.environment
+            variables = replica_environment(job, plan, master, handle.local_rank, saved, handle.error_file)
+        if plan.transition is Transition.RECOVER:
+            return messages.RecoveryPlan(plan.generation, rank, *size, *place, variables)
+        numbers = renumber(held, plan)
+        ranks = numbers.ranks, numbers.newcomers
+        return messages.ChangePlan(plan.generation, *size, *ranks, *place, variables)
 
     def start(
         self,
@@ -44,11 +75,12 @@ class ReplicaStarter:
         plan = start.plan
         rank = plan.rank_by_slot(self._config.me.node)[local_rank]
         self._numbers += 1
-        destination = self._output.open(plan.generation, local_rank, rank)
+        destination = self._output.open(plan.generation, local_rank, rank, joining=start.join)
         handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
         environment = replica_environment(
             self._config.environment, plan, start.master, local_rank, checkpoint, destination.error_file
         )
+        handle.newcomer = start.join
         if start.join:
             environment[JOIN] = "1"
         reports = str(Path(destination.error_file).parent)

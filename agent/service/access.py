@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +50,35 @@ class Caller:
             raise DeniedError(f"job {job} belongs to {owner}: {owner} or an administrator may do this", 403)
 
 
+class Turns:
+    """Let signatures of callers that have proved nothing be checked one at a time.
+
+    Each check starts a process. Many at a time would delay the requests of known callers.
+    """
+
+    def __init__(self) -> None:
+        self._one = threading.Lock()
+        # names and addresses of people of the cluster whose last signature was valid
+        self._known: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def of(self, name: str, address: str) -> Iterator[None]:
+        """Check a signature in this block, which raises if it is not valid."""
+        caller = (name, address)
+        known = caller in self._known
+        self._known.discard(caller)
+        with nullcontext() if known else self._one:
+            yield
+        self._known.add(caller)
+
+
 def identify(
     certificate: Mapping[str, Any] | None,
     headers: Mapping[str, str],
     people: People,
     request: tuple[str, str, str, str, str],
     now: float,
+    turn: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> Caller:
     """Return who asks.
 
@@ -63,6 +88,7 @@ def identify(
         people: Who may use the cluster.
         request: Cluster id, this node, method, target, and SHA-256 of the body, as they are signed.
         now: The time of this node's clock.
+        turn: Entered with the name of a person while that person's signature is checked.
 
     Raises:
         DeniedError: neither a node nor a known person asks.
@@ -76,11 +102,17 @@ def identify(
     if not name or not signature or not _MOMENT.fullmatch(moment):
         raise DeniedError("the request is not signed: use the command adaptdl", 401)
     try:
-        person = signatures.verify(people, name, signatures.request_text(*request, moment), signature)
+        with turn(name):
+            person = signatures.verify(people, name, signatures.request_text(*request, moment), signature)
     except UncheckedError as error:
         raise DeniedError(str(error), 503) from None
-    except SignatureError as error:
-        raise DeniedError(str(error), 401) from None
+    except SignatureError:
+        # one answer for an unknown name and for a wrong key: a stranger does not learn who has an account
+        raise DeniedError(
+            f"the request is not signed by a key with which {name!r} may use this cluster: "
+            f"an administrator runs adaptdl cluster grant {name} KEY.pub",
+            401,
+        ) from None
     if abs(now - int(moment)) > VALID_SECONDS:
         raise DeniedError(
             f"the request was signed {now - int(moment):.0f} s ago by the clock of node {request[1]}, and "

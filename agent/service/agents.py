@@ -18,8 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from adaptdl_elastic import _own_python
+from adaptdl_elastic import _own_python, _program
+from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.agent.cluster.ended_run import JobEndedError
+from adaptdl_elastic.agent.cluster.job_joining import live_agents
+from adaptdl_elastic.agent.service import environments
 from adaptdl_elastic.agent.service.agent_forker import AgentForker, can_fork
 from adaptdl_elastic.agent.service.archives import read_private, unpack
 from adaptdl_elastic.agent.service.blobs import AbsentError, Blobs
@@ -30,7 +33,7 @@ from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInE
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import Plan, encode
+from adaptdl_elastic.rendezvous.schema.records import JobState, Plan, encode
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
@@ -138,19 +141,18 @@ class Agents:
             target=self._stand_in, args=(request, peers, membership), name=f"start-{job}", daemon=True
         ).start()
 
-    def review(self, requests: Iterable[Request], run_of: Callable[[str], str | None]) -> None:
+    def review(self, requests: Iterable[Request], number_of: Callable[[str], int]) -> None:
         """Withdraw registrations that belong to another submission or run than a job has now.
 
         Args:
             requests: All requests.
-            run_of: Returns the present run of a job, if that is known.
+            number_of: Returns `JobSpec.number` of a job's present run; 0: it is not known.
         """
         with self._lock:
             self._requests = {one.submission.job: one for one in requests}
             ghosts, self._ghosts = self._ghosts, []
             for job, stand_in in list(self._stand_ins.items()):
-                # names of runs begin with the time of their start
-                fits = self._fits(stand_in) and (run_of(job) or "") <= stand_in.run
+                fits = self._fits(stand_in) and number_of(job) <= stand_in.number
                 if self._states[job].standing and not fits:
                     self._drop(job)
         for ghost in ghosts:
@@ -221,6 +223,7 @@ class Agents:
             options = agent_options(self._config, self._slots, self._spec(job))
             work = self._directory.work(submission.folder)
             stand_in = StandIn(submission, work, given, options, environment, membership)
+            stand_in = self._of_its_version(stand_in, request)
             # this process has neither the job's variables nor what was imported under them
             if not can_fork(given) or ("://" in path and submission.environment is not None):
                 return self._start(stand_in)
@@ -243,15 +246,27 @@ class Agents:
                 self.problems.pop(job, None)
         self._changed()
 
+    def _of_its_version(self, stand_in: StandIn, request: Request) -> StandIn:
+        """Return a stand-in with the version of a job that runs: it keeps that until it is resumed."""
+        store, keys = stand_in.membership.store, Keys(self._config.cluster)
+        if request.run.state is not JobState.RUNNING or request.run.resumed:
+            return stand_in
+        versions = {one.version for one in live_agents(store, keys, stand_in.job)} - {"", _program.version()}
+        for version in versions:
+            if (python := environments.python_of(self._directory, version)) is not None:
+                return replace(stand_in, version=version, python=python)
+        return stand_in
+
     def _start(self, stand_in: StandIn) -> None:
         job = stand_in.job
         log, note = self._directory.log(job), self._notes() / f"{job}.json"
         try:
-            if can_fork(stand_in.given):
+            if can_fork(stand_in.given) and not stand_in.version:
                 child = self.forker.start(stand_in.options, stand_in.work, log, stand_in.environment)
                 process = KeptProcess.noted(child, note)
             else:
-                command = _own_python.module("adaptdl_elastic.agent", *stand_in.options)
+                options = stand_in.options
+                command = _own_python.module("adaptdl_elastic.agent", *options, python=stand_in.python)
                 process = KeptProcess.start(command, note, log, stand_in.work, stand_in.environment)
         except Exception as error:  # or the job would be prepared for ever
             with self._lock:
@@ -352,7 +367,7 @@ def write_spec(request: Request, checkpoint_path: str, file: Path) -> None:
         follows=_followed(request),
     )
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(encode(spec))
+    write_whole(file, encode(spec))
 
 
 def agent_options(config: ServiceConfig, slots: int, file: Path) -> list[str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,15 +28,26 @@ KEPT = 3
 WAIT_SECONDS = 60
 """Seconds that a replica waits for the copy of a checkpoint."""
 
+SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0
+"""Shortest and longest pause before a copy that failed is tried again."""
+
 _COPYING = ".copy-"  # begins the name of a directory whose copy is not complete
 
 
 class CheckpointCopies:
     """The copies on one node; one thread makes them."""
 
-    def __init__(self, directory: ServiceDirectory, client: ServiceClient) -> None:
-        self._directory, self._client = directory, client
-        self._thread: threading.Thread | None = None
+    def __init__(
+        self,
+        directory: ServiceDirectory,
+        client: ServiceClient,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory, self._client, self._clock = directory, client, clock
+        self.thread: threading.Thread | None = None
+        self._again: dict[str, tuple[float, float]] = {}  # job → when it is tried again, and the next pause
+        self.problems: dict[str, str] = {}
+        """Why the newest checkpoint of a job cannot be copied to this node, by job."""
 
     def look(self, newest: Mapping[str, str], peers: Sequence[ServiceRecord]) -> None:
         """Begin to copy what is missing, unless a copy is under way.
@@ -44,13 +56,16 @@ class CheckpointCopies:
             newest: The newest checkpoint of each job that has an agent here.
             peers: The other nodes.
         """
-        missing = {job: one for job, one in newest.items() if is_id(one) and not self._has(job, one)}
-        if not missing or (self._thread is not None and self._thread.is_alive()):
+        for job in self._again.keys() - newest.keys():
+            self._succeeded(job)
+        due = {job for job in newest if self._clock() >= self._again.get(job, (0.0, 0.0))[0]}
+        missing = {job: newest[job] for job in due if is_id(newest[job]) and not self._has(job, newest[job])}
+        if not missing or (self.thread is not None and self.thread.is_alive()):
             return
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._copy_all, args=(missing, peers), name="copies", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def _has(self, job: str, checkpoint_id: str) -> bool:
         return (self._directory.checkpoints(job) / checkpoint_id / MANIFEST).exists()
@@ -61,13 +76,26 @@ class CheckpointCopies:
             for peer in peers:
                 try:
                     copy(self._client, peer, self._directory.checkpoints(job), job, checkpoint_id)
+                    self._succeeded(job)
                     break
-                except (ServiceError, OSError) as error:
+                except ServiceError as error:  # other nodes may have it, or this one later
                     problems.append(str(error))
+                except OSError as error:
+                    why = f"its checkpoints are not copied to this node: {error.strerror}"
+                    self.problems[job] = why
+                    pause = self._again.get(job, (0.0, SHORTEST_PAUSE_SECONDS))[1]
+                    self._again[job] = self._clock() + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
+                    logger.warning("job %s: %s; tried again in %g s", job, why, pause)
+                    break
             else:
+                self._succeeded(job)
                 logger.info(
                     "checkpoint %s of %s is not copied yet: %s", checkpoint_id, job, "; ".join(problems)
                 )
+
+    def _succeeded(self, job: str) -> None:
+        self._again.pop(job, None)
+        self.problems.pop(job, None)
 
 
 def copy(client: ServiceClient, peer: ServiceRecord, root: Path, job: str, checkpoint_id: str) -> None:

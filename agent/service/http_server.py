@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from adaptdl_elastic.agent.service.access import Caller, DeniedError, identify
+from adaptdl_elastic.agent.service.access import Caller, DeniedError, Turns, identify
 from adaptdl_elastic.agent.service.blobs import MOST_BLOB_BYTES, BlobError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import files_of
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.connections import BoundedServer
+from adaptdl_elastic.rendezvous.services.service_client import REFUSAL_HEADER
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
 from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError
 
@@ -80,6 +81,7 @@ class ServicePort(BoundedServer):
         self.socket = listening
         self.served = served
         self.closing = threading.Event()
+        self.turns = Turns()
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._tls.minimum_version = ssl.TLSVersion.TLSv1_2
         self._tls.load_cert_chain(str(served.directory.cert), str(served.directory.key))
@@ -152,6 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             served.people(),
             request,
             time.time(),
+            lambda name: self.server.turns.of(name, self.client_address[0]),
         )
         if not self.server.connections.prove(self.connection):
             raise DeniedError(f"node {served.config.node} serves too many connections: try again later", 503)
@@ -166,8 +169,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._json({**self.server.served.state(), **may})
             case ["metrics"]:  # for Prometheus, with a node's certificate
                 self._caller()
-                number = self.server.served.state()["unfinished"]
-                text = f"# TYPE adaptdl_unfinished_jobs gauge\nadaptdl_unfinished_jobs {number}\n"
+                served = self.server.served
+                name = f'adaptdl_unfinished_jobs{{adaptdl_cluster="{served.config.cluster}"}}'
+                number = served.state()["unfinished"]
+                text = f"# TYPE adaptdl_unfinished_jobs gauge\n{name} {number}\n"
                 self._answer(200, text.encode())
             case ["v1", "blobs", digest]:
                 self._caller().require_node()
@@ -257,6 +262,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        if status >= 400:  # the answer to HEAD has no body
+            self.send_header(REFUSAL_HEADER, quote(body))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -53,10 +53,10 @@ class JobRecords:
         record = self._cache.record(self._keys.job(job, name))
         return record if isinstance(record, kind) else None
 
-    def run(self, job: str) -> str | None:
-        """Return the present run of a job; None if there is none."""
+    def number(self, job: str) -> int:
+        """Return `JobSpec.number` of the present run of a job; 0 if there is none."""
         spec = self.read(JobSpec, job, "spec")
-        return None if spec is None else spec.run
+        return 0 if spec is None else spec.number
 
     def _take(self, news: object) -> None:
         if isinstance(news, Snapshot):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.agent.service.agent_forker import ForkedAgent
 
 
@@ -61,9 +62,7 @@ class KeptProcess:
             created = psutil.Process(child.pid).create_time()
         try:
             note.parent.mkdir(parents=True, exist_ok=True)
-            temporary = note.with_suffix(".new")
-            temporary.write_text(json.dumps({"pid": child.pid, "created": created}))
-            temporary.replace(note)
+            write_whole(note, json.dumps({"pid": child.pid, "created": created}))
         except OSError:
             cls(child.pid, note, child).kill_group()
             raise

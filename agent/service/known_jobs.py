@@ -11,11 +11,11 @@ resumes it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.rendezvous.schema.records import JobState, MalformedRecordError, decode, encode
 from adaptdl_elastic.rendezvous.schema.submissions import Submission
 from adaptdl_elastic.rendezvous.services.admission import Request
@@ -36,12 +36,14 @@ class KnownJob:
         cancelled_by: Who has cancelled it; None: nobody.
         ended: How its last run has ended; None: it has not. "stopped" and "failed" are not for good.
         run: The last run that has ended.
+        number: `JobSpec.number` of that run.
     """
 
     submission: str
     cancelled_by: str | None = None
     ended: str | None = None
     run: str = ""
+    number: int = 0
 
     def read(self) -> Submission:
         """Return the submission."""
@@ -49,16 +51,17 @@ class KnownJob:
 
     def learn(self, request: Request) -> KnownJob:
         """Return what is known after a request of this submission was read."""
-        run, ended, last = request.run, self.ended, self.run
+        run, ended, last, number = request.run, self.ended, self.run, self.number
+        asked = last in (run.resumption, request.submission.follows) or run.resumption_number > number
         # statuses are not signed: a failed run is only followed by another if a person has signed that
-        kept = ended == JobState.FAILED.value and run.resumption < last
+        kept = ended == JobState.FAILED.value and not asked
         if ended != JobState.DONE.value and not kept:
             if run.ended:
-                ended, last = JobState(run.state).value, run.run
+                ended, last, number = JobState(run.state).value, run.run, max(number, run.number)
             elif run.state is not None or run.resumed:
                 ended = None
         cancelled_by = self.cancelled_by or request.cancelled_by
-        return replace(self, cancelled_by=cancelled_by, ended=ended, run=last)
+        return replace(self, cancelled_by=cancelled_by, ended=ended, run=last, number=number)
 
     def replaced_by(self, other: Submission) -> bool:
         """Return whether a submission of the same name takes the place of this one."""
@@ -127,7 +130,10 @@ class KnownJobs:
                 f"node {self._node} starts no job, because its list of jobs that have ended is lost: "
                 f"adaptdl cluster up brings it that of the other nodes"
             )
-        jobs, refused, requests = dict(self._jobs), dict(found.refused), []
+        jobs, requests = dict(self._jobs), list[Request]()
+        # what a person who was revoked has submitted before needs nobody's attention
+        revoked = {job for job, known in jobs.items() if known.read().owner not in people}
+        refused = {job: why for job, why in found.refused.items() if job not in revoked}
         for request in found.requests:
             job = request.submission.job
             known = jobs.get(job)
@@ -165,9 +171,4 @@ def _read(path: Path) -> dict[str, KnownJob] | None:
 
 def _write(path: Path, jobs: dict[str, KnownJob]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    with temporary.open("w") as file:
-        json.dump({job: asdict(jobs[job]) for job in sorted(jobs)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, json.dumps({job: asdict(jobs[job]) for job in sorted(jobs)}))

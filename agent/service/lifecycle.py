@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import adaptdl_elastic
-from adaptdl_elastic import _own_python
+from adaptdl_elastic import _own_python, _program
+from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.decisions import STOP_SECONDS
@@ -65,7 +65,7 @@ def run(directory: ServiceDirectory) -> int:
         "slots": supervisor.record.slots,
     }
     # a service that the store does not list yet is not ready
-    supervisor.run(lambda: _write(directory.state / "service.json", ready))
+    supervisor.run(lambda: write_whole(directory.state / "service.json", json.dumps(ready)))
     return 0
 
 
@@ -97,7 +97,7 @@ def service_command(action: str, directory: ServiceDirectory) -> list[str]:
 
 def fingerprint(directory: ServiceDirectory) -> str:
     """Return a digest of what a running service has read at its start: its files, interpreter and version."""
-    parts = [adaptdl_elastic.__version__, sys.executable]
+    parts = [_program.version(), sys.executable]
     for path in (directory.path / "service.json", directory.ca, directory.cert, directory.key):
         parts.append(hashlib.sha256(path.read_bytes()).hexdigest())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -210,12 +210,6 @@ def _turn(directory: ServiceDirectory) -> Iterator[None]:
                 "another adaptdl cluster command changes this node now: wait until it ends"
             ) from None
         yield
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(value))
-    temporary.replace(path)
 
 
 # systemd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.cluster import ended_run
-from adaptdl_elastic.agent.cluster.job_joining import StoppingError
+from adaptdl_elastic.agent.cluster.job_joining import StoppingError, last_run
 from adaptdl_elastic.agent.cluster.store_link import NameTakenError, Registration
 from adaptdl_elastic.agent.own_records import new_run
 from adaptdl_elastic.agent.terminal.run_options import parse
@@ -64,6 +65,9 @@ class StandIn:
         variables: The agent's environment.
         membership: The store, and the lease of the registration.
         registration: The registration; None: the agent is to register by itself.
+        number: `JobSpec.number` of the run that this node is registered for.
+        version: Version of this program that the job's agents have; "": this one.
+        python: Interpreter that has it.
     """
 
     submission: Submission
@@ -73,6 +77,9 @@ class StandIn:
     variables: Mapping[str, str] = field(repr=False)
     membership: Membership
     registration: Registration | None = None
+    number: int = 0
+    version: str = ""
+    python: str = sys.executable
 
     @property
     def job(self) -> str:
@@ -100,7 +107,8 @@ class StandIn:
         """
         try:
             # the script is looked for by the agent, whose directory it may be relative to
-            options = replace(parse(self.options, self.variables, look=False), directory=self.work)
+            options = parse(self.options, self.variables, look=False)
+            options = replace(options, directory=self.work, version=self.version)
             launch.check_checkpoint_path(options.checkpoint_path)
             store, keys = self.membership.store, Keys(options.cluster)
             _delete_ghost(store, keys.node(options.node_name or "", self.job))
@@ -114,7 +122,7 @@ class StandIn:
             )
         except _REFUSALS as error:
             raise StandInError(str(error), isinstance(error, _PASSING)) from None
-        return replace(self, registration=found.registration)
+        return replace(self, registration=found.registration, number=found.spec.number)
 
     def is_named(self, plan: Plan) -> bool:
         """Return whether a plan has replicas on this node, by this registration."""
@@ -158,10 +166,11 @@ def record_failure(store: Store, keys: Keys, submission: Submission, reason: str
         StoreError: the store fails.
     """
     job, key = submission.job, keys.job(submission.job, "spec")
-    found = store.get(key)
+    found, number = last_run(store, key)
     spec = read_record(JobSpec, found)
     if spec is None or spec.run == ended:
-        spec = JobSpec(**{**vars(submission.of_agents), "run": new_run(), "created": time.time()})
+        own = {"run": new_run(), "created": time.time(), "number": number}
+        spec = JobSpec(**{**vars(submission.of_agents), **own})
         if store.compare_and_swap(key, encode(spec), found.mod_revision if found else 0) is None:
             return  # another node does the same
     ended_run.fail(store, keys, job, spec.run, reason, time.time())

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import adaptdl_elastic
-from adaptdl_elastic import _own_python
+from adaptdl_elastic import _own_python, _program
 from adaptdl_elastic.agent.cluster.coordinator_host import (
     SETTLED_AFTER,
     CoordinatorChild,
@@ -29,6 +28,7 @@ from adaptdl_elastic.agent.cluster.coordinator_host import (
 from adaptdl_elastic.agent.cluster.store_link import Watcher, claim, release
 from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
 from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
+from adaptdl_elastic.agent.service import environments
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies
@@ -41,7 +41,7 @@ from adaptdl_elastic.agent.service.stand_in import Membership
 from adaptdl_elastic.agent.terminal.run_options import parse_ports
 from adaptdl_elastic.rendezvous.local.addresses import listen
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, Plan, encode
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, NodeRecord, Plan, encode
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
@@ -49,7 +49,13 @@ from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, no
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
 from adaptdl_elastic.rendezvous.services.signatures import SignatureError, UncheckedError
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
-from adaptdl_elastic.rendezvous.store.base import Lease, LeaseLostError, Store, StoreError
+from adaptdl_elastic.rendezvous.store.base import (
+    Lease,
+    LeaseLostError,
+    Store,
+    StoreError,
+    read_record,
+)
 from adaptdl_elastic.rendezvous.store.connect import connect
 
 logger = logging.getLogger(__name__)
@@ -104,7 +110,7 @@ class Supervisor:
             slots=slots,
             gpus=self._gpus,
             gpu_model=model,
-            version=adaptdl_elastic.__version__,
+            version=_program.version(),
         )
 
     @property
@@ -161,13 +167,13 @@ class Supervisor:
             stack.callback(jobs.close)
             reader = SubmissionReader(store, keys, self._config.cluster_id, jobs.get)
             watch = DeviceWatch(self._devices, self._agents.renew)
-            usage = UsageReporter(store, keys, node, self._devices, lambda: registration.lease, watch)
+            usage = UsageReporter(store, keys, node, self._devices, lambda: registration.lease, [watch.look])
             stack.callback(usage.close)
             read_at = float("-inf")
             while not self._stopping.is_set():
                 if self._etcd is not None and not self._etcd.alive:
                     return  # `run` starts it again
-                problems = {**self._refused, **self._agents.problems}
+                problems = self._problems()
                 news = {"problems": problems, "given_up": self._agents.given_up}
                 registration.write(ServiceRecord(**{**vars(self._record), **news}))
                 self._agents.withdraw(lambda held: held.lease.lost.is_set())
@@ -247,7 +253,7 @@ class Supervisor:
         peers = [service for node, service in sorted(found.services.items()) if node != self._config.node]
         self._peers = peers
         self._copied = {one.submission.job for one in found.requests if not one.submission.checkpoint_path}
-        self._agents.review(found.requests, jobs.run)
+        self._agents.review(found.requests, jobs.number)
         by_job = {one.submission.job: one for one in found.requests}
         vanished = self._known.vanished(agents, found, people)
         for job, reason in hopeless(found.requests, found.services, found.unused).items():
@@ -265,9 +271,18 @@ class Supervisor:
         if time.monotonic() - self._swept_at > _SWEEP_SECONDS:
             self._swept_at = time.monotonic()
             self._blobs.sweep(self._known.needed_archives())
+            nodes = membership.store.range(self._keys.nodes).items
+            agents_of = {record.version for item in nodes if (record := read_record(NodeRecord, item))}
+            try:
+                environments.sweep(self._directory, agents_of, time.time())
+            except OSError as error:  # the next look tries again
+                logger.warning("old versions are not removed: %s", error)
 
     def _running(self) -> list[str]:
         return self._agents.running
+
+    def _problems(self) -> dict[str, str]:
+        return {**self._copies.problems, **self._refused, **self._agents.problems}
 
     def _state(self) -> dict[str, Any]:
         disk = shutil.disk_usage(self._directory.path)
@@ -278,7 +293,7 @@ class Supervisor:
             "gpus": self._gpus,
             "agents": self._agents.running,
             "unfinished": self._known.unfinished,
-            "problems": {**self._refused, **self._agents.problems},
+            "problems": self._problems(),
             "disk_free": disk.free,
             "etcd": None if self._etcd is None else self._etcd.alive,
         }

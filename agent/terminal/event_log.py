@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -58,7 +59,11 @@ class EventLog:
                 written = os.write(self._descriptor, line)
             except BlockingIOError:
                 return
-            except OSError as error:  # the disk is full, or the reader of a pipe has gone
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    self._lose("the disk is full: events are written when there is room again")
+                    return
+                # the reader of a pipe has gone, or the disk has failed
                 self._lose(f"no event is written any more: {error.strerror}")
                 self._close()
                 return
@@ -81,7 +86,10 @@ class EventLog:
             if not ready:
                 self._lose("its reader does not keep up: the last events are lost")
                 break
+            before = self._size
             self.carry()
+            if self._size == before:
+                break  # the disk is still full
         self._close()
 
     def _close(self) -> None:

@@ -16,6 +16,7 @@ Tracebacks of errors that nobody caught are left to `traceback_display`: replica
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -36,6 +37,7 @@ from adaptdl_elastic.protocol.environment import LINE_PREFIX
 from adaptdl_elastic.protocol.uncaught_error import TRACEBACK
 from adaptdl_elastic.rendezvous.local.safe_stream import Unshown
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
+from adaptdl_elastic.storage import write_all
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +126,14 @@ class Destination:
 
 @dataclass
 class _Label:
-    """The rank of the replica that has a LOCAL_RANK: it changes while the process lives."""
+    """The rank of the replica that has a LOCAL_RANK: it changes while the process lives.
+
+    A replica that has not joined the others yet may pass ends of epochs, and prints what its untrained model
+    gives.
+    """
 
     rank: int
+    joining: bool = False
 
 
 class StackFilter:
@@ -190,11 +197,11 @@ class Output:
         self._labels: dict[int, _Label] = {}  # by LOCAL_RANK
         self._pump: Pump | None = None
 
-    def open(self, generation: int, local_rank: int, rank: int) -> Destination:
-        """Open the streams of one replica; NoOutputError if they cannot be stored."""
+    def open(self, generation: int, local_rank: int, rank: int, *, joining: bool = False) -> Destination:
+        """Open the streams of one replica, which may have yet to join; or raise NoOutputError."""
         directory = self.directory / f"attempt_{generation}" / str(local_rank)
         made = Destination(directory)
-        self._labels[local_rank] = _Label(rank)
+        self._labels[local_rank] = _Label(rank, joining)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             made.stdout = self._open_one(directory, OUT, local_rank)
@@ -205,10 +212,11 @@ class Output:
         return made
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Take note of the ranks, by LOCAL_RANK, that replicas have from now on."""
+        """Take note of the ranks, by LOCAL_RANK, that replicas have from now on. All of them have joined."""
         for local_rank, rank in ranks.items():
             if local_rank in self._labels:
                 self._labels[local_rank].rank = rank
+                self._labels[local_rank].joining = False
 
     def keeps_tracebacks(self, local_rank: int) -> bool:
         """Whether a replica leaves its traceback to the agent, and does not write it to its stderr."""
@@ -265,7 +273,7 @@ class Output:
                     with contextlib.suppress(OSError), hidden.open("ab") as file:
                         file.write(line + b"\n")
                 return
-            text = self._marked(text, local_rank, label.rank, tee)
+            text = self._marked(text, local_rank, label, tee)
             if show is not None:
                 show(text)
             else:
@@ -273,8 +281,9 @@ class Output:
 
         return one
 
-    def _marked(self, line: str, local_rank: int, rank: int, tee: bool) -> str:
+    def _marked(self, line: str, local_rank: int, label: _Label, tee: bool) -> str:
         """Return a line with what says whose it is."""
+        rank = label.rank
         if self._template is not None:
             names = {"role_name": self._role, "local_rank": local_rank, "rank": rank}
             names["hostname"] = socket.gethostname()
@@ -282,7 +291,8 @@ class Output:
         if tee:
             return f"[{self._role}{local_rank}]:{line}"
         mark = f"[rank{rank}]:"  # as torch writes it itself in many places
-        return f"{mark} {line}" if self._several and not line.startswith(mark) else line
+        shown = f"[rank{rank}, not joined yet]:" if label.joining else mark
+        return f"{shown} {line}" if self._several and not line.startswith(mark) else line
 
     def close(self) -> None:
         """Show the rest of the pipes; remove the directory unless it is to be kept."""
@@ -393,23 +403,36 @@ class Flow:
         self._size = 0
         self._state = b""  # text that a carriage return has ended and that has not been shown yet
         self._seen = False  # the beginning of the present line has been shown
+        self._missing = 0  # bytes that the file lacks because its disk was full
         self._live, self._overwrites = live, False  # the present line overwrites another one
         self.due: float | None = None  # when `flush` has something to show
 
     def feed(self, data: bytes, now: float) -> None:
         """Write and show data; skip a file or terminal that has failed, so that the replica never blocks."""
         if self._file is not None:
-            try:
-                self._file.write(data)
-            except (OSError, ValueError) as error:
-                logger.warning("%s is not written any more: %s", self._file.name, error)
-                self._file = None
+            self._file = self._keep(self._file, data)
         if self._shown is not None:
             ended = self._split(data)
             if not (self.unfinished or self._state):
                 self.due = None
             elif self.due is None or (ended and not self._state):  # the remaining text has just begun
                 self.due = now + MOMENT
+
+    def _keep(self, file: BinaryIO, data: bytes) -> BinaryIO | None:
+        """Write to the file; return None if it is not to be written any more."""
+        note = f"[{self._missing} bytes are missing here: the disk was full]\n" if self._missing else ""
+        try:
+            # without a buffer a write may take a part only
+            write_all(file, memoryview(note.encode() + data))
+            self._missing = 0
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+                logger.warning("%s is not written any more: %s", file.name, error)
+                return None
+            if not self._missing:
+                logger.warning("%s is not written until the disk has room: %s", file.name, error)
+            self._missing += len(data)
+        return file
 
     def _split(self, data: bytes) -> bool:
         """Split data into lines; return whether a line has ended, so that the rest belongs to a new one."""

@@ -76,6 +76,7 @@ class RunOptions(JobSpec):
     checkpoint_interval: Annotated[float, _OFF_AT_ZERO] = 30.0
     once: bool = False
     anew: bool = False
+    extend: bool = False
     follows: str = ""
     hang_timeout: Annotated[float | None, _OFF_AT_ZERO] = None
     event_log: Path | None = None
@@ -92,6 +93,7 @@ class RunOptions(JobSpec):
     directory: Path = Path()  # that the script's path is relative to
     notes: tuple[str, ...] = ()  # one line each, to print for the user
     typed: tuple[str, ...] = ()  # the arguments as they were given
+    version: str = ""  # of this program that the job's agents have; "": this one
 
     @property
     def of_one_machine(self) -> bool:
@@ -160,8 +162,8 @@ def check(
         )
     if not standalone:
         _check_endpoint(endpoint or "", max_nodes)
-    if args.once and args.anew:
-        raise OptionError("--once and --anew exclude each other: give --anew to train again, else --once")
+    if args.once + args.anew + args.extend > 1:
+        raise OptionError("--once, --anew and --extend exclude each other: give the one that is meant")
     point = _meeting_point(args, given, environ, max_nodes)
     path = args.checkpoint_path or environ.get(environment.CHECKPOINT_PATH) or str(Path(".adaptdl") / job)
     if "://" not in path:

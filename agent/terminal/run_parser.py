@@ -44,6 +44,8 @@ _OURS = {
     "(default: such a job continues from its checkpoint)",
     "--anew": "start another run of a job that has ended, from the beginning; its checkpoints are moved to "
     "an archive folder",
+    "--extend": "go on from the last checkpoint of a job that is done, with another script or "
+    "other arguments",
     "--no-autoscale": "only `adaptdl scale` changes the number of replicas",
     "--weight W=1": "weight of the job's goodput, relative to other jobs (default 1)",
     "--no-preempt": "keep the number of replicas with which the job begins, MIN",

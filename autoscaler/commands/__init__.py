@@ -9,6 +9,7 @@
 | `logs` | `logs` |
 | `explain` | `explain` |
 | `report` | `report` |
+| `replay` | `replay` |
 | `coordinator`, `nodes`, `drain`, `events` | `cluster` |
 | `cluster up`, `add`, `remove`, `status`, `down`, `grant`, `revoke` | `cluster_setup` |
 | `autoscale` | `autoscale` |

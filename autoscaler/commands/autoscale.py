@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from adaptdl_elastic._explained import DOCS
 from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     Finite,
@@ -122,7 +123,7 @@ _NODES_HERE = "start adaptdl-run yourself, or give a provider of another package
 @gone(
     "--set",
     instead="stop the autoscaler and start it with other options, nodes are kept; adaptdl cloud up --set "
-    "changes a stack's limits while it runs (docs/howto/ec2.md)",
+    f"changes a stack's limits while it runs ({DOCS}/howto/ec2.md)",
 )
 @gone("--local", instead=_NODES_HERE)
 @gone("--local-price", instead=_NODES_HERE)

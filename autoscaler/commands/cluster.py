@@ -7,11 +7,13 @@ import json
 import logging
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
 
+from adaptdl_elastic import _program
 from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     Finite,
@@ -112,6 +114,9 @@ def metrics_port_of(text: str) -> int | Literal["off"]:
     show_envvar=True,
     help="Address on which metrics are served.",
 )
+@click.option(
+    "--decisions", type=Path, metavar="FILE", help="Write the last decisions to FILE when a job fails."
+)
 @click.option("--parent-fd", type=int, default=None, hidden=True, help="Stop when this pipe is closed.")
 @click.option(
     "--log-level",
@@ -129,12 +134,11 @@ def coordinator(
     default_pause: float | None,
     metrics_port: int | Literal["off"] | None,
     metrics_host: str,
+    decisions: Path | None,
     parent_fd: int | None,
     log_level: str,
 ) -> None:
     """Serve every job of a cluster. Several coordinators may run; one of them leads."""
-    from importlib.metadata import version
-
     from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
     from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, stop_with_parent
     from adaptdl_elastic.autoscaler.policy import allocate
@@ -154,11 +158,11 @@ def coordinator(
     policy_settings = PolicySettings(**{name: value for name, value in given.items() if value is not None})
     settings = CoordinatorSettings(interval=interval, policy=policy_settings)
     store, place = open_permitted(where)
-    release = version("adaptdl-elastic")
+    release = _program.version()
     metrics = None
     if metrics_port != "off":
         asked_for = parent_fd is None and not _from_environment("metrics_port", "metrics_host")
-        metrics = serve_metrics(metrics_host, metrics_port, release, asked_for)
+        metrics = serve_metrics(metrics_host, metrics_port, release, place.cluster, asked_for)
     keys = Keys(place.cluster)
     if metrics is not None:
         metrics.read_submitted = functools.partial(SubmissionReader(store, keys, "").read, None)
@@ -171,12 +175,15 @@ def coordinator(
             observers=() if metrics is None else (metrics,),
             version=release,
             metrics="" if metrics is None else f"{_in_url(metrics_host)}:{metrics.port}",
+            decisions=decisions and decisions.absolute(),
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             # a shell ignores SIGINT for a program in the background
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: served.stop())
         if parent_fd is not None:
+            # Slurm and systemd send it to all processes of a job: it decides how the parent's node leaves
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             stop_with_parent(parent_fd, served.stop)
         try:
             served.run()
@@ -190,13 +197,16 @@ def _from_environment(*names: str) -> bool:
     return any(context.get_parameter_source(name) is ParameterSource.ENVIRONMENT for name in names)
 
 
-def serve_metrics(host: str, port: int | None, release: str, asked_for: bool) -> CoordinatorMetrics | None:
+def serve_metrics(
+    host: str, port: int | None, release: str, cluster: str, asked_for: bool
+) -> CoordinatorMetrics | None:
     """Serve metrics, or warn that none are served; jobs need no metrics.
 
     Args:
         host: Address to listen on.
         port: Port to listen on; 0: any free one; None: a free one of the default ports.
         release: Version of adaptdl-elastic.
+        cluster: Name of the cluster.
         asked_for: Whether a person chose the address by the command line, and so can name another one.
 
     Raises:
@@ -206,7 +216,7 @@ def serve_metrics(host: str, port: int | None, release: str, asked_for: bool) ->
 
     at = f"{_in_url(host)}:{port}" if port is not None else host
     try:
-        return serve(host, port, release)
+        return serve(host, port, release, cluster)
     except PortsTakenError as error:
         problem = str(error.strerror)
     except OSError as error:

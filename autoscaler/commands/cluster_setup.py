@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 
 import click
 
+from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.autoscaler.cli import CommandError, Finite, OptionError, echo, json_option
+from adaptdl_elastic.autoscaler.commands import job_requests
 from adaptdl_elastic.autoscaler.commands.tables import show_table
 from adaptdl_elastic.autoscaler.provisioning import bring_up, store_users
-from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials, write_private
+from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
 from adaptdl_elastic.autoscaler.provisioning.nodes import private_archive
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.protocol.environment import CLUSTER
@@ -31,6 +33,7 @@ from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextE
 from adaptdl_elastic.rendezvous.services.service_client import (
     ServiceClient,
     ServiceError,
+    ServiceRefusedError,
     Signer,
     person_context,
 )
@@ -289,7 +292,8 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
     try:
         said = client_of(context).get_json(service, "/v1/status")
     except ServiceError as error:
-        return {**row, "state": "unreachable", "problem": str(error)}
+        state = "refuses" if isinstance(error, ServiceRefusedError) else "unreachable"
+        return {**row, "state": state, "problem": str(error)}
     problems = [f"{job}: {text}" for job, text in sorted(said["problems"].items())]
     problems = [found.unused[node], *problems] if node in found.unused else problems
     row |= {"disk_free": said["disk_free"], "jobs": said["agents"], "problem": "; ".join(problems)}
@@ -332,7 +336,7 @@ def grant(name: str | None, person: str, key: Path, archive: Path | None, **may:
         if archive is not None:
             password = store_users.add(context, person)
             files = credentials.person_files(person, store_users.user_of(person), password)
-            write_private(archive, private_archive(files))
+            write_whole(archive, private_archive(files))
     echo(f"{person} may use cluster {context.name}" + (" as an administrator" if may["admin"] else ""))
 
 
@@ -345,14 +349,31 @@ def _check_writable(archive: Path) -> None:
         ) from None
 
 
+def _cancel_jobs_of(context: ClusterContext, person: str) -> None:
+    """Cancel the jobs of a person that have not ended; say which, or why they cannot be cancelled now."""
+    try:
+        reader, store, keys = open_cluster(context)
+        with store:
+            hers = [one for one in reader.read(None).requests if one.submission.owner == person]
+            for job in (one.submission.job for one in hers if not one.over):
+                try:
+                    job_requests.cancel(store, keys, context, client_of(context), job)
+                except CommandError as error:  # it has ended just now
+                    echo(str(error), err=True)
+                else:
+                    echo(f"{job} of {person} is cancelled: it saves and ends")
+    except (CommandError, ContextError, SignatureError, StoreError) as error:
+        echo(f"the jobs of {person} are only stopped on each node: {error}", err=True)
+
+
 @cluster.command()
 @click.argument("person")
 @cluster_option
 def revoke(name: str | None, person: str) -> None:
     """Remove PERSON from the cluster. The jobs of PERSON are saved and stopped.
 
-    A person with jobs here could read all that the nodes' user can: docs/howto/access.md says
-    what else to do.
+    A person with jobs here could read all that the nodes' user can. The page access.md of the
+    documentation says what else to do.
     """
     context = _own(name)
     with contexts.locked(context.name):
@@ -360,6 +381,7 @@ def revoke(name: str | None, person: str) -> None:
         people = credentials.people()
         if person == context.person:
             raise CommandError("you cannot take your own right away")
+        _cancel_jobs_of(context, person)  # while nodes know whose they are
         known = people.pop(person, None) is not None
         credentials.write_people(people)
         store_users.remove(context, person)  # before ssh, so that the access ends even if a node is down

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from adaptdl_elastic._explained import DOCS
 from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     NothingRunsError,
@@ -24,6 +25,7 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL"
 
 
 @click.command()
+@click.argument("job", required=False)
 @click.option("--node", default=None, help="This node's name. [default: the host's]")
 @click.option("--local-addr", default=None, help="Address at which other nodes reach this one.")
 @click.option(
@@ -40,6 +42,7 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL"
 @store_options
 def doctor(
     where: Where,
+    job: str | None,
     as_json: bool,
     node: str | None,
     local_addr: str | None,
@@ -50,11 +53,15 @@ def doctor(
     queue_url: str | None,
     standalone_job: str | None,
 ) -> int:
-    """Check this machine and etcd, and suggest remedies. The exit code is 1 if a check fails."""
+    """Check this machine and etcd, and suggest remedies. The exit code is 1 if a check fails.
+
+    With JOB its agents and the coordinator write their last decisions into files, for `adaptdl replay`.
+    """
     from adaptdl_elastic.autoscaler.diagnostics import checks
 
     if not asgs:
         refuse(("region", "profile", "queue_url"), "is for --aws")
+    standalone_job = standalone_job or job
     endpoint = _endpoint(where, standalone_job)
     address = checks.check_address(local_addr, endpoint) if endpoint or local_addr else []
     found = [*checks.check_versions(), *checks.check_limits(), *checks.check_self_test(), *address]
@@ -63,6 +70,8 @@ def doctor(
         directory = Path(checkpoint_path).absolute()
         found += checks.check_directory(directory)
     found += _store(where, standalone_job, node or socket.gethostname(), directory)
+    if job is not None:
+        found += _decisions(where, job)
     if asgs:
         found += _aws(asgs, region, profile, queue_url)
     if as_json:
@@ -76,6 +85,21 @@ def doctor(
             if finding.remedy:
                 echo(f"      -> {finding.remedy}")
     return int(any(finding.level is checks.Level.ERROR for finding in found))
+
+
+def _decisions(where: Where, job: str) -> list[Any]:
+    from adaptdl_elastic.autoscaler.commands.jobs import last_decisions
+    from adaptdl_elastic.autoscaler.diagnostics.checks import ok, warning
+
+    none, remedy = "has written no decisions", "they are in the log directories of the job's agents"
+    try:
+        files = sorted(last_decisions(where, job).items())
+    except CommandError as problem:
+        return [warning("decisions", str(problem), remedy)]
+    return [
+        ok("decisions", f"{one}: {at}") if at else warning("decisions", f"{one} {none}", remedy)
+        for one, at in files
+    ]
 
 
 def _endpoint(where: Where, job: str | None) -> str | None:
@@ -141,6 +165,8 @@ def _aws(asgs: tuple[str, ...], region: str | None, profile: str | None, queue_u
     return [
         checks.ok(check.name, check.detail)
         if check.ok
-        else checks.error(check.name, check.detail, getattr(check, "remedy", "") or "see docs/howto/ec2.md")
+        else checks.error(
+            check.name, check.detail, getattr(check, "remedy", "") or f"see {DOCS}/howto/ec2.md"
+        )
         for check in check_aws(asgs, region, profile, queue_url)
     ]

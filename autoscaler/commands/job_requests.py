@@ -77,7 +77,8 @@ def check_running(view: View, job: JobView) -> None:
     """Raise RequestError if a job has ended, or if no agent and no coordinator is there to obey."""
     status = job.status_now
     if status is not None and status.state.ended:
-        raise RequestError(f"{job.job} has already ended: {status.state.value} ({status.reason})")
+        reason = " ".join(status.reason.splitlines())
+        raise RequestError(f"{job.job} has already ended: {status.state.value} ({reason})")
     if is_lost(view, job):
         raise RequestError(f"{job.job} cannot be asked for anything: {why_lost(job)}")
 
@@ -152,7 +153,7 @@ def resume(store: Store, keys: Keys, context: ClusterContext, client: ServiceCli
         raise RequestError(f"{job} {what}: only a job that was stopped or has failed is resumed; {then}")
     check_kept(request)
     _check_allowed(client, found, request.submission, context.person)
-    record = Resumption(job, context.person, run.run, time.time())
+    record = Resumption(job, context.person, run.run, time.time(), run.number)
     store.put(keys.resumption(job), signed(context, record))
     if request.submission.owner == context.person:
         return f"{job} is resumed"

@@ -41,6 +41,7 @@ from adaptdl_elastic.rendezvous.schema.records import JobRequest
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
+_ANSWER_SECONDS = 10.0  # for agents to write the last decisions
 _ENDED = tuple(state.value for state in records.JobState if state.ended)
 
 
@@ -89,6 +90,8 @@ def status(job: str, where: Where, as_json: bool) -> None:
         most = pluralize(row["memory_limit"], "sample")
         lines.append(("memory", f"at most {most} of one replica fit; more are accumulated"))
     lines += [("warning", text) for text in row["warnings"]]
+    if row.get("problems"):
+        lines.append(("warning", row["problems"]))
     lines += [("failure", text) for text in row["failures"]]
     for name, text in lines:
         echo(f"{name:<13} {text}")
@@ -217,6 +220,30 @@ def checkpoint(job: str, where: Where, wait: bool, timeout: float) -> None:
         echo(f"{job} is asked for a checkpoint")
         if wait and not _reached(store, keys, job, run, lambda v: _newer(v, job, newest), timeout):
             raise CommandError(f"{job} has recorded no new checkpoint after {timeout:g} s")
+
+
+def last_decisions(where: Where, name: str) -> dict[str, str]:
+    """Ask a job's agents and the leading coordinator for their last decisions; return the file of each.
+
+    The file of an agent that does not answer in time is "".
+
+    Raises:
+        CommandError: there is no such job, it has ended, or it is another person's.
+    """
+    found: dict[str, str] = {}
+
+    def written(view: View) -> bool:
+        found.update({node: seen.record.decisions for node, seen in view.agents(name).items()})
+        if view.leader is not None:
+            found[f"coordinator on {view.leader.record.host}"] = view.leader.record.decisions
+        return all(found.values())
+
+    store, keys = _open(where, name)
+    with store:
+        more = lambda request: replace(request, decisions=request.decisions + 1)  # noqa: E731
+        _ask(store, keys, name, more, job_requests.check_running)
+        wait_until(store, keys, written, _ANSWER_SECONDS)
+    return found
 
 
 def _newer(view: View, name: str, newest: str | None) -> bool:

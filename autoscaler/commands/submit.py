@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from adaptdl_elastic._explained import DOCS
 from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     Finite,
@@ -96,7 +97,7 @@ LEAVE_SECONDS = 30.0
 @gone(
     "--notify",
     instead="`adaptdl wait JOB; CMD` in your shell runs CMD at the job's end, and alert rules do without "
-    "your shell (docs/howto/cluster.md)",
+    f"your shell ({DOCS}/howto/cluster.md)",
 )
 @click.option(
     "--env",

@@ -6,7 +6,8 @@
 | What are the inputs and outputs of a decision? | `decision_types`, `decision_builder` |
 | In which phase is a job? | `job_phase` |
 | Which nodes of a job's plan run, have ended or are lost? | `job_health` |
-| What is done about failures, drains and stops? | `reactive`, `repeated_failure` |
+| What is done about failures, drains and stops? | `reactive` |
+| Whose failure is it: a node's, a size's or the script's? (pure) | `failure_owner` |
 | Which replicas survive a death? | `survivors` |
 | What is the policy asked? | `policy_adapter` |
 | When is the policy asked, and which parts of its answer are used? | `rounds` |
@@ -19,5 +20,6 @@
 | What does a job's status say? | `status` |
 | How does a leader exclude an older one? | `decide` (`fence_off`) |
 | Which keys are deleted? | `garbage_collection` |
+| Which decisions are kept, to be replayed? | `decision_recorder` |
 | How does a process run all that? | `process`, `following` |
 """

@@ -145,7 +145,6 @@ class _Deciding:
         memory = replace(
             self.draft.memory,
             undecidable=MappingProxyType(self._say_undecidable()),
-            late=MappingProxyType(self.draft.late),
             restart_only=self.draft.restart_only,
             described=MappingProxyType(self.described),
         )
@@ -239,7 +238,7 @@ class _Deciding:
         pending: Mapping[str, str] = {}
         if answer.decision is None:
             self.actions.append(Say("policy_failed", {"message": answer.error}))
-            question = ask(self.view, conditions, self.draft.with_late(), self.ledger, self.settings)
+            question = ask(self.view, conditions, self.draft.memory, self.ledger, self.settings)
             found = rounds.without_policy(question, self.view, conditions, self.ledger)
         else:
             found = rounds.still_valid(asked, answer.decision, self.view, conditions)
@@ -261,7 +260,7 @@ class _Deciding:
     def _ask_policy(self) -> None:
         """Begin a round of the policy if one is due."""
         self.draft.memory, self.round, wake_at = rounds.consider(
-            self.view, self._unplanned(), self.draft.with_late(), self.ledger, self.settings
+            self.view, self._unplanned(), self.draft.memory, self.ledger, self.settings
         )
         self.draft.wake(wake_at)
 
@@ -303,8 +302,6 @@ class _Deciding:
             return False
         how, step = self.draft.route(job, target.allocation)
         if self.draft.insists(job, how):
-            return False
-        if condition.plan is not None and self.draft.backs_off(job, condition.plan, target.allocation):
             return False
         agents = self.view.agents(name)
         short = {

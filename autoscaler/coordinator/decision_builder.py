@@ -5,23 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
-from adaptdl_elastic.autoscaler.coordinator import garbage_collection, repeated_failure, survivors
+from adaptdl_elastic.autoscaler.coordinator import failure_owner, garbage_collection, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Action,
     Allocation,
     CompareAndSwap,
     CoordinatorSettings,
-    JoinFailures,
     Memory,
     Say,
 )
+from adaptdl_elastic.autoscaler.coordinator.failure_owner import newest_request
 from adaptdl_elastic.autoscaler.coordinator.job_models import reports_by_script
 from adaptdl_elastic.autoscaler.coordinator.job_phase import JobChange
 from adaptdl_elastic.autoscaler.coordinator.node_speeds import NodeClasses, node_classes
@@ -32,6 +32,7 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     INPLACE_REQUIRED,
     Cause,
+    LeftOut,
     NodeRecord,
     Placement,
     Plan,
@@ -62,7 +63,7 @@ class DecisionBuilder:
         self.wake_at = view.now + settings.interval
         self.ledger = Ledger(view)
         self.notes: dict[str, JobNotes] = {name: JobNotes() for name in view.jobs}
-        self.late = {**_handed_down(view), **memory.late}
+        self.left_out = {name: jobs.left_out(view, job) for name, job in view.jobs.items()}
         self.restart_only = memory.restart_only | {
             plan.run for job in view.jobs.values() if (plan := jobs.this_run(job)) and plan.restart_only
         }
@@ -91,64 +92,45 @@ class DecisionBuilder:
         return (Transition.RESTART, allocation) if first is None else (Transition.INPLACE, first)
 
     def insists(self, job: JobView, how: Transition) -> bool:
-        """Return whether a change is not made because the user allows changes in place only."""
+        """Return whether a change is not made, as only one in place is allowed or keeps the code's text."""
         assert job.spec is not None
-        plan = jobs.this_run(job)
-        insists = job.spec.record.rescale is Rescale.INPLACE and plan is not None and bool(plan.placements)
-        if plan is None or not insists or how is Transition.INPLACE:
+        plan, agents = jobs.this_run(job), self.view.agents(job.job)
+        if plan is None or not plan.placements or how is Transition.INPLACE:
+            return False
+        files = {agents[one.node].record.changed for one in plan.placements if one.node in agents}
+        if changed := max(files, default=""):
+            self.notes[job.job].waits_for = f"keeps its size: {changed} has changed since training began"
+            return True
+        if job.spec.record.rescale is not Rescale.INPLACE:
             return False
         why = self.why_restart(job) or "none of its nodes would stay"
         size = pluralize(plan.replicas, "replica")
         self.notes[job.job].waits_for = f"keeps its {size}: {INPLACE_REQUIRED}, and {why}"
         return True
 
-    def count_stillborn(self, plan: Plan, started_at: float) -> None:
-        """Record the death of a newcomer if it came soon after the newcomer had joined.
+    def leave_out(self, job: JobView, nodes: Iterable[str], why: str, sure: bool = True) -> None:
+        """Have a job do without nodes: for longer each time. The first time is free unless it is `sure`."""
+        agents, known = self.view.agents(job.job), self.left_out[job.job]
+        for node in sorted(set(nodes) & set(agents)):
+            times = known[node].times + 1 if node in known else int(sure)
+            reason, agent = f"{node} is left out: {why}", agents[node].record.agent
+            until = self.pardon(times)
+            known = {**known, node: LeftOut(node, agent, reason, times, until, newest_request(job))}
+        self.left_out = {**self.left_out, job.job: known}
 
-        A death does not count against the restart budget. One that is caused by joining (no memory for one
-        more replica, a library that crashes) would be repeated at once and without end.
-        """
-        now, settings = self.view.now, self.settings
-        if started_at and now - started_at > settings.joined:
-            return
-        last = self.memory.stillborn.get(plan.run)
-        if last is not None and last.generation == plan.generation:
-            return  # the plan that answered it could not be written
-        again = last is not None and now - last.at < 2 * (self._pause(last) + settings.max_backoff)
-        runs = {found.run for job in self.view.jobs.values() if (found := jobs.this_run(job)) is not None}
-        known = {run: one for run, one in self.memory.stillborn.items() if run in runs}
-        known[plan.run] = JoinFailures(
-            last.times + 1 if last is not None and again else 1, now, plan.generation
-        )
-        self.memory = replace(self.memory, stillborn=MappingProxyType(known))
+    def pardon(self, times: int) -> float:
+        """Return the wall-clock time at which something that has failed so often is tried again."""
+        settings = self.settings
+        wait = min(settings.max_pardon, settings.late_pardon * 2.0 ** min(times - 1, 30))
+        return self.view.wall + wait if times else 0.0
 
-    def _pause(self, last: JoinFailures) -> float:
-        return jobs.pause_before_restart(last.times, self.settings)
-
-    def backs_off(self, job: JobView, plan: Plan, allocation: Allocation) -> bool:
-        """Return whether a change is delayed because its newcomers would join where the last ones died."""
-        last, now = self.memory.stillborn.get(plan.run), in_plan(plan)
-        if last is None or all(count <= now.get(node, 0) for node, count in allocation.items()):
-            return False
-        pause = self._pause(last)
-        if self.view.now >= last.at + pause:
-            return False
-        self.wake(last.at + pause)
-        size = pluralize(plan.replicas, "replica")
-        self.notes[job.job].waits_for = (
-            f"keeps its {size}: those that joined have died at once, "
-            f"{pluralize(last.times, 'time')} in a row "
-            f"(is there memory for one more?); the next try follows after {pause:g} s"
-        )
-        return True
-
-    def with_late(self) -> Memory:
-        """Return the memory with the nodes that this decision found to be late."""
-        return replace(self.memory, late=MappingProxyType(self.late))
-
-    def _late_nodes(self, job: JobView) -> tuple[tuple[str, str], ...]:
-        late = jobs.late_nodes(self.with_late(), self.view, job, self.settings)
-        return tuple((node, self.late[job.job, node][0]) for node in sorted(late))
+    def limit(self, job: JobView, limit: SizeLimit | None, sure: bool = True) -> SizeLimit | None:
+        """Return a limit with the time of the next try above it; see `leave_out`."""
+        if limit is None:
+            return None
+        again = job.limit is not None and job.limit.reason != ""
+        times = limit.times + int(sure or again)
+        return replace(limit, times=times, until=self.pardon(times))
 
     def replan(
         self,
@@ -172,13 +154,8 @@ class DecisionBuilder:
         spec, now = job.spec.record, in_plan(plan)
         if limit is not None and limit.replicas is not None:
             spec = replace(spec, max_replicas=limit.replicas)
-        avoided = {node for (name, node) in self.late if name == job.job}
-        places = rooms(
-            self.view,
-            job,
-            self.ledger,
-            avoided & jobs.late_nodes(self.with_late(), self.view, job, self.settings),
-        )
+        known = self.left_out[job.job].values()
+        places = rooms(self.view, job, self.ledger, {o.node for o in known if self.view.wall < o.until})
         had = jobs.size_of(plan)
         wanted = jobs.requested_replicas(job) or had
         found = None if impossible(spec) else nearest(spec, wanted, places, now)
@@ -216,6 +193,13 @@ class DecisionBuilder:
             restarts = change.restarts
         elif mine is not None and jobs.refilled(self.view, job, mine, self.settings):
             restarts = 0
+        limit = change.limit or job.limit
+        if limit is not None and self.view.wall >= limit.until:
+            limit = replace(limit, batch_size=None)  # replicas learn of it when they are started
+        base = jobs.base(job, mine) if mine and change.transition is Transition.INPLACE else -1
+        # a generation that goes on while the plan is in force has not proven its nodes and size yet
+        sizes, worked = failure_owner.worked(job, mine, base) if mine is not None else ((), ())
+        failed_as, on, size = failure_owner.remembered(job, mine, change.failed_as)
         plan = Plan(
             job=job.job,
             run=job.spec.record.run,
@@ -227,19 +211,22 @@ class DecisionBuilder:
             fence=self.fence,
             created=self.view.wall,
             leaving=tuple(holding(self.view, job)),
-            base=jobs.base(job, mine) if mine and change.transition is Transition.INPLACE else -1,
+            base=base,
             first=before.first,
             restarts=max(0, restarts),
             failed=failed if change.failed is None else change.failed,
             failed_step=before.failed_step if change.failed_step is None else change.failed_step,
-            failed_as=_failed_as(job, mine, change),
+            failed_as=failed_as,
             predicted_goodput=change.predicted_goodput,
-            late=self._late_nodes(job),
+            failed_on=on,
+            failed_size=size,
+            left_out=tuple(self.left_out[job.job].values()),
             restart_only=job.spec.record.run in self.restart_only,
             memory_limit=self._memory_limit(job, change.allocation, agents),
             node_type=self._classes.slowest(change.allocation),
-            stepped=0 if mine is None else repeated_failure.last_that_stepped(job, mine),
-            limit=change.limit or job.limit,
+            sizes=sizes,
+            worked=worked,
+            limit=limit,
         )
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
         self.actions.append(Say("plan", garbage_collection.plan_event(plan)))
@@ -292,19 +279,3 @@ class DecisionBuilder:
         if target is not None and allocation and dict(target.allocation) != dict(allocation):
             left = {other: kept for other, kept in self.memory.targets.items() if other != name}
             self.memory = replace(self.memory, targets=MappingProxyType(left))
-
-
-def _failed_as(job: JobView, mine: Plan | None, change: JobChange) -> str:
-    if change.failed_as is not None:
-        return change.failed_as
-    return "" if mine is None else repeated_failure.kind_to_keep(job, mine)
-
-
-def _handed_down(view: View) -> dict[tuple[str, str], tuple[str, float]]:
-    """Return the nodes that were late under earlier leaders, with times on this process's clock."""
-    return {
-        (job.job, node): (agent, view.now)
-        for job in view.jobs.values()
-        if (plan := jobs.this_run(job)) is not None
-        for node, agent in plan.late
-    }

@@ -31,7 +31,9 @@ class CoordinatorSettings:
     max_backoff: float = 60.0
     joined: float = 10.0  # the death of a replica within this time after joining may be caused by joining
     refill_after: float = 300.0  # a generation that lives so long, and saves, restores the restart budget
-    late_pardon: float = 600.0  # a node that did not start in time is tried again after this time
+    # a node or a size that failed is tried again after this time; doubles with each further failure
+    late_pardon: float = 600.0
+    max_pardon: float = 9600.0
     # expected pause of a change in place, until a job's own pause is measured (results/rescale_pause.md)
     inplace_pause: float = 0.2
     drift: float = 0.15  # relative change of a predicted goodput that requests a round
@@ -55,15 +57,6 @@ class Target:
     cause: Cause
     reason: str
     predicted_goodput: float | None = None
-
-
-@dataclass(frozen=True)
-class JoinFailures:
-    """Deaths in a row of replicas that had just joined a job."""
-
-    times: int
-    at: float  # time of the last death
-    generation: int  # generation of the last death
 
 
 @dataclass(frozen=True)
@@ -122,11 +115,7 @@ class Memory:
     rounds: int = 0  # number of rounds begun
     answered: int = 0  # number of the last round whose answer was used
     targets: Mapping[str, Target] = field(default_factory=lambda: MappingProxyType({}))
-    late: Mapping[tuple[str, str], tuple[str, float]] = field(  # (job, node) → (agent, when)
-        default_factory=lambda: MappingProxyType({})
-    )
     restart_only: frozenset[str] = frozenset()  # runs of jobs for which a change in place has failed
-    stillborn: Mapping[str, JoinFailures] = field(default_factory=lambda: MappingProxyType({}))  # by run
     # job → when its wait for replicas began
     waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     ends: Mapping[str, DeclaredEnd] = field(default_factory=lambda: MappingProxyType({}))  # by job

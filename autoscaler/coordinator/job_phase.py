@@ -11,7 +11,7 @@ from enum import Enum
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.coordinator import survivors
-from adaptdl_elastic.autoscaler.coordinator.decision_types import Allocation, CoordinatorSettings, Memory
+from adaptdl_elastic.autoscaler.coordinator.decision_types import Allocation, CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.job_health import (
     Health,
     failed_before,
@@ -23,6 +23,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import released
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     Failure,
+    LeftOut,
     Outcome,
     Placement,
     Plan,
@@ -307,6 +308,14 @@ def killed_after_progress(job: JobView, plan: Plan) -> bool:
     return killed and newer
 
 
+def accidental(failure: Failure) -> bool:
+    """Return whether a newcomer may have failed by chance, so that the first such failure blames nothing."""
+    # the last: another writer has broken the replica's channel, for which its agent kills it
+    by_chance = (*_FROM_OUTSIDE, "to the agent")
+    outside = failure.exit_code >= 0 or any(name in failure.message for name in by_chance)
+    return failure.lost_peer or (not (failure.kind or failure.final) and outside)
+
+
 def restarts_counted(view: View, job: JobView, plan: Plan) -> int:
     """Return the restarts that count: the last one does not if its failure proves to be the loss of a node.
 
@@ -403,14 +412,13 @@ def pause(job: JobView, plan: Plan) -> float | None:
     return min((pause for pause in found if pause >= 0), default=None)
 
 
-def late_nodes(memory: Memory, view: View, job: JobView, settings: CoordinatorSettings) -> set[str]:
-    """Return the nodes that did not start this job's replicas in time and are not tried again yet."""
+def left_out(view: View, job: JobView) -> dict[str, LeftOut]:
+    """Return the nodes that have failed this job, by name. Another agent there is not its predecessor."""
     agents = view.agents(job.job)
-    return {
-        node
-        for (name, node), (agent, when) in memory.late.items()
-        if name == job.job
-        and node in agents
-        and agents[node].record.agent == agent
-        and view.now - when < settings.late_pardon
-    }
+    known = (one for one in job.left_out if one.node in agents)
+    return {one.node: one for one in known if agents[one.node].record.agent == one.agent}
+
+
+def late_nodes(view: View, job: JobView) -> set[str]:
+    """Return the nodes that this job does without for now."""
+    return {node for node, one in left_out(view, job).items() if view.wall < one.until}

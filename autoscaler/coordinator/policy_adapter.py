@@ -64,7 +64,7 @@ def ask(
             continue
         if jobs.stop_requested(job) or impossible(job.spec.record):
             continue
-        late = jobs.late_nodes(memory, view, job, settings)
+        late = jobs.late_nodes(view, job)
         places = rooms(view, job, None, late)
         if not places:
             continue

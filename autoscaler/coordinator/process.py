@@ -22,10 +22,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from adaptdl_elastic.autoscaler.cluster_view import View
-from adaptdl_elastic.autoscaler.coordinator.decide import decide, deposed
+from adaptdl_elastic.autoscaler.coordinator.decide import deposed
+from adaptdl_elastic.autoscaler.coordinator.decision_recorder import DecisionRecorder
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Action,
     CompareAndSwap,
@@ -44,6 +45,9 @@ from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import LeaderRecord
 from adaptdl_elastic.rendezvous.store.base import Lease, LeaseLostError, Store, StoreAuthError, StoreError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +76,8 @@ class Observer(Protocol):
 class Coordinator:
     """Campaigns, leads, and campaigns again, until it is stopped.
 
-    `clock` is monotonic, `wall` gives times for users, `metrics` is where metrics are served. `stop()` may be
-    called from any thread.
+    `clock` is monotonic, `wall` gives times for users, `metrics` is where metrics are served, `decisions` the
+    file for the last decisions. `stop()` may be called from any thread.
     """
 
     def __init__(
@@ -90,15 +94,16 @@ class Coordinator:
         identity: str | None = None,
         version: str = "",
         metrics: str = "",
+        decisions: Path | None = None,
     ) -> None:
         self._store, self._keys, self._settings = store, keys, settings
         self._policy = policy
         self._ttl, self._clock, self._wall = ttl, clock, wall
         self._observers = tuple(observers)
         self.identity = identity or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._record = LeaderRecord(
-            self.identity, socket.gethostname(), os.getpid(), version, dataclasses.asdict(settings), metrics
-        )
+        self._decisions = decisions
+        known = dataclasses.asdict(settings), metrics, str(decisions or "")
+        self._record = LeaderRecord(self.identity, socket.gethostname(), os.getpid(), version, *known)
         self.follower = Follower(store, keys, clock)
         self._stopped = threading.Event()
         self.computing: threading.Thread | None = None  # thread of the last round of the policy
@@ -216,13 +221,15 @@ class Term:
         self._o, self._fence, self._lease = owner, fence, lease
         self.follower, self.cache = owner.follower, owner.follower.keeper
         self._memory = Memory()
+        self.decisions = DecisionRecorder(owner._decisions, owner._keys, fence, owner._settings)
         self._wake_at = owner._clock()
         self._answers: queue.SimpleQueue[PolicyAnswer] = queue.SimpleQueue()
         self.deposed = False  # the lease was lost, as the store shows
         self._asked: tuple[int, float] | None = None  # number and start of the round under way
 
     def close(self) -> None:
-        """Wait for the round of the policy."""
+        """Wait for the round of the policy, and for the file with the last decisions."""
+        self.decisions.close()
         if self._o.computing is not None:
             self._o.computing.join(_LAST_ROUND)
 
@@ -283,14 +290,7 @@ class Term:
                 logger.warning("no longer the leader: the lease of fence %d was lost", self._fence)
                 self.deposed = True
                 return
-            decided = decide(
-                view,
-                self._memory,
-                keys=owner._keys,
-                fence=self._fence,
-                settings=owner._settings,
-                answer=answer,
-            )
+            decided = self.decisions.decide(view, self._memory, answer)
             self._memory, self._wake_at = decided.memory, decided.wake_at
             for observer in owner._observers:
                 try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import signal
+from collections.abc import Mapping
+from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView
+from adaptdl_elastic.autoscaler.coordinator import failure_owner, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
-from adaptdl_elastic.autoscaler.coordinator import repeated_failure, survivors
 from adaptdl_elastic.autoscaler.coordinator.decision_builder import DecisionBuilder
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, nearest, rooms
@@ -17,7 +18,15 @@ from adaptdl_elastic.autoscaler.coordinator.status import (
     restarts_after_failure,
 )
 from adaptdl_elastic.autoscaler.coordinator.survivors import Losses
-from adaptdl_elastic.rendezvous.schema.records import Cause, Plan, Transition
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
+from adaptdl_elastic.rendezvous.schema.records import (
+    CHANGED_CODE,
+    Cause,
+    Failure,
+    Plan,
+    SizeLimit,
+    Transition,
+)
 from adaptdl_elastic.rendezvous.text import pluralize
 
 
@@ -67,10 +76,16 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
     if exhausted(draft.view, job, condition, draft.settings):
         return  # the job's status ends the job: it needs no plan
     generation = jobs.failed_generation(job, plan)
-    kind = repeated_failure.kind_to_remember(job, generation, draft.settings.refill_after)
-    if (limit := repeated_failure.limit_of(job, plan)) is not None:
-        cause, why = Cause.REPLICA_LOST, limit.reason
-        draft.replan(job, plan, cause, Transition.ABORT, why, failed_as=kind, limit=limit)
+    lived = draft.settings.refill_after
+    kind = failure_owner.kind_to_remember(job, generation, lived)
+    owner = failure_owner.owner_of(draft.view, job, plan, lived)
+    if owner is not None:
+        what = jobs.failures(job, generation)[0].message
+        draft.leave_out(job, owner.nodes, what)
+        names = f"without {', '.join(owner.nodes)}" if owner.nodes else "tries this size again"
+        why = owner.limit.reason if owner.limit else f"{names}: {what}"
+        limit = draft.limit(job, owner.limit)
+        draft.replan(job, plan, Cause.REPLICA_LOST, Transition.ABORT, why, failed_as=kind, limit=limit)
         return
     restarts = restarts_after_failure(draft.view, job, plan, draft.settings)
     assert job.spec is not None
@@ -101,15 +116,14 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
 def _recover(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan, losses: Losses) -> None:
     """Let the survivors go on in their processes without the dead."""
     lost = condition.health.lost
-    if not lost and survivors.newcomers(plan, losses):
-        draft.count_stillborn(plan, condition.health.started_at)
+    joining = draft.view.now - condition.health.started_at <= draft.settings.joined
+    limit = _blame(draft, job, plan, {} if lost else survivors.newcomers(job, plan, losses), joining)
     cause = Cause.NODE_LOST if lost else Cause.REPLICA_LOST
     why = survivors.describe(job, losses, lost)
     found = {one.node: one.replicas for one in losses.survivors}
     restarts = jobs.restarts_counted(draft.view, job, plan)
-    draft.publish(
-        job, JobChange(found, cause, Transition.RECOVER, why, restarts, placements=losses.survivors)
-    )
+    change = JobChange(found, cause, Transition.RECOVER, why, restarts, placements=losses.survivors)
+    draft.publish(job, replace(change, limit=limit))
 
 
 def _late_recovery(draft: DecisionBuilder, job: JobView, plan: Plan) -> None:
@@ -126,24 +140,55 @@ def _late_recovery(draft: DecisionBuilder, job: JobView, plan: Plan) -> None:
 
 
 def _withdraw(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
-    """Take back a change whose newcomers failed; later changes of this run are restarts."""
-    ended = [job.ended[plan.generation, node].record for node in condition.health.undone]
-    said = next((one.failure.message for one in ended if one.failure and one.failure.message), "")
-    # a newcomer that was killed from outside does not show that newcomers cannot join
-    if any(one.failure and one.failure.exit_code == -signal.SIGKILL for one in ended):
-        draft.count_stillborn(plan, 0.0)
-    else:
+    """Take back a change whose newcomers failed: it is their nodes' failure, on other nodes that of the size.
+
+    Newcomers that say that they cannot join in place make later changes of this run restarts.
+    """
+    ended = {node: job.ended[plan.generation, node].record for node in condition.health.undone}
+    found = {node: one.failure for node, one in ended.items() if one.failure and one.failure.message}
+    said = next((one.message for one in found.values()), "a newcomer ended")
+    if any(one.exit_code == CAN_NOT_JOIN for one in found.values()):
         draft.restart_only |= {plan.run}
-    _take_back(draft, job, plan, f"a change in place was taken back: {said or 'a newcomer ended'}")
+        found = {}
+    failed = {node: one for node, one in found.items() if one.exit_code or one.kind}
+    limit = _blame(draft, job, plan, failed, joining=True)
+    _take_back(draft, job, plan, f"a change in place was taken back: {said}", limit)
 
 
-def _take_back(draft: DecisionBuilder, job: JobView, plan: Plan, why: str) -> None:
+def _blame(
+    draft: DecisionBuilder, job: JobView, plan: Plan, failed: Mapping[str, Failure], joining: bool
+) -> SizeLimit | None:
+    """Leave out nodes whose newcomers failed; return the limit of the size if older replicas run there.
+
+    Changed code is no failure: no plan puts replicas on a node while its registration says so.
+
+    Args:
+        draft: the decision.
+        job: the job.
+        plan: its plan, a change in place.
+        failed: the failures of newcomers by node.
+        joining: they had joined a moment ago. Later accidents have nothing to do with joining.
+    """
+    failed = {node: one for node, one in failed.items() if one.kind != CHANGED_CODE}
+    sure = {node for node, one in failed.items() if not jobs.accidental(one)}
+    blamed, before = sure or set(failed if joining else ()), _before(plan)
+    if not blamed:
+        return None
+    what, fresh = failed[min(blamed)].message, blamed - set(before)
+    draft.leave_out(job, fresh, what, bool(sure))
+    limit = failure_owner.limited_to(job, sum(before.values()), what)
+    return None if fresh else draft.limit(job, limit, bool(sure))
+
+
+def _take_back(
+    draft: DecisionBuilder, job: JobView, plan: Plan, why: str, limit: SizeLimit | None = None
+) -> None:
     """Continue the generation that a change in place has not left yet, under a new number."""
     was = _before(plan)
     if was and set(was) <= set(draft.view.agents(job.job)) and was != in_plan(plan):
-        draft.publish(job, JobChange(was, plan.cause, Transition.INPLACE, why))
+        draft.publish(job, JobChange(was, plan.cause, Transition.INPLACE, why, limit=limit))
     else:
-        draft.replan(job, plan, plan.cause, Transition.RESTART, why)
+        draft.replan(job, plan, plan.cause, Transition.RESTART, why, limit=limit)
 
 
 def _all_left(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
@@ -202,12 +247,12 @@ def _by_hand(draft: DecisionBuilder, job: JobView, plan: Plan) -> None:
     if wanted is None or wanted == plan.replicas or job.spec is None or impossible(job.spec.record):
         return
     spec, now = job.spec.record, in_plan(plan)
-    late = jobs.late_nodes(draft.with_late(), draft.view, job, draft.settings)
+    late = jobs.late_nodes(draft.view, job)
     found = nearest(spec, wanted, rooms(draft.view, job, draft.ledger, late), now)
     if found is not None and sum(found.values()) == wanted:
         why = f"adaptdl scale: {pluralize(wanted, 'replica')}"
         how, step = draft.route(job, found)
-        if not draft.insists(job, how) and not draft.backs_off(job, plan, found):
+        if not draft.insists(job, how):
             draft.publish(job, JobChange(step, Cause.MANUAL, how, why, midway=step != found))
 
 
@@ -229,12 +274,11 @@ def _late(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         return
     if starting == set(in_plan(plan)):
         return  # no node has started: no other plan is better than waiting
-    agents = draft.view.agents(job.job)
-    kept, draft.late = draft.late, dict(draft.late)
-    draft.late.update({(job.job, n): (agents[n].record.agent, draft.view.now) for n in starting})
+    kept = draft.left_out
+    draft.leave_out(job, starting, f"it did not start within {timeout:g} s")
     why = f"{', '.join(sorted(starting))} did not start within {timeout:g} s"
     if not draft.replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, feasible_only=True):
-        draft.late = kept
+        draft.left_out = kept
         draft.notes[job.job].waits_for = f"{why}, and there is no other node"
 
 
@@ -253,13 +297,14 @@ def _late_in_place(
     if draft.view.now < due:
         draft.wake(due)
         return
-    agents = draft.view.agents(job.job)
-    draft.late.update({(job.job, n): (agents[n].record.agent, draft.view.now) for n in late - set(was)})
-    if not late - set(was):
-        draft.restart_only |= {plan.run}
     names = f"newcomers on {', '.join(sorted(late))} were not ready" if late else "it did not happen"
-    why = f"a change in place was taken back: {names} within {timeout:g} s"
-    _take_back(draft, job, plan, why)
+    what, limit = f"{names} within {timeout:g} s", None
+    draft.leave_out(job, late - set(was), what)
+    if not late:
+        draft.restart_only |= {plan.run}
+    elif late <= set(was):
+        limit = draft.limit(job, failure_owner.limited_to(job, sum(was.values()), what))
+    _take_back(draft, job, plan, f"a change in place was taken back: {what}", limit)
 
 
 def _before(plan: Plan) -> dict[str, int]:

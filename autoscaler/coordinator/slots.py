@@ -190,6 +190,8 @@ def rooms(
         if view.draining(record) or node in avoided or (spec is not None and record.run != spec.run):
             continue
         most = record.slots if ledger is None else ledger.room_for(job, record)
+        if record.changed:
+            most = min(most, in_plan(job.plan.record if job.plan else None).get(node, 0))
         if most < record.min_slots:
             continue
         shun = 1 if record.at_risk else 0

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.coordinator import failure_owner
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
-from adaptdl_elastic.autoscaler.coordinator import repeated_failure
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, holding, smallest
@@ -45,11 +45,11 @@ def exhausted(view: View, job: JobView, condition: Condition, settings: Coordina
     if not condition.health.failed:
         return False  # newcomers that failed beside the running training do not count
     assert job.spec is not None
-    if repeated_failure.limit_of(job, condition.plan) is not None:
+    if failure_owner.owner_of(view, job, condition.plan, settings.refill_after) is not None:
         return False
-    if repeated_failure.is_final(job, condition.plan):
+    if failure_owner.is_final(job, condition.plan):
         return True
-    if repeated_failure.repetition(job, condition.plan, settings.refill_after):
+    if failure_owner.repetition(job, condition.plan, settings.refill_after):
         return True
     if restarts_after_failure(view, job, condition.plan, settings) <= job.spec.record.max_restarts:
         return False
@@ -208,8 +208,8 @@ def _state(
         return JobState.RUNNING, waits_for, None
     if phase is Phase.CHANGING and health.missing:
         return JobState.RUNNING, f"has not heard from {', '.join(health.missing)} for a moment", None
-    why = job.limit.reason if job.limit else ""
-    return JobState.RUNNING, plan.reason if why in plan.reason else f"{plan.reason}; {why}", None
+    more = [why for why in failure_owner.avoided(view, job) if why not in plan.reason]
+    return JobState.RUNNING, "; ".join([plan.reason, *more]), None
 
 
 def _given_up(job: JobView, plan: Plan, settings: CoordinatorSettings) -> tuple[JobState, str, int]:
@@ -219,9 +219,9 @@ def _given_up(job: JobView, plan: Plan, settings: CoordinatorSettings) -> tuple[
     what = f": rank {found[0].rank}: {found[0].message or found[0].exit_code}" if found else ""
     allowed = job.spec.record.max_restarts
     text = f"failed after {plan.restarts} of {allowed} restarts{what}"
-    if when := repeated_failure.repetition(job, plan, settings.refill_after):
+    if when := failure_owner.repetition(job, plan, settings.refill_after):
         text = f"failed twice in the same way {when}{what}"
-    if repeated_failure.is_final(job, plan):
+    if failure_owner.is_final(job, plan):
         text = f"failed, and a restart would not help{what}"
     return JobState.FAILED, text, jobs.root_exit_code(job, generation)
 
@@ -297,7 +297,7 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
     need = f"{pluralize(spec.min_replicas, 'replica')} on {pluralize(spec.min_nodes, 'node')}"
     if not places:
         drained = f"drained: {', '.join(ledger.drained)}" if ledger.drained else ""
-        return f"waits for nodes: needs at least {need}, {drained or 'none is registered that could take it'}"
+        return f"waits for nodes: needs at least {need}, {drained or 'none is registered for this job'}"
     least = smallest(spec, places)
     if least is None:
         room = sum(place.most for place in places.values())

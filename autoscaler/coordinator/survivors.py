@@ -176,13 +176,18 @@ def inquire(job: JobView, plan: Plan, gone: Iterable[str], least: int) -> Losses
     )
 
 
-def newcomers(plan: Plan, losses: Losses) -> bool:
-    """Return whether one of the dead was a newcomer of a change in place."""
+def newcomers(job: JobView, plan: Plan, losses: Losses) -> dict[str, Failure]:
+    """Return the failures of nodes on which newcomers of a change in place have died."""
     if plan.transition is not Transition.INPLACE or losses.generation != plan.generation:
-        return False
-    base = before(plan)
+        return {}
+    base, found = before(plan), dict[str, Failure]()
     old = {one.node: slots_of(_placed(one)) for one in plan.leaving if one.generation == base}
-    return any(set(dead) - set(old.get(node, ())) for node, dead in losses.dead.items())
+    for node, dead in losses.dead.items():
+        if set(dead) - set(old.get(node, ())):
+            told = [records.get((plan.generation, node)) for records in (job.broken, job.ended)]
+            known = (seen.record.failure for seen in told if seen is not None and seen.record.failure)
+            found[node] = next(known, Failure(-1, 1, "a newcomer ended"))
+    return found
 
 
 def died(job: JobView, plan: Plan, generation: int, member: Placement) -> bool:

@@ -5,6 +5,7 @@ Each check is a function that returns findings. It raises no errors for the prob
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
-import adaptdl_elastic
+from adaptdl_elastic import _program
 from adaptdl_elastic._private import RuntimeFileError, private_directory
 from adaptdl_elastic.autoscaler.cluster_view import View
 from adaptdl_elastic.protocol import self_test
@@ -342,7 +343,7 @@ def check_cluster(view: View, node: str) -> list[Finding]:
     agents = [seen.record for by_node in view.nodes.values() for seen in by_node.values()]
     found = [ok("nodes", f"{len({agent.node for agent in agents})} registered")]
     versions = {agent.version for agent in agents if agent.version}
-    mine = adaptdl_elastic.__version__
+    mine = _program.version()
     others = sorted(versions - {mine})
     if others:
         found.append(
@@ -403,9 +404,13 @@ def marked(store: Store, keys: Keys, node: str, path: Path) -> Iterator[list[Fin
     mark = folder / node
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # behind a link lie files that are no marks
+        if folder.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link: remove it")
         for old in folder.iterdir():
             if time.time() - old.stat().st_mtime > FRESH:
                 old.unlink(missing_ok=True)
+        mark.unlink(missing_ok=True)
         mark.write_text(token)
     except OSError as problem:
         yield [error("shared directory", f"{folder}: {problem.strerror}", "see the finding above")]

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View, limited
+from adaptdl_elastic.autoscaler.coordinator import failure_owner
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_types import Allocation, CoordinatorSettings, Memory
 from adaptdl_elastic.autoscaler.coordinator.job_models import model, own_hints
@@ -140,7 +141,7 @@ def explain(
         now=here,
         one_more=_neighbour(job, curve, now, size + 1, everywhere, free, cost) if size else None,
         one_fewer=_neighbour(job, curve, now, size - 1, everywhere, free, cost) if size > 1 else None,
-        limited_by=(*weighed, *_limits(job, size, everywhere, free, settings)),
+        limited_by=(*weighed, *_limits(view, job, size, everywhere, free, settings)),
         policy_wants=wants,
         policy_reason=why,
         pause=cost,
@@ -228,6 +229,7 @@ def _predicted(curve: GoodputModel | None, allocation: Allocation) -> float | No
 
 
 def _limits(
+    view: View,
     job: JobView,
     size: int,
     everywhere: Mapping[str, Any],
@@ -237,8 +239,8 @@ def _limits(
     """Return what keeps the job from being larger, independent of the policy."""
     assert job.spec is not None
     spec, found = job.spec.record, []
-    if job.limit is not None:
-        found.append(job.limit.reason)
+    if avoided := failure_owner.avoided(view, job):
+        found += avoided
     elif size >= spec.max_replicas:
         found.append(f"max_replicas {spec.max_replicas} is reached")
     requested = jobs.requested_replicas(job)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from socket import AF_INET, AF_INET6
 from threading import Thread
 from typing import Any, cast
@@ -277,19 +277,33 @@ class PortsTakenError(OSError):
     """Every port that metrics are served on by default is in use."""
 
 
-def serve(host: str, port: int | None, version: str = "") -> CoordinatorMetrics:
+class _OfCluster(CollectorRegistry):
+    """A registry whose samples all have the name of their cluster as the label `adaptdl_cluster`."""
+
+    def __init__(self, cluster: str) -> None:
+        super().__init__()
+        self._label = {"adaptdl_cluster": cluster}
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [one._replace(labels={**self._label, **one.labels}) for one in metric.samples]
+            yield metric
+
+
+def serve(host: str, port: int | None, version: str = "", cluster: str = "default") -> CoordinatorMetrics:
     """Serve the metrics of this process.
 
     Args:
         host: Address to listen on.
         port: Port to listen on; 0: any free one; None: the first of `DEFAULT_PORTS` that is free.
         version: Version of adaptdl-elastic.
+        cluster: Name of the cluster: one Prometheus may read several.
 
     Raises:
         PortsTakenError: none of the default ports is free.
         OSError: the address cannot be used.
     """
-    registry = CollectorRegistry()
+    registry = _OfCluster(cluster)
     server = _listen(host, port, registry)
     thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()

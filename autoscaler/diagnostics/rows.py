@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
-from adaptdl_elastic.autoscaler.coordinator.job_phase import requested_replicas, this_run
+from adaptdl_elastic.autoscaler.coordinator.job_phase import (
+    late_nodes,
+    left_out,
+    requested_replicas,
+    this_run,
+)
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, fewest, in_plan
 from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.schema.records import JobState, JobStatus, NodeRecord
-from adaptdl_elastic.rendezvous.services.submitted import Submitted, state_of, waits_because
+from adaptdl_elastic.rendezvous.services.submitted import Submitted, state_of, waits_because, why_not_started
 from adaptdl_elastic.rendezvous.text import clock
 
 LOST = "lost"
@@ -76,6 +81,8 @@ def job_rows(view: View, submitted: Submitted | None) -> dict[str, Row]:
             row["state"], row["reason"] = state_of(request, submitted)
         elif row["state"] in WAITING_STATES:
             row["reason"] = waits_because(row["reason"], submitted, asked.job)
+        else:
+            row["problems"] = why_not_started(submitted, asked.job)
     return rows
 
 
@@ -181,8 +188,12 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
             held = ledger.held(job).get(node, 0)
             row["jobs"][job] = held
             row["free"] -= held
+            if (known := view.jobs.get(job)) is not None and node in late_nodes(view, known):
+                row["state"] = f"{job}: {left_out(view, known)[node].reason}"
             if view.draining(record):  # for at least one of its jobs
                 row["state"] = view.drains[node].record.text if node in view.drains else "draining"
+            elif record.changed and row["state"] == "ok":
+                row["state"] = f"{job}: {record.changed} has changed"
             elif record.at_risk and row["state"] == "ok":
                 row["state"] = "at risk"
             elif record.instance in idle and row["state"] == "ok":

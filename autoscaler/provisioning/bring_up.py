@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import adaptdl_elastic
+from adaptdl_elastic import _program
 from adaptdl_elastic.autoscaler.provisioning import nodes, store_users, wheel
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
 from adaptdl_elastic.autoscaler.provisioning.nodes import Delete, NodeFacts, NodeReport, Wanted
@@ -19,7 +20,7 @@ from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_config import EtcdConfig, ServiceConfig, encode_config
 
-Jobs = dict[str, dict[str, str | None]]
+Jobs = dict[str, dict[str, Any]]
 """The jobs that a node remembers, by name: the fields of `known_jobs.KnownJob`."""
 
 
@@ -118,14 +119,16 @@ def merged_jobs(lists: Iterable[Jobs]) -> Jobs:
     """
     found: Jobs = {}
     for job, known in sorted((one for jobs in lists for one in jobs.items()), key=_submitted_at):
-        ends = {name: known[name] for name in ("cancelled_by", "ended", "run") if known.get(name)}
-        same = job in found and _submitted_at((job, found[job])) == _submitted_at((job, known))
+        ends = {name: known[name] for name in ("cancelled_by", "ended", "run", "number") if known.get(name)}
+        same = job in found and _submitted_at((job, found[job]))[0] == _submitted_at((job, known))[0]
         found[job] = {**(found[job] if same else known), **ends}
     return found
 
 
-def _submitted_at(one: tuple[str, dict[str, str | None]]) -> float:
-    return float(json.loads(one[1]["submission"] or "{}").get("created", 0.0))
+def _submitted_at(one: tuple[str, dict[str, Any]]) -> tuple[float, int]:
+    """Return when a job was submitted, and the number of its last run that has ended."""
+    created = json.loads(one[1]["submission"] or "{}").get("created", 0.0)
+    return float(created), int(one[1].get("number", 0))
 
 
 def _end_sharing(context: ClusterContext, credentials: Credentials, say: Callable[[str], None]) -> None:
@@ -162,21 +165,19 @@ def service_files(
 
 def wanted_of(context: ClusterContext) -> Wanted:
     """Return what is asked of every node of a cluster."""
-    return Wanted(
-        context.name, context.cluster_id, context.python, context.etcd_binary, adaptdl_elastic.__version__
-    )
+    return Wanted(context.name, context.cluster_id, context.python, context.etcd_binary)
 
 
 def _environments(
     context: ClusterContext, ssh: Ssh, facts: dict[str, NodeFacts], say: Callable[[str], None]
 ) -> dict[str, str]:
     """Return the interpreter of each node's service; install what is missing."""
-    if context.python:
-        return {node: one.python for node, one in facts.items()}
     with tempfile.TemporaryDirectory(prefix="adaptdl-wheel-") as folder:
-        made, limits = wheel.own_wheel(Path(folder)), wheel.constraints()
-        say(f"installing {made.name} where it is not yet (the first time this takes minutes: torch is large)")
-        return on_every(facts, lambda node: nodes.make_environment(ssh, facts[node], made, limits))
+        made, needs = wheel.own_wheel(Path(folder)), wheel.requirements()
+        limits = None if context.python else wheel.constraints()
+        once = "" if context.python else " (the first time this takes minutes: torch is large)"
+        say(f"installing adaptdl-elastic {_program.version()} where it is not yet{once}")
+        return on_every(facts, lambda node: nodes.make_environment(ssh, facts[node], made, needs, limits))
 
 
 def _etcd_of(

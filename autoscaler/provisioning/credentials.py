@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 import secrets
 import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import signatures
@@ -84,7 +84,7 @@ class Credentials:
             self.write_people({person.name: person})
 
     def _write_secret(self, name: str) -> None:
-        write_private(self._directory / name, f"{secrets.token_hex(24)}\n".encode())
+        write_whole(self._directory / name, f"{secrets.token_hex(24)}\n")
 
     @property
     def _password(self) -> Path:
@@ -132,7 +132,7 @@ class Credentials:
 
     def write_people(self, people: dict[str, Person]) -> None:
         """Replace the list of people."""
-        write_private(self.people_file, signatures.encode_people(people).encode())
+        write_whole(self.people_file, signatures.encode_people(people))
 
     def node_files(self, node: str, host: str) -> dict[str, bytes]:
         """Return the files of one node's service by which others know it, by their path there."""
@@ -192,14 +192,6 @@ class Credentials:
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
             raise ProvisionError(f"{command[0]} {command[1]} fails in {self._directory}: {said}")
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read, in the place of an older one or of a link."""
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=".")  # mode 0600
-    with os.fdopen(number, "wb") as file:
-        file.write(data)
-    Path(name).replace(path)
 
 
 def _is_address(host: str) -> bool:

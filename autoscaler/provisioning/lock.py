@@ -54,7 +54,7 @@ def pack(target: Path, python: str = PYTHON) -> None:
         folder = Path(name)
         wheel.own_wheel(folder)
         (folder / "constraints.txt").write_text(wheel.constraints())
-        wheel.build(folder, f"{_ONLY_SOURCE}=={metadata.version(_ONLY_SOURCE)}")
+        _build(folder, f"{_ONLY_SOURCE}=={metadata.version(_ONLY_SOURCE)}")
         shipped = sorted(folder.glob("*.whl"))
         for lock, wanted in ((HEAD, without), (NODE, needs)):
             (folder / lock).write_text(locked(shipped, _resolve(compiler, wanted, folder)))
@@ -68,6 +68,23 @@ def pack(target: Path, python: str = PYTHON) -> None:
             for path in (*shipped, folder / HEAD, folder / NODE):
                 package.add(path, path.name, filter=_of_nobody)
         shutil.move(packed, target)
+
+
+def _build(folder: Path, requirement: str) -> None:
+    """Build the wheel of a package that an index has as sources only; the same sources make the same wheel.
+
+    Raises:
+        ProvisionError: pip cannot build it.
+    """
+    command = _own_python.module("pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps")
+    # a wheel in pip's cache may have another time
+    command += ["--no-cache-dir", "-w", str(folder), requirement]
+    environment = {"SOURCE_DATE_EPOCH": "1577836800", **os.environ}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["pip says nothing"]
+        errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
+        raise ProvisionError(f"no wheel can be made of {requirement}: {errors[0].removeprefix('ERROR: ')}")
 
 
 def locked(beside: Iterable[Path], others: str = "") -> str:
@@ -100,7 +117,8 @@ def _resolve(compiler: list[str], wanted: Iterable[str], folder: Path) -> str:
     uv runs in the folder, which has the constraints and the wheels: a project's settings do not count there.
     """
     (folder / "needs.txt").write_text("\n".join(wanted))
-    environment = {**indexes(), **os.environ}
+    # without the second uv does not trust the certificates that pip and the system do
+    environment = {**indexes(), "UV_NATIVE_TLS": "1", **os.environ}
     done = subprocess.run(compiler, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ProvisionError(f"no lock file can be made: {in_one_line(done.stderr) or 'uv says nothing'}")

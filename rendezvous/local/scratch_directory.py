@@ -22,10 +22,17 @@ class Scratch:
     def __init__(self, prefix: str, base: Path | None = None) -> None:
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-            self._lock = _lock(self.path)
+            self._lock = _lock(self.path, or_without=True)
             if self._lock is not None and self.path.is_dir():
                 return
             self._unlock()  # removed by another process's `sweep` before it was locked
+
+    def restore(self, base: Path) -> None:
+        """Make the directory again, with its name and in `base`, if another process has removed it."""
+        path = base / self.path.name
+        path.mkdir(mode=0o700, exist_ok=True)
+        self._unlock()
+        self.path, self._lock = path, _lock(path, or_without=True)
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -46,7 +53,7 @@ class Shared:
         self.path = path
         while True:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = _lock(path, fcntl.LOCK_SH)
+            self._lock = _lock(path, fcntl.LOCK_SH, or_without=True)
             if self._lock is not None and path.is_dir():
                 return
             self.close()  # another process is about to remove it
@@ -63,17 +70,21 @@ class Shared:
         os.close(number)
 
 
-def _lock(path: Path, how: int = fcntl.LOCK_EX) -> int | None:
-    """Return a descriptor that holds the directory's lock; None if another process does, or it is gone."""
+def _lock(path: Path, how: int = fcntl.LOCK_EX, or_without: bool = False) -> int | None:
+    """Return a descriptor that holds the directory's lock; None if another process does, or it is gone.
+
+    Where the file system has no locks it is None too, or with `or_without` a descriptor that holds none.
+    """
     try:
         number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         fcntl.flock(number, how | fcntl.LOCK_NB)
-    except OSError:
-        os.close(number)
-        return None
+    except OSError as error:
+        if not or_without or isinstance(error, BlockingIOError):
+            os.close(number)
+            return None
     return number
 
 

@@ -15,8 +15,11 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+from adaptdl_elastic._private import RuntimeFileError, private_directory
+from adaptdl_elastic.rendezvous.local.file_lock import lies_at
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
 from adaptdl_elastic.rendezvous.store.base import Closable, KeyValue, LeaseLostError, StoreError
 from adaptdl_elastic.rendezvous.store.local_socket import SCHEME, encode_line, peer_uid, socket_path
@@ -26,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 MOST_CHANGES = 10_000  # changes kept for watches that begin at an earlier revision
 MAX_REQUEST_BYTES = 64 << 20
-_SCRATCH = "adaptdl-store-"
+_SCRATCH = "store-"
 _BACKLOG = 128
+LOOK_SECONDS = 2.0  # between two looks whether the socket is still there
 _ACCEPT_RETRY_SECONDS = 0.2  # pause when accept fails, for example without a free descriptor
 _FINISH_SECONDS = 1.0  # time for watches to send the last changes before the server ends
 
@@ -46,15 +50,15 @@ class LocalServer(Closable):
         self._leases: dict[int, MemoryLease] = {}
         self._numbers = itertools.count(1)
         self._closing = threading.Event()
-        sweep(_SCRATCH)
-        self._scratch = Scratch(_SCRATCH)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # without variables: a short path, in a place that a logout does not remove
+        place = private_directory(environ={})
+        sweep(_SCRATCH, place)
+        self._scratch = Scratch(_SCRATCH, place)
+        self.look: Callable[[str], None] = lambda endpoint: None  # called every few seconds
+        self._problem = ""
         try:
-            self.endpoint = f"{SCHEME}{self._scratch.path / 'socket'}"
-            self._listener.bind(str(socket_path(self.endpoint)))
-            self._listener.listen(_BACKLOG)
+            self._listen()
         except BaseException:
-            self._listener.close()
             self._scratch.close()
             raise
         self._acceptor = threading.Thread(target=self._accept, name="local-store", daemon=True)
@@ -80,10 +84,43 @@ class LocalServer(Closable):
             _hang_up(connection)
         self._scratch.close()
 
+    def _listen(self) -> None:
+        """Make the socket in the directory that `_scratch` is."""
+        endpoint = f"{SCHEME}{self._scratch.path / 'socket'}"
+        path, listener = socket_path(endpoint), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            listener.listen(_BACKLOG)
+            listener.settimeout(LOOK_SECONDS)
+            self._socket = path, path.lstat()
+        except BaseException:
+            listener.close()
+            raise
+        self.endpoint, self._listener = endpoint, listener
+
+    def _restore(self) -> None:
+        """Make the socket again if it was removed, at the same path if that is private; say once if not."""
+        problem = ""
+        try:
+            if not lies_at(*self._socket):
+                gone = self._listener
+                self._scratch.restore(private_directory(environ={}))
+                self._listen()
+                gone.close()
+            self.look(self.endpoint)
+        except (OSError, RuntimeFileError, StoreError) as error:
+            problem = str(error)
+        if problem not in ("", self._problem):
+            logger.warning("the files by which commands find this job were removed: %s", problem)
+        self._problem = problem
+
     def _accept(self) -> None:
         while not self._closing.is_set():
+            self._restore()
             try:
                 connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
             except OSError as error:
                 if not self._closing.is_set():
                     logger.warning("a connection to the store could not be taken: %s", error)

@@ -153,6 +153,11 @@ class NodeRecord:
     # where other agents of the job measure the link from this node; 0: they cannot
     link_port: Annotated[int, Field(ge=0, le=65535)] = 0
     links: Annotated[tuple[Link, ...], Field(max_length=MOST_SLOTS)] = ()  # as measured when it joined
+    # a file of the job's code that differs from the one that runs; the node takes no further replicas then
+    changed: str = ""
+    # the same for agents that reach each other at loopback addresses (`addresses.network`); "": not known
+    network: str = ""
+    decisions: str = ""  # the file with the last decisions of the agent that a person has asked for
 
 
 _Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -227,6 +232,7 @@ class JobSpec:
     # a digest by which agents check that they know the run's secret; it does not reveal the secret
     secret_mark: str = ""
     created: float = 0.0
+    number: Annotated[int, Field(ge=0)] = 0  # a later run of the job has a greater one, whatever clocks say
 
 
 @dataclass(frozen=True, config=RECORD_CONFIG)
@@ -236,6 +242,7 @@ class JobRequest:
     replicas: int | None = None  # adaptdl scale JOB --replicas N; None: --auto
     stop: bool = False
     checkpoint: int = 0  # a counter: the agent with rank 0 saves a checkpoint when it grows
+    decisions: int = 0  # a counter: agents and coordinator write their last decisions when it grows
     run: str = ""  # JobSpec.run that the request is for; other runs ignore it
     resume: bool = False  # the run that has ended is to be followed by another one
 
@@ -290,6 +297,20 @@ class SizeLimit:
     batch_size: Annotated[int, Field(ge=1)] | None = None  # over all replicas
     reason: str = ""  # text for users
     request: int = 0  # revision of the newest request when the script failed; `adaptdl scale` after it counts
+    times: int = 0  # how often the number of replicas was limited
+    until: float = 0.0  # wall-clock time of the next try with more replicas
+
+
+@dataclass(frozen=True, config=RECORD_CONFIG)
+class LeftOut:
+    """A node that a job does without, because its replicas failed there, or did not start in time."""
+
+    node: str
+    agent: str  # NodeRecord.agent; another one is tried at once
+    reason: str = ""  # text for users
+    times: int = 1  # in a row
+    until: float = 0.0  # wall-clock time of the next try
+    request: int = 0  # as in `SizeLimit`
 
 
 @dataclass(frozen=True, config=RECORD_CONFIG)
@@ -320,13 +341,15 @@ class Plan:
     failed_step: int = 0  # step of the newest checkpoint when a restart was last counted
     failed_as: str = ""  # how the failure that led to a restart is recognised; "": it is not
     predicted_goodput: float | None = None  # examples/s that the goodput model predicts for this allocation
-    # (node, agent) of nodes that did not start this run's replicas in time
-    late: tuple[tuple[str, str], ...] = ()
+    failed_on: tuple[str, ...] = ()  # nodes of that failure
+    failed_size: int = 0  # replicas of the generation that failed so
+    left_out: tuple[LeftOut, ...] = ()  # also those whose time has come
     restart_only: bool = False  # a change in place has failed in this run, so changes are restarts
     # samples of one replica that fit into memory, as other jobs of the script have learnt; None: not known
     memory_limit: Annotated[int, Field(ge=1)] | None = None
     node_type: str = ""  # class of its slowest node, if measurements show that this is slower than its type
-    stepped: int = 0  # replicas of the last generation before this one, of this run, that has made a step
+    sizes: tuple[int, ...] = ()  # replicas of earlier generations of this run that have made steps
+    worked: tuple[str, ...] = ()  # nodes of these generations
     limit: SizeLimit | None = None  # what this run stays at or below
 
     @property
@@ -402,6 +425,8 @@ class MasterRecord:
     host: str
     port: int
     collective_port: int = 0  # port on which rank 0 listens for the library's own collectives
+    # path below the script's directory → digest, of the code with which the run began to train; {}: not known
+    code: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=RECORD_CONFIG)
@@ -426,6 +451,10 @@ class RunningRecord:
     resilient: bool = False
     # NodeRecord.agent of the writer: a late record may come after another agent took the node's name
     agent: str = ""
+
+
+CHANGED_CODE = "changed code"
+"""`Failure.kind` where a node's files are not those with which the run began to train."""
 
 
 class Outcome(str, Enum):
@@ -535,6 +564,7 @@ class LeaderRecord:
     # settings that it decides by, for `adaptdl explain`
     settings: dict[str, Any] = field(default_factory=dict)
     metrics: str = ""  # HOST:PORT of its metrics; "": it serves none
+    decisions: str = ""  # the file that it writes its last decisions to; "": none
 
 
 @cache

@@ -119,6 +119,7 @@ class Resumption:
     person: _Person
     run: str  # JobSpec.run of the run that has ended
     created: float = 0.0
+    number: int = 0  # JobSpec.number of that run
 
 
 @dataclass(frozen=True, config=RECORD_CONFIG)

@@ -41,7 +41,9 @@ class JobState:
         resumed: Whether the run has ended and the job is to go on in another run.
         forgotten: Whether the run's records are deleted, except for how it ended.
         exit_code: Exit code of a process that mirrors the run's end.
-        resumption: The newest run that a person wants to be followed by another; "": none.
+        resumption: The run that a person wants to be followed by another; "": none.
+        resumption_number: `JobSpec.number` of that run.
+        number: `JobSpec.number` of the run; 0: it is not known.
         ran_on: The nodes where the run has had replicas.
     """
 
@@ -53,6 +55,8 @@ class JobState:
     forgotten: bool = False
     exit_code: int = 0
     resumption: str = ""
+    resumption_number: int = 0
+    number: int = 0
     ran_on: tuple[str, ...] = ()
 
     @property

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.protocol.environment import CLUSTER, ETCD
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions, to_environ, variable
@@ -88,8 +89,13 @@ class ClusterContext:
             f"it runs on {node} first node of cluster {self.name}. Until adaptdl cluster up starts it again, "
             f"jobs with a replica there stand still, others train on, and nothing starts or moves"
         )
+        refused = (
+            f"{self.person} may not use cluster {self.name} any more, or has a newer archive: ask an "
+            f"administrator, who runs adaptdl cluster grant; the password is"
+        )
         timeout = os.environ.get(variable("timeout")) or None
-        return StoreOptions.from_environment(self.store_environment(), timeout=timeout, hint=hint)
+        given = self.store_environment()
+        return StoreOptions.from_environment(given, timeout=timeout, hint=hint, hint_if_refused=refused)
 
 
 def config_directory(environ: Mapping[str, str] = os.environ) -> Path:
@@ -166,10 +172,7 @@ def save(context: ClusterContext) -> Path:
     """Write the context over an older one, and return the path of its file."""
     path = _path(context.name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(encode(context))
-    temporary.chmod(0o600)
-    temporary.replace(path)
+    write_whole(path, encode(context))
     return path
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlencode
+from urllib.parse import unquote, urlencode
 
 import urllib3
 
@@ -18,7 +18,7 @@ from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import signatures
 
 PERSON_HEADER, SIGNATURE_HEADER = "X-Adaptdl-Person", "X-Adaptdl-Signature"
-TIME_HEADER = "X-Adaptdl-Time"
+TIME_HEADER, REFUSAL_HEADER = "X-Adaptdl-Time", "X-Adaptdl-Refusal"
 
 CONNECT_SECONDS = 5.0
 _READ_SECONDS = 60.0
@@ -135,6 +135,7 @@ class ServiceClient:
         try:
             if answer.status >= 400:
                 said = answer.read().decode(errors="replace").strip()
+                said = said or unquote(answer.headers.get(REFUSAL_HEADER, ""))
                 raise ServiceRefusedError(
                     f"{service.node} refuses: {said or f'HTTP {answer.status}'}", answer.status
                 )

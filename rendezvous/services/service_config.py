@@ -13,6 +13,8 @@ work/<job>[@<digest>]/      an unpacked working directory
 logs/<job>/output.log       what the agent and the replicas of a job have written on this node
 checkpoints/<job>/          checkpoints of a job that has no other place for them
 state/                      what the service remembers
+environments/               the packages of this program, and over them each version that a job runs
+current                     link to the environment of the service
 """
 
 from __future__ import annotations
@@ -100,6 +102,11 @@ class ServiceDirectory:
     def state(self) -> Path:
         """The directory of what the service remembers."""
         return self.path / "state"
+
+    @property
+    def environments(self) -> Path:
+        """The directory of environments: `packages-<digest>`, and `<digest>` for each version."""
+        return self.path / "environments"
 
     @property
     def ca(self) -> Path:

@@ -171,8 +171,9 @@ class SubmissionReader:
             ):
                 refused[job] = f"{resumption.person} may not resume it: it belongs to {submission.owner}"
                 resumption = None
-            resumed = max(submission.follows, "" if resumption is None else resumption.run)
-            state = replace(self._state(job, agents.get(job, 0), resumed), resumption=resumed)
+            asked, number = ("", 0) if resumption is None else (resumption.run, resumption.number)
+            state = self._state(job, agents.get(job, 0), {submission.follows, asked} - {""})
+            state = replace(state, resumption=asked, resumption_number=number)
             owner = None if people is None else people[submission.owner]
             most, heaviest = (owner.priority_limit, owner.weight_limit) if owner else (MOST_PRIORITY, 1.0)
             requests.append(Request(submission, person, state, most, revisions[job], heaviest))
@@ -186,11 +187,11 @@ class SubmissionReader:
                 found[node.job] = found.get(node.job, 0) + 1
         return found
 
-    def _state(self, job: str, agents: int, resumption: str) -> JobState:
+    def _state(self, job: str, agents: int, resumed: set[str]) -> JobState:
         if agents:
             self._outcomes.pop(job, None)  # it runs again
         elif job in self._outcomes:
-            return _told(self._outcomes[job], agents, resumption, forgotten=True)
+            return _told(self._outcomes[job], agents, resumed, forgotten=True)
         spec_item = self._get(self._keys.job(job, "spec"))
         status_item = self._get(self._keys.job(job, "status"))
         try:
@@ -205,7 +206,7 @@ class SubmissionReader:
             return JobState(agents=agents)
         if spec_item is None and status_item is None and not agents:
             self._outcomes[job] = status
-        return _told(status, agents, resumption, forgotten)
+        return replace(_told(status, agents, resumed, forgotten), number=0 if spec is None else spec.number)
 
     def _records(
         self, kind: type[R], prefix: str, people: People | None
@@ -244,9 +245,9 @@ class SubmissionReader:
         return found
 
 
-def _told(status: JobStatus, agents: int, resumption: str, forgotten: bool) -> JobState:
-    """Return the state that a status says, unless its run is to be followed by another one."""
-    if status.state.ended and resumption == status.run:
+def _told(status: JobStatus, agents: int, resumed: set[str], forgotten: bool) -> JobState:
+    """Return the state that a status says, unless its run is one that is to be followed by another one."""
+    if status.state.ended and status.run in resumed:
         return JobState(agents, run=status.run, resumed=True)
     code = status.process_exit_code
     return JobState(

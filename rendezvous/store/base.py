@@ -53,6 +53,10 @@ class StoreRefusedError(StoreError):
     """The store refuses this operation, and would refuse it again."""
 
 
+class StoreFullError(StoreError):
+    """The store has no room for what is written; it can still be read."""
+
+
 class LeaseLostError(StoreError):
     """A key was put under a lease that the store no longer knows; nothing was written."""
 

@@ -25,6 +25,7 @@ from adaptdl_elastic.rendezvous.store.base import (
     Store,
     StoreAuthError,
     StoreError,
+    StoreFullError,
     StoreRefusedError,
     StoreUnavailableError,
     Watch,
@@ -113,7 +114,7 @@ def _store_error(error: HttpStatusError) -> StoreError:
     if "too large" in said or "larger than max" in said:
         return StoreRefusedError("etcd refused a value as too large: it takes up to 1.5 MB")
     if "space exceeded" in said:
-        return StoreError(
+        return StoreFullError(
             "etcd is full: compact and defragment it, or raise --quota-backend-bytes, then disarm the alarm"
         )
     kind = StoreRefusedError if 400 <= error.status < 500 and error.status not in _PASSING else StoreError

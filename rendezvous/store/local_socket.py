@@ -65,8 +65,7 @@ def socket_path(endpoint: str) -> Path:
         raise StoreOptionError(f"endpoint {endpoint!r} is not of the form unix:/path/of/a/socket")
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         raise StoreOptionError(
-            f"the path {path!r} is too long for a socket (at most {_MAX_PATH_BYTES} bytes): "
-            f"set TMPDIR to a shorter directory"
+            f"the path {path!r} is too long for a socket (at most {_MAX_PATH_BYTES} bytes)"
         )
     return Path(path)
 

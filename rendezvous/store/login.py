@@ -81,6 +81,6 @@ class Login:
         file, problem = self._options.password_file, self._password.problem
         where = f" in {file}, which is read again" if file is not None else ""
         return StoreAuthError(
-            f"etcd refused the login ({self._refusal}): check ADAPTDL_ETCD_USER and its password{where}"
+            f"etcd refused the login ({self._refusal}): {self._options.hint_if_refused}{where}"
             + (f"; {problem}" if problem else "")
         )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
+from adaptdl_elastic.rendezvous.text import pluralize
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_QUIET_SECONDS = 60.0  # between two lines about values that cannot be read
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,10 @@ class PrefixCache(Generic[T]):
 
     Args:
         read: Returns the record that a value holds, or None to hold none. ValueError: it cannot be read.
-        refuse: Is told the key and the error of each value that cannot be read. By default it logs them.
+        refuse: Is told the key and the error of each value that cannot be read. By default one line a minute
+            is logged, with their number.
         holds: Whether a key is held at all; by default all are.
+        clock: Returns seconds, for that minute; None: `time.monotonic`.
     """
 
     def __init__(
@@ -58,9 +64,13 @@ class PrefixCache(Generic[T]):
         read: Callable[[KeyValue], T | None],
         refuse: Callable[[str, ValueError], None] | None = None,
         holds: Callable[[str], bool] = lambda key: True,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._read, self._holds = read, holds
-        self._refuse = refuse or (lambda _, error: logger.warning("ignored a value in the store: %s", error))
+        self._refuse = refuse or (lambda _, error: self._refused.append(error))
+        # what has not been logged yet: the first of them, and their number
+        self._refused: list[ValueError] = []
+        self._clock, self._quiet_until = clock or time.monotonic, -math.inf
         self._entries: dict[str, Entry[T]] = {}
         self._since: dict[str, int] = {}  # prefix → revision of its last snapshot
         self.whole = False
@@ -78,6 +88,15 @@ class PrefixCache(Generic[T]):
 
     def take(self, news: Snapshot | Change) -> list[Difference[T]]:
         """Apply what `Follow` has yielded; return what is different now, deletions first."""
+        differences = self._take(news)
+        if self._refused and self._clock() >= self._quiet_until:
+            self._quiet_until = self._clock() + _QUIET_SECONDS
+            number = pluralize(len(self._refused), "value")
+            logger.warning("ignored %s in the store: %s", number, self._refused[0])
+            self._refused.clear()
+        return differences
+
+    def _take(self, news: Snapshot | Change) -> list[Difference[T]]:
         self.revision = max(self.revision, news.revision)
         if isinstance(news, Change):
             since = (since for prefix, since in self._since.items() if news.key.startswith(prefix))

@@ -53,6 +53,7 @@ class StoreOptions:
         password: its password; in no repr and in no log.
         password_file: file whose first line is the password; it is read again when etcd refuses the password.
         hint: what an error says where etcd cannot be reached.
+        hint_if_refused: what an error says where etcd refuses the user.
     """
 
     timeout: float = 5.0
@@ -63,6 +64,7 @@ class StoreOptions:
     password: str | None = field(default=None, repr=False)
     password_file: Path | None = None
     hint: str = "is it running, and is --etcd right?"
+    hint_if_refused: str = "check ADAPTDL_ETCD_USER and its password"
 
     def __post_init__(self) -> None:
         if self.password_file is not None and self.password is None:

@@ -30,7 +30,7 @@ def test_a_pause_of_etcd_evicts_nobody(cluster: Cluster) -> None:
     cluster.etcd.resume()
     cluster.finish(first, second)
     assert len(first.of("generation")) == began
-    cluster.check(epochs=60, replicas=2)
+    cluster.check(replicas=2)
 
 
 def test_a_node_that_is_cut_off_is_planned_without_and_used_again(cluster: Cluster) -> None:
@@ -46,7 +46,7 @@ def test_a_node_that_is_cut_off_is_planned_without_and_used_again(cluster: Clust
         proxy.heal()
         first.wait_for_event("generation", replicas=2, after=seen)
         cluster.finish(first, second)
-    cluster.check(epochs=60, replicas=2)
+    cluster.check(replicas=2)
 
 
 @pytest.mark.parametrize("name", ["first", "second"])
@@ -78,7 +78,7 @@ def test_an_agent_that_stood_still_comes_back_to_find_another_run_or_its_name_ta
     assert (taken if goes_on else "was started again") in stale.text()
     cluster.finish(*others, fresh)
     if goes_on:
-        cluster.check(epochs=60, replicas=2)
+        cluster.check(replicas=2)
     else:
         assert len(fresh.of("generation")) == 1
         assert cluster.violations() == []
@@ -117,7 +117,7 @@ def test_garbage_under_our_prefix_is_ignored(cluster: Cluster) -> None:
     cluster.scale(2, first)
     litter()
     cluster.finish(first, second)
-    cluster.check(epochs=60, replicas=2)
+    cluster.check(replicas=2)
 
 
 @pytest.mark.parametrize("wrong", ["first", "second"])
@@ -139,7 +139,7 @@ def test_clocks_that_differ_by_minutes_decide_nothing(cluster: Cluster, wrong: s
     assert told is not None
     pauses = decode(JobStatus, told.value).pauses
     assert all(0 <= pause < 300 for pause in pauses), pauses
-    cluster.check(epochs=60, replicas=2)
+    cluster.check(replicas=2)
 
 
 def test_a_node_that_does_not_get_ready_in_time_is_planned_without(cluster: Cluster) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import EPOCHS, SCRIPTS, TRAIN
 from elastic_run import ElasticRun, marked
 from etcd_server import EtcdServer
 
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.connect import connect
 
-SCRIPTS = Path(__file__).parent / "scripts"
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -44,7 +44,7 @@ class Nodes:
             *(f"--rdzv-endpoint={self.etcd.endpoint}", f"--rdzv-id={job}", f"--node-name={node}"),
             *("--nnodes=1:2", f"--nproc-per-node={slots}", "--no-autoscale", *options),
             *(f"--checkpoint-path={self.folder / job}", "--checkpoint-interval=0.5"),
-            *(str(SCRIPTS / "with_devices.py"), str(SCRIPTS / "train.py"), "60", seconds),
+            *(str(SCRIPTS / "with_devices.py"), TRAIN, str(EPOCHS), seconds),
         ]
         folder = self.folder / f"work-{job}"
         folder.mkdir(exist_ok=True)

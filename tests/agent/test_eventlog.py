@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -30,8 +32,21 @@ def test_a_full_disk_is_said_once() -> None:
     for _ in range(3):
         log.write({"event": "step"})
     log.close()
-    assert said == ["--event-log /dev/full: no event is written any more: No space left on device"]
+    assert said == ["--event-log /dev/full: the disk is full: events are written when there is room again"]
     assert len(heard) == 3
+
+
+def test_events_are_written_when_a_full_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(tmp_path / "events")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        log.write({"event": "step", "number": 0})
+    log.write({"event": "step", "number": 1})
+    log.close()
+    lines = (tmp_path / "events").read_text().splitlines()
+    assert [json.loads(line)["number"] for line in lines] == [0, 1]
 
 
 def test_a_reader_that_stalls_holds_nobody_up_and_misses_nothing_that_fits(

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster import LONG, PLAIN, TRAIN
+from cluster import EPOCHS, LONG, PLAIN, TRAIN
 from elastic_run import ElasticRun, run_agent
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.timeout(600)]
@@ -184,20 +184,20 @@ def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
         run.interrupt()  # at once: delivered twice, as `timeout` does it
         assert run.wait() == 143
         assert run.of("checkpoint")[-1]["kind"] == "stop"
-        assert 59 not in run.samples()
+        assert EPOCHS - 1 not in run.samples()
     run.hurry()
     with ElasticRun(command, tmp_path) as run:
         assert run.wait() == 0
         assert 0 not in run.samples()
-        assert run.samples()[59] == 200
+        assert run.samples()[EPOCHS - 1] == 200
     with ElasticRun(command, tmp_path) as run:
         assert run.wait() == 0
         assert "job 'train' is done: every replica ended well" in run.text()
         assert [event["event"] for event in run.events] == ["exit"]
     with ElasticRun([*ELASTIC, TRAIN, "1", "0"], tmp_path) as run:
         assert run.wait() == 1
-        ran, this = (shlex.join([str(TRAIN), *given]) for given in (("60", "0.1"), ("1", "0")))
-        assert f"it ran `{ran}`, and this is `{this}`: --anew starts another run" in run.text()
+        ran, this = (shlex.join([str(TRAIN), *given]) for given in (LONG, ("1", "0")))
+        assert f"it ran `{ran}`, and this is `{this}`: --extend continues" in run.text()
     with ElasticRun([*ELASTIC, "--anew", TRAIN, "1", "0"], tmp_path) as run:
         assert run.wait() == 0
         assert f"--anew: what was in {tmp_path / 'saved'} is kept in" in run.text()
@@ -229,10 +229,13 @@ def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None
 
 
 def test_of_two_that_are_started_at_once_one_runs(tmp_path: Path) -> None:
-    from adaptdl_elastic.rendezvous.local import runtime_file
+    from adaptdl_elastic._private import private_directory
+    from adaptdl_elastic.rendezvous.local import file_lock
 
-    with runtime_file.locked("twice", tmp_path / f"adaptdl-{os.getuid()}") as mine:
-        assert mine
+    with file_lock.held(
+        private_directory(tmp_path / f"adaptdl-{os.getuid()}") / "twice.lock", "twice"
+    ) as other:
+        assert not other
         done = run_agent(tmp_path, "--standalone", "--rdzv-id=twice", PLAIN)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from moto_process import REGION, Moto, running_moto
+from moto_process import BUCKET, CREDENTIALS
+from odd_files import ODD
 
 from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic.agent import launch
@@ -26,25 +28,13 @@ from adaptdl_elastic.storage import Manifest, StorageError, locations
 pytestmark = pytest.mark.processes
 
 KEYS = Keys("test")
-BUCKET = "checkpoints"
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[Moto]:
-    with running_moto() as server:
-        yield server
 
 
 @pytest.fixture(params=["directory", "bucket", "prefix"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "directory":
         return str(tmp_path / "saved")
-    moto: Moto = request.getfixturevalue("moto")
-    moto.reset()
-    for name, value in moto.environment.items():
-        monkeypatch.setenv(name, value)
-    location = {"LocationConstraint": REGION}
-    moto.client("s3").create_bucket(Bucket=BUCKET, CreateBucketConfiguration=location)
+    request.getfixturevalue("bucket")
     return f"s3://{BUCKET}" if request.param == "bucket" else f"s3://{BUCKET}/jobs/one"
 
 
@@ -60,6 +50,7 @@ class Job:
     said: list[str] = field(default_factory=list)
     busy: bool = False
     runs: int = 1
+    names: dict[int, str] = field(default_factory=dict)  # run → its name
 
     @property
     def ids(self) -> list[str]:
@@ -68,7 +59,9 @@ class Job:
     @property
     def spec(self) -> JobSpec:
         """What an agent that starts now says of the job."""
-        return JobSpec("job", f"run-{self.runs}", COMMAND, profile_key="a", checkpoint_path=self.path)
+        name = self.names.get(self.runs, f"run-{self.runs}")
+        made = JobSpec("job", name, COMMAND, profile_key="a", checkpoint_path=self.path)
+        return replace(made, number=self.runs)
 
     def save(self, content: bytes) -> str:
         storage = locations.open_storage(self.path)
@@ -78,8 +71,8 @@ class Job:
         writing.commit(Manifest(id=writing.id, states=writing.entries))
         return writing.id
 
-    def start(self, *, once: bool = False, anew: bool = False, **said: object) -> None:
-        options = StartOptions(once, anew)
+    def start(self, *, once: bool = False, anew: bool = False, extend: bool = False, **said: object) -> None:
+        options = StartOptions(once, anew, extend=extend)
         spec = replace(self.spec, **said)  # type: ignore[arg-type]
         with ended_run.turn_to_start(
             self.store, KEYS, spec, options, lambda: self.busy, lambda text: self.said.append(text)
@@ -212,11 +205,19 @@ def test_another_command_is_refused_where_the_job_is_done(
     for word in words:
         assert word in str(told.value)
     assert (job.ids, job.said) == ([saved], [])
+    assert "--extend" in str(told.value)
+    with pytest.raises(JobEndedError, match="Nothing is started"):
+        job.start(extend=True)
+    job.start(extend=True, profile_key="b", **said)
+    assert job.ids == [saved]
     job.start(anew=True, profile_key="b", **said)
     assert job.ids == []
 
 
-def test_a_late_note_of_an_earlier_run_ends_no_other(job: Job) -> None:
+@pytest.mark.parametrize("clocks", [1, -1], ids=["alike", "differ"])
+def test_a_late_note_of_an_earlier_run_ends_no_other(job: Job, clocks: int) -> None:
+    if clocks < 0:  # the clock of the node that began the second run is behind
+        job.names = {1: "run-2", 2: "run-1"}
     job.save(b"first")
     job.end()
     job.start(anew=True)
@@ -227,7 +228,7 @@ def test_a_late_note_of_an_earlier_run_ends_no_other(job: Job) -> None:
     job.start()
     assert (job.ids, len(job.said)) == ([saved], 1)
     job.end()
-    with pytest.raises(JobEndedError, match="run-2"):
+    with pytest.raises(JobEndedError, match=job.names.get(2, "run-2")):
         job.start()
 
 
@@ -235,19 +236,78 @@ def test_a_late_note_of_an_earlier_run_ends_no_other(job: Job) -> None:
 def test_a_run_before_the_noted_one_or_elsewhere_says_nothing(job: Job, other: bool) -> None:
     job.save(b"one")
     job.end()
-    run, path = ("run-2", "elsewhere") if other else ("run-0", job.path)
-    job.store.put(KEYS.job("job", "spec"), encode(replace(job.spec, run=run, checkpoint_path=path)))
+    number, path = (2, "elsewhere") if other else (0, job.path)
+    spec = replace(job.spec, run="another", number=number, checkpoint_path=path)
+    job.store.put(KEYS.job("job", "spec"), encode(spec))
     with pytest.raises(JobEndedError, match="run-1"):
         job.start()
 
 
-@pytest.mark.parametrize(
-    "note", [b"", b"[]", b'{"run": 7, "state": "odd", "time": "never"}', b'{"run": "run-1"}']
-)
-def test_a_note_that_cannot_be_read_says_that_the_job_is_done(tmp_path: Path, note: bytes) -> None:
-    (tmp_path / "finished.json").write_bytes(note)
-    with pytest.raises(JobEndedError, match="is done"):
-        Job(str(tmp_path)).start()
+@pytest.mark.parametrize("state", [JobState.DONE, JobState.FAILED])
+@pytest.mark.parametrize("in_store", [False, True])
+def test_a_cut_note_starts_nothing_ends_nothing_and_stays(
+    tmp_path: Path, state: JobState, in_store: bool
+) -> None:
+    job, note = Job(str(tmp_path)), tmp_path / "finished.json"
+    saved = job.save(b"one")
+    job.end(state, in_store=in_store)
+    whole = note.read_bytes()
+    odd = [b"[]", b'{"run": 7, "state": "odd", "time": "never"}', b'{"run": "run-1"}', b"\xff"]
+    for text in (*(whole[:end] for end in range(len(whole))), *odd):
+        note.write_bytes(text)
+        for anew in (False, True):
+            with pytest.raises(JoinError, match=r"finished\.json does not say how .* give it another name"):
+                job.start(once=not anew, anew=anew)
+        job.end()
+        assert "cannot be noted" in job.said.pop()
+        assert (note.read_bytes(), job.ids) == (text, [saved])
+    if not in_store:
+        job.busy = True  # another run is under way
+        job.start()
+        job.busy = False
+        note.rename(tmp_path / "kept")
+        job.start()
+    assert (job.ids, job.said) == ([saved], [])
+
+
+def test_a_disk_that_does_not_answer_keeps_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, said, status = threading.Event(), list[str](), JobStatus("job", "run-1", JobState.DONE)
+    monkeypatch.setattr(ended_run, "write_note", lambda *_, **__: answers.wait())
+    monkeypatch.setattr(launch, "NOTE_SECONDS", 0.01)
+    options = parse(["--standalone", "--checkpoint-path=/hung", __file__], {"OMP_NUM_THREADS": "1"})
+    launch.note_end(options, JobSpec("job", "run-1"), status, said.append)
+    answers.set()
+    assert said == ["that the job has ended is not noted in /hung: it does not answer for 0.01 s"]
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_file_in_the_place_of_the_note_is_neither_waited_for_nor_written(
+    tmp_path: Path, kind: str
+) -> None:
+    job, note, target = Job(str(tmp_path)), tmp_path / "finished.json", tmp_path / "moved"
+    job.save(b"one")
+    target.write_text("mine")
+    ODD[kind](note)
+    before = note.lstat()
+    with pytest.raises(JoinError, match=r"finished\.json does not say how"):
+        job.start(anew=True)
+    job.end()
+    assert "cannot be noted" in job.said[0]
+    assert (note.lstat().st_ino, target.read_text()) == (before.st_ino, "mine")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_full_disk_leaves_the_note_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(str(tmp_path))
+    job.save(b"one")
+    job.end(JobState.STOPPED)
+    before = sorted(tmp_path.iterdir())
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
+    job.end()
+    assert "cannot be noted" in job.said[0]
+    assert sorted(tmp_path.iterdir()) == before
+    job.start()
 
 
 def test_who_comes_while_another_puts_them_aside_waits_for_it(
@@ -297,11 +357,9 @@ def test_who_gives_up_while_it_waits_lets_nobody_else_in(job: Job, monkeypatch: 
 
 
 def test_where_nobody_can_look_it_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
+    away = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_MAX_ATTEMPTS": "1"}
+    for name, value in {**CREDENTIALS, **away}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     job, said = Job(f"s3://{BUCKET}/x"), "cannot list checkpoints in s3://checkpoints/x"
     with pytest.raises(StorageError, match=said):
         job.start()

@@ -10,6 +10,7 @@ import pytest
 from adaptdl_elastic.agent.cluster import job_joining
 from adaptdl_elastic.agent.cluster.ended_run import NO_OPTIONS, JobEndedError, StartOptions
 from adaptdl_elastic.agent.cluster.job_joining import StoppingError
+from adaptdl_elastic.rendezvous.local import addresses
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
@@ -18,6 +19,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     JobState,
     JobStatus,
     NodeRecord,
+    decode,
     encode,
 )
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
@@ -50,6 +52,22 @@ def test_the_first_agent_makes_the_run_and_others_join_it(store: MemoryStore) ->
     assert join(store, "run-1") == ("run-1", [])
     job_joining.register(store, KEYS, NODE, exact=True)
     assert join(store, "run-2") == ("run-1", [])
+
+
+def test_the_number_of_a_run_grows_whatever_the_clocks_say_and_the_store_forgets(store: MemoryStore) -> None:
+    """Names of runs begin with the time of the node that begins them: here each clock is behind the last."""
+    numbers = []
+    for turn in range(4):
+        key = KEYS.job("job", "spec")
+        fresh = JobSpec("job", f"20240101-00{9 - turn}000", created=-600.0 * turn)
+        numbers.append(job_joining.join_job(store, KEYS, fresh, "1.0", lambda _: None).number)
+        assert decode(JobSpec, store.get(key).value).number == numbers[-1]  # type: ignore[union-attr]
+        if turn == 1:  # long after the job has ended
+            store.delete(key)
+        elif turn == 2:  # written back to a store that has lost everything
+            store, numbers = MemoryStore(), [*numbers, numbers[-1] + 1000]
+            store.put(key, encode(JobSpec("job", "run", number=numbers[-1])))
+    assert numbers == sorted(set(numbers))
 
 
 def test_agents_that_start_at_the_same_moment_are_of_one_run(store: MemoryStore) -> None:
@@ -225,3 +243,42 @@ def test_who_says_otherwise_about_the_job_as_a_whole_is_told(store: MemoryStore)
     job_joining.join_job(store, KEYS, first_says, "1.0", pytest.fail)
     job_joining.join_job(store, KEYS, replace(first_says, autoscale=True), "1.0", said.append)
     assert said == ["job 'other' runs with --no-autoscale, as its first agent said"]
+
+
+HERE, THERE = ("boot-a", "127.0.0.1"), ("boot-b", "192.0.2.7")
+
+
+def host_beside(own: tuple[str, str], *others: tuple[str, str], given: bool = False) -> str:
+    """Return the address that a node named "late" gets beside others, each with its network and address."""
+    made = [replace(NODE, node=f"n{i}", network=n, host=h) for i, (n, h) in enumerate(others)]
+    late = replace(NODE, node="late", network=own[0], host=own[1])
+    return job_joining.reachable_host(late, [*made, late], given)
+
+
+@pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1", "::1"])
+def test_a_node_whose_address_only_it_reaches_refuses_the_others(loopback: str) -> None:
+    with pytest.raises(
+        job_joining.JoinError, match=rf"node n1 .* address {loopback}, .* node late .*start n1"
+    ):
+        host_beside(THERE, ("boot-b", "192.0.2.8"), ("boot-a", loopback))
+    with pytest.raises(job_joining.JoinError, match=r"node late .* at which node n0 .*start late with"):
+        host_beside(("boot-a", loopback), THERE, given=True)
+
+
+@pytest.mark.parametrize("other", ["192.0.2.7", "2001:db8::7"])
+def test_a_loopback_address_that_nobody_gave_gives_way(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    routes = {"192.0.2.7": "192.0.2.9", "2001:db8::7": "2001:db8::9"}
+    monkeypatch.setattr(
+        addresses, "local_addresses", lambda url: [routes[str(addresses.urlsplit(url).hostname)]]
+    )
+    assert host_beside(HERE, ("boot-b", other)) == routes[other]
+
+
+@pytest.mark.parametrize("network", ["boot-a", ""])
+def test_agents_of_one_machine_may_use_its_loopback_interface(network: str) -> None:
+    """So may those of which it is not known."""
+    assert host_beside((network, "127.0.0.1"), HERE, ("", "127.0.0.1")) == "127.0.0.1"
+
+
+def test_the_network_of_a_process_is_known() -> None:
+    assert addresses.network() == addresses.network() != ""

@@ -33,7 +33,7 @@ def test_a_node_comes_late_and_is_drained_and_the_other_goes_on(cluster: Cluster
     assert cluster.agents["second"].wait() == 0
     cluster.finish(first)
     assert first.of("failure") == []
-    cluster.check(epochs=60, replicas=1)
+    cluster.check(replicas=1)
 
 
 @pytest.mark.exhaustive
@@ -51,7 +51,7 @@ def test_a_node_leaves_and_comes_back_and_another_follows(cluster: Cluster) -> N
     for event in (e for run in (first, second, third) for e in run.of("generation")[1:]):
         assert event["pause_s"] is None or 0 < event["pause_s"] < 60, event
     cluster.finish(first, second, third)
-    cluster.check(epochs=60, replicas=3)
+    cluster.check(replicas=3)
 
 
 @pytest.mark.exhaustive
@@ -69,7 +69,7 @@ def test_the_only_node_hands_over_to_another_and_leaves(cluster: Cluster) -> Non
         ("inplace", {"first": 1, "second": 1})
     ]
     cluster.finish(second)
-    cluster.check(epochs=60, replicas=1)
+    cluster.check(replicas=1)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_nodes_that_die_are_not_missed(
         assert decode(LeaderRecord, leader.value).id in stood_by
     cluster.finish(*others)
     assert [run.of("failure") for run in others] == [[] for _ in others]
-    cluster.check(epochs=60, replicas=len(others))
+    cluster.check(replicas=len(others))
 
 
 @pytest.mark.exhaustive
@@ -146,7 +146,7 @@ def test_one_replica_of_each_node_dies_at_once(cluster: Cluster) -> None:
         assert set(ranks.values()) - {dead[run]} <= set(run.pids(again["generation"]).values())
     cluster.finish(first, second)
     assert [*first.of("failure"), *second.of("failure")] == []
-    cluster.check(epochs=60, replicas=4)
+    cluster.check(replicas=4)
 
 
 @pytest.mark.exhaustive

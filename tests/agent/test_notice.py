@@ -74,7 +74,7 @@ def test_a_notice_is_a_plan_within_seconds_and_nothing_is_lost(
         (drain,) = runs[victim].of("drain")
         assert "spot interruption: terminate" in drain["reason"]
         cluster.finish(runs[survivor])
-        cluster.check(epochs=60, replicas=1)
+        cluster.check(replicas=1)
     finally:
         for service in services.values():
             service.close()

@@ -24,6 +24,7 @@ from adaptdl_elastic.agent.terminal import run_options, run_parser
 from adaptdl_elastic.agent.terminal.replica_output import StreamOptionError, Streams
 from adaptdl_elastic.agent.terminal.run_options import MeetingPoint
 from adaptdl_elastic.agent.terminal.torchrun_options import WITHOUT_MEANING
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, decode, encode
 
 
 def parse(*arguments: str, **environ: str) -> run_options.RunOptions:
@@ -236,6 +237,12 @@ def test_weight_and_preemption_reach_the_spec_of_the_job() -> None:
     assert (plain.weight, plain.preemptible, plain.avoid_preemptible_nodes) == (1.0, True, False)
     found = job_spec(parse("--standalone", "--weight=2.5", "--no-preempt", "--avoid-preemptible-nodes"))
     assert (found.weight, found.preemptible, found.avoid_preemptible_nodes) == (2.5, False, True)
+
+
+def test_arguments_that_are_no_utf_8_are_in_the_record_as_escapes() -> None:
+    spec = job_spec(run_options.parse([__file__, "caf\udce9"], {}))
+    assert decode(JobSpec, encode(spec), "") == spec
+    assert spec.command[1] == r"caf\xe9"
 
 
 @pytest.mark.parametrize(

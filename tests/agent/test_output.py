@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import queue
@@ -18,18 +19,30 @@ from adaptdl_elastic.rendezvous.local.safe_stream import Unshown
 
 
 class Full(io.BytesIO):
+    """A file on a disk that is full while it has no `room`."""
+
     name = "stdout.log"
+    room = 0
 
     def write(self, data: Any) -> int:
-        raise OSError(28, "No space left on device")
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = bytes(data)[: self.room]
+        self.room -= len(taken)
+        return super().write(taken)
 
 
 def test_a_full_disk_and_a_closed_terminal_do_not_stop_each_other(caplog: pytest.LogCaptureFixture) -> None:
     shown: list[bytes] = []
-    flow = Flow(Full(), shown.append)
+    disk = Full()
+    flow = Flow(disk, shown.append)
     flow.feed(b"one\ntw", 0.0)
     flow.feed(b"o\n", 0.0)
     assert shown == [b"one", b"two"]
+    assert len(caplog.messages) == 1
+    disk.room = 1000
+    flow.feed(b"three\n", 0.0)
+    assert disk.getvalue() == b"[8 bytes are missing here: the disk was full]\nthree\n"
     assert len(caplog.messages) == 1
 
     def closed(line: bytes) -> None:

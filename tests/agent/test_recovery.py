@@ -16,6 +16,21 @@ SURVIVED = {
     "without resilience of all the living a death is a failure": """
         run 3<|; 1 resilient|; 0 resilient>; 0 dies -> kill 1,2 replica 0 failed""",
     "an exception is a failure": "run 2 resilient; 0 exits 1 -> kill 1 replica 0 failed",
+    "an error of a newcomer that has joined is a death to the others": """
+        run 1 resilient; plan 1 here*2 inplace; master; 1 ready; <0 switched|0,1 switched; 1 step step=3>
+        1 exits 1 "KeyError: 1" raised=5.9 "kind=KeyError at a.py:1"
+        -> ...; broken 1 lost=1 ...; alive=0; held=1""",
+    "an error of a newcomer on a node of its own is a death to the others": """
+        plan 1 there*1 here*1 left=there:0 inplace; master; 0 ready; 0 switched; 0 resilient
+        0 exits 1 "KeyError: 1" raised=5.9 "kind=KeyError at a.py:1"
+        -> ...; broken 1 lost=0 ...; ended 1 failed exit_code=1 ...""",
+    "an error of a newcomer is a failure where the others do not survive or it tells of a lost peer": """
+        run 1<| resilient>; plan 1 here*2 inplace; master; 1 ready; 0,1 switched
+        1 exits 1 "KeyError: 1" raised=5.9 lost_peer=<False|True> -> kill 0 replica 1 failed""",
+    "an error of a newcomer is a failure after the next planned change": """
+        run 1 resilient; plan 1 here*2 inplace; master; 1 ready; 0,1 switched
+        plan 2 here*3 inplace; master; 2 ready; 0,1,2 switched
+        1 exits 1 "KeyError: 1" raised=5.9 -> kill 0,2 replica 1 failed""",
     "a replica that was asked to stop may die of it": """
         run 2 resilient; plan 1 here*1
         0 dies -> kill 1 replica 0 failed""",

@@ -8,6 +8,8 @@ import pytest
 from cluster import JOB, PLAIN, Cluster
 from elastic_run import run_agent
 
+from adaptdl_elastic.rendezvous.schema.records import NodeRecord, encode
+
 pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]
 
 
@@ -20,7 +22,6 @@ pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]
         ("--local-addr=a..b", ["a..b", "--local-addr"]),
         ("--checkpoint-path=/proc/nowhere", ["/proc/nowhere", "--checkpoint-path"]),
         ("--event-log=/proc/nowhere/log", ["--event-log"]),
-        ("XDG_RUNTIME_DIR=/dev/null", ["XDG_RUNTIME_DIR", "/dev/null"]),
         ("ADAPTDL_SHARE_PATH=/dev/null/x", ["ADAPTDL_SHARE_PATH", "/dev/null/x"]),
         ("ADAPTDL_ETCD=127.0.0.1:1", ["127.0.0.1:1", "--etcd"]),
     ],
@@ -51,3 +52,20 @@ def test_a_job_whose_coordinator_cannot_start_fails_with_its_last_line(
     line = "the coordinator ended with code 1 (ImportError: click is damaged; all of it in "
     assert line in run.text().splitlines()[-1]
     assert line in cluster.ask("status", JOB)
+
+
+def test_an_agent_is_refused_beside_one_that_only_its_own_machine_reaches(cluster: Cluster) -> None:
+    other = NodeRecord("first", JOB, "run", "agent", "127.0.0.1", 1, network="another machine")
+    cluster.store.put(cluster.keys.node("first", JOB), encode(other))
+    late = cluster.train("second")
+    assert late.wait() == 1
+    assert "node first of job 'job' has the address 127.0.0.1, at which node second cannot" in late.text()
+
+
+@pytest.mark.processes
+def test_variables_that_only_an_agent_sets_are_dropped_and_named_once(tmp_path: Path) -> None:
+    left = {"ADAPTDL_JOIN": "1", "ADAPTDL_REPLICA_RANK": "3", "ADAPTDL_MEMORY_LIMIT": "x"}
+    done = run_agent(tmp_path, "--standalone", "--nproc-per-node=1", PLAIN, **left)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "ADAPTDL_" in line)
+    assert line.startswith(f"adaptdl-run: {', '.join(sorted(left))}: of no effect here")

@@ -45,7 +45,7 @@ class Job:
         causes = {str(event["cause"]) for agent in self.agents for event in agent.of("generation")}
         assert causes <= {"start", "manual"}
         assert [agent.of("failure") for agent in self.agents] == [[], []]
-        self.cluster.check(epochs=60, replicas=2)
+        self.cluster.check(replicas=2)
 
     def vanished(self) -> set[str]:
         """Return the nodes whose registration has vanished at some time so far."""

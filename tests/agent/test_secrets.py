@@ -15,10 +15,12 @@ import psutil
 import pytest
 from cluster import Cluster
 from elastic_run import ElasticRun
+from odd_files import ODD
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from adaptdl_elastic import _secrets
 from adaptdl_elastic._private import RuntimeFileError
-from adaptdl_elastic._secrets import machine_secret, secret_in
+from adaptdl_elastic._secrets import file_in, machine_secret, secret_in
 from adaptdl_elastic.agent.cluster.run_secret import CommonSecret, common_secret, invitation, refusal
 from adaptdl_elastic.agent.launch import LaunchError, check_checkpoint_path, invite, store_environment
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
@@ -60,66 +62,111 @@ def test_agents_that_see_the_same_folder_of_checkpoints_have_the_same_secret(tmp
     assert first.place == str(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".secret"]
     assert (tmp_path / ".secret").stat().st_mode & 0o777 == 0o700
-    assert (tmp_path / ".secret" / "secret").stat().st_mode & 0o777 == 0o600
+    assert file_in(tmp_path).stat().st_mode & 0o777 == 0o600
     (tmp_path / "other").mkdir()
     assert secret_of(tmp_path / "other").value != first.value
-
-
-def test_processes_that_make_a_secret_at_once_agree(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(lambda _: secret_in(tmp_path), range(64)))) == 1
-    assert [path.name for path in tmp_path.iterdir()] == [".secret"]
 
 
 def test_a_new_secret_takes_the_place_of_one_that_a_user_removed_or_an_agent_did_not_finish(
     tmp_path: Path,
 ) -> None:
-    begun = tmp_path / ".secretabc"
-    begun.mkdir(0o700)
+    (tmp_path / ".secret").mkdir(0o700)
+    (tmp_path / ".secret" / ".secret-abc").mkdir(0o700)
+    said: list[str] = []
     first = secret_in(tmp_path)
-    (tmp_path / ".secret" / "secret").unlink()
-    second = secret_in(tmp_path)
+    path = file_in(tmp_path)
+    path.unlink()
+    second = secret_in(tmp_path, said.append)
     assert second not in (first, b"")
-    assert secret_in(tmp_path) == second
-    (tmp_path / ".secret" / "secret").write_bytes(second[:10])
-    with pytest.raises(RuntimeFileError, match=f"{tmp_path}/.secret/secret must be .*: remove it"):
+    assert (secret_in(tmp_path), said) == (second, [])
+    for end in range(len(second)):
+        path.write_bytes(second[:end])
+        with pytest.raises(RuntimeFileError, match=f"{path} must be .*: remove it"):
+            secret_in(tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["cp -a", "of another user", "of an earlier version"])
+def test_a_secret_that_came_with_a_folder_is_replaced_once_on_all_nodes(tmp_path: Path, how: str) -> None:
+    given, folder, said = tmp_path / "given", tmp_path / "copy", list[str]()
+    given.mkdir()
+    theirs = secret_in(given)
+    subprocess.run(["cp", "-a", given, folder], check=True)
+    kept = folder / ".secret"
+    (mine,) = kept.iterdir()
+    if how == "of another user":
+        mine.rename(mine.with_name(f"12345-{kept.stat().st_ino}"))
+    elif how == "of an earlier version":
+        (mine / "secret").rename(kept / "secret")
+    before = {path: path.read_bytes() for path in folder.rglob("secret")}
+    with ThreadPoolExecutor(8) as pool:
+        (found,) = set(pool.map(lambda _: secret_in(folder, said.append), range(64)))
+    assert found not in before.values()
+    (line,) = said
+    assert line.startswith(f"the secret in {kept} is not of this user and folder")
+    assert all(path.read_bytes() == text for path, text in before.items())
+    assert secret_in(given) == theirs
+    assert [*folder.rglob(".secret-*")] == []
+
+
+def test_nodes_whose_file_system_numbers_the_folder_otherwise_keep_a_secret_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    found = []
+    for inode in (1, 2) * 3:
+        monkeypatch.setattr(
+            _secrets, "file_in", lambda at, inode=inode: at / ".secret" / f"0-{inode}" / "secret"
+        )
+        found.append(secret_in(tmp_path, said.append))
+    assert (len(set(found)), found[:2] * 3, len(said)) == (2, found, 1)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_file_in_the_place_of_the_secret_is_neither_waited_for_nor_followed(
+    tmp_path: Path, kind: str
+) -> None:
+    secret_in(tmp_path)
+    path = file_in(tmp_path)
+    path.rename(path.with_name("moved"))
+    ODD[kind](path)
+    with pytest.raises(RuntimeFileError, match=r"cannot be used .*: remove it, or set ADAPTDL_SECRET"):
         secret_in(tmp_path)
 
 
 def test_the_machines_secret_is_in_the_runtime_directory(tmp_path: Path) -> None:
     assert machine_secret() == machine_secret()
-    (path,) = tmp_path.glob("adaptdl-*/.secret/secret")
+    (path,) = tmp_path.glob("adaptdl-*/.secret/*/secret")
     assert path.read_bytes() == machine_secret()
-    path.parent.parent.chmod(0o755)
-    with pytest.raises(RuntimeFileError, match="a directory of your own"):
-        machine_secret()
+    path.parents[2].chmod(0o755)
+    # that of another place
+    assert path.read_bytes() != machine_secret()
 
 
 def test_a_secret_that_others_could_read_is_refused(tmp_path: Path) -> None:
     secret_in(tmp_path)
-    (tmp_path / ".secret" / "secret").chmod(0o644)
+    file_in(tmp_path).chmod(0o644)
     with pytest.raises(RuntimeFileError, match="a secret of your own that nobody else can read"):
         secret_in(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_a_secret_of_another_user_is_refused_unless_the_folder_is_that_users(tmp_path: Path) -> None:
-    made = secret_in(tmp_path)
-    for path in (tmp_path / ".secret", tmp_path / ".secret" / "secret"):
-        os.chown(path, 12345, 12345)
-    with pytest.raises(RuntimeFileError, match="a secret of your own"):
-        secret_in(tmp_path)
-    os.chown(tmp_path, 12345, 12345)
-    assert secret_in(tmp_path) == made
-
-
-def test_a_link_in_the_place_of_the_secret_is_not_followed(tmp_path: Path) -> None:
+def test_a_secret_of_another_user_is_refused_also_in_a_folder_of_that_user(tmp_path: Path) -> None:
     secret_in(tmp_path)
-    path = tmp_path / ".secret" / "secret"
-    path.rename(tmp_path / "moved")
-    path.symlink_to(tmp_path / "moved")
-    with pytest.raises(RuntimeFileError, match="cannot be used"):
-        secret_in(tmp_path)
+    for path in (file_in(tmp_path), tmp_path / ".secret", tmp_path):
+        os.chown(path, 12345, 12345)
+        with pytest.raises(RuntimeFileError, match="a secret of your own"):
+            secret_in(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_roots_files_that_a_server_shows_as_another_users_are_roots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS with root_squash does."""
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert secret_in(tmp_path) == secret_in(tmp_path)
 
 
 @pytest.mark.parametrize(("mode", "group", "members", "refused"), [
@@ -177,7 +224,7 @@ def test_a_terminal_shows_the_command_with_the_secret_and_a_log_only_where_it_is
     line = invitation(common, "node0", command, on_terminal=False)
     assert line is not None
     assert common.value.decode() not in line
-    assert f'ADAPTDL_SECRET="$(ssh node0 cat {tmp_path}/.secret/secret)" {command}' in line
+    assert f'ADAPTDL_SECRET="$(ssh node0 cat {file_in(tmp_path)})" {command}' in line
 
 
 def test_a_command_with_options_of_one_node_says_that_another_node_needs_its_own(tmp_path: Path) -> None:

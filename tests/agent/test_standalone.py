@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -12,9 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import LONG, TRAIN
-from elastic_run import PATIENCE, ElasticRun
+from cluster import EPOCHS, LONG, TRAIN
+from elastic_run import PATIENCE, ElasticRun, run_agent
 
+OWN = f"adaptdl-{os.getuid()}"
 ELASTIC = ("--standalone", "--no-autoscale", "--nproc-per-node=1:2", "--checkpoint-path=saved")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -46,6 +49,52 @@ def test_files_of_the_working_directory_replace_no_module_of_the_product(tmp_pat
     assert not [*tmp_path.glob("ran-*")]
 
 
+def test_two_jobs_never_write_to_one_folder_though_the_runtime_directory_goes(tmp_path: Path) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir()
+    with ElasticRun(
+        [*ELASTIC, "--rdzv-id=job", TRAIN, *LONG], tmp_path, {"XDG_RUNTIME_DIR": str(runtime)}
+    ) as run:
+        run.wait_for_event("epoch")
+        shutil.rmtree(runtime / OWN)
+        for name in ("job", "other"):
+            second = run_agent(tmp_path, *ELASTIC, f"--rdzv-id={name}", TRAIN, *LONG)
+            assert second.returncode == 1
+            line = f"a job that writes to {tmp_path / 'saved'} runs already (process {run.process.pid} on "
+            assert line in second.stderr, second.stderr
+            assert "when-it-fails.md#runs-already" in second.stderr
+        run.process.kill()
+    with ElasticRun([*ELASTIC, "--rdzv-id=job", TRAIN, *LONG], tmp_path) as run:
+        run.wait_for_event("epoch")
+        assert says(run, "stop", "job")
+        run.wait()
+    assert not (tmp_path / "saved" / ".adaptdl-lock").exists()
+
+
+def test_commands_reach_a_job_whose_runtime_directory_has_gone(tmp_path: Path) -> None:
+    runtime, options = tmp_path / "runtime", ("--rdzv-id=job", TRAIN, *LONG)
+    runtime.mkdir()
+    places = {"XDG_RUNTIME_DIR": str(runtime)}
+    with ElasticRun([*ELASTIC, *options], tmp_path, places, fresh=True) as run:
+        run.wait_for_event("epoch")
+        note = json.loads((runtime / OWN / "job.json").read_text())
+        shutil.rmtree(Path(note["endpoint"].removeprefix("unix:")).parent)
+        shutil.rmtree(runtime / OWN)
+        for process in helpers(run):  # the next coordinator connects to the new socket
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        wait_for_file(runtime / OWN / "job.json", run)
+        assert run.adaptdl("ls", env=places).stdout.splitlines()[1].split()[:2] == ["job", "running"]
+        assert run.adaptdl("status", "job", env=places).returncode == 0
+        scaled = run.adaptdl("scale", "job", "--replicas", "2", "--wait", env=places)
+        assert scaled.returncode == 0, scaled.stderr + run.text()
+        second = run_agent(tmp_path, *ELASTIC, *options, **places)
+        assert f"a standalone job 'job' runs already (process {run.process.pid})" in second.stderr
+        assert run.adaptdl("stop", "job", "--wait", env=places).returncode == 0
+        assert run.wait() == 143
+        assert not [*(runtime / OWN).glob("job.*")]
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.exhaustive
 def test_no_process_beside_the_agent_is_needed_for_good(seed: int, tmp_path: Path) -> None:
@@ -67,7 +116,7 @@ def test_no_process_beside_the_agent_is_needed_for_good(seed: int, tmp_path: Pat
             run.wait_for_event("epoch", after=seen)
         run.hurry()
         assert run.wait() == 0, run.text()
-        assert run.samples() == dict.fromkeys(range(60), 200)
+        assert run.samples() == dict.fromkeys(range(EPOCHS), 200)
         assert "store" not in run.text()
 
 
@@ -113,7 +162,7 @@ def test_the_fork_server_may_die(tmp_path: Path) -> None:
             process.kill()
         run.hurry()
         assert run.wait() == 0
-        assert run.samples()[59] == 200
+        assert run.samples()[EPOCHS - 1] == 200
 
 
 @pytest.mark.exhaustive

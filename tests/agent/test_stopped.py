@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cluster import EPOCHS, LONG, SCRIPTS
 from elastic_run import ElasticRun
 
-SCRIPTS = Path(__file__).parent / "scripts"
 ANSWERS, SWALLOWS = str(SCRIPTS / "answers.py"), str(SCRIPTS / "swallows.py")
 pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.timeout(600)]
 
@@ -137,11 +137,11 @@ def test_a_script_that_was_at_its_end_before_the_signal_is_done(tmp_path: Path) 
 
 def test_a_script_with_the_library_that_swallows_the_exit_goes_on(tmp_path: Path) -> None:
     options = ("--standalone", "--nproc-per-node=1:2", "--no-autoscale", "--rdzv-id=job", "--rescale=restart")
-    with ElasticRun([*options, SWALLOWS, "60", "0.1"], tmp_path) as run:
+    with ElasticRun([*options, SWALLOWS, *LONG], tmp_path) as run:
         run.wait_for_event("epoch", epoch=0)
         assert run.adaptdl("scale", "job", "--replicas", "2").returncode == 0
         run.wait_for_event("generation", replicas=2)
         (tmp_path / "hurry").touch()
         assert run.wait() == 0
         assert "exit code 143 is swallowed" in run.text()
-        assert [e["epoch"] for e in run.of("epoch")] == list(range(60))
+        assert [e["epoch"] for e in run.of("epoch")] == list(range(EPOCHS))

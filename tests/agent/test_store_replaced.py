@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from cluster import EPOCHS, LONG, TRAIN
 from elastic_run import PATIENCE, ElasticRun
 from etcd_server import EtcdServer
 from polling import until
 
-TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -23,7 +23,7 @@ def test_a_job_goes_on_in_a_store_that_has_lost_it(tmp_path: Path, how: str) -> 
 
         def start(node: str) -> ElasticRun:
             where = [f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", f"--node-name={node}"]
-            rest = ["--nnodes=1:2", "--no-autoscale", "--checkpoint-path=saved", TRAIN, "60", "0.1"]
+            rest = ["--nnodes=1:2", "--no-autoscale", "--checkpoint-path=saved", TRAIN, *LONG]
             return stack.enter_context(ElasticRun([*where, *rest], tmp_path))
 
         def scale(replicas: int) -> None:
@@ -59,4 +59,4 @@ def test_a_job_goes_on_in_a_store_that_has_lost_it(tmp_path: Path, how: str) -> 
         (tmp_path / "hurry").touch()
         assert (first.wait(), second.wait()) == (0, 0)
         assert not first.of("failure")
-        assert first.samples() == dict.fromkeys(range(60), 200)
+        assert first.samples() == dict.fromkeys(range(EPOCHS), 200)

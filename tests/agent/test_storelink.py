@@ -30,6 +30,7 @@ from adaptdl_elastic.rendezvous.store.base import (
     KeyValue,
     StoreAuthError,
     StoreError,
+    StoreFullError,
     StoreRefusedError,
     StoreUnavailableError,
     Watch,
@@ -173,6 +174,25 @@ def test_a_store_that_is_away_or_refuses_us_is_asked_again_and_each_is_said_once
         "the store refuses us, training goes on: wrong password",
         "the store lets us in again",
     ]
+    assert heard.queue.empty()
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_the_latest_value_is_written_after_an_error_and_the_store_is_not_back_before(
+    heard: Heard, newer: bool
+) -> None:
+    first, done = failing(*[StoreFullError("etcd is full")] * 2)
+    second, later = failing()
+    once = [lambda: heard.writer.submit_latest("hints", second)] if newer else []
+    heard.writer.submit_latest("hints", lambda: (once and once.pop()(), first())[1])
+    assert (later if newer else done).wait(SOON)
+    assert [str(heard.next()) for _ in range(2)] == [
+        "the store takes no writes, training goes on: etcd is full",
+        "the store is back",
+    ]
+    heard.writer.submit_latest("hints", second)
+    assert later.wait(SOON)
+    assert done.is_set() != newer
     assert heard.queue.empty()
 
 

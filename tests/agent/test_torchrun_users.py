@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from cluster import Cluster
+from cluster import LONG, TRAIN, Cluster
 from elastic_run import PATIENCE, ElasticRun, environment, run_agent
 from ports import free_port
 from torch.distributed.run import determine_local_world_size
@@ -21,7 +21,7 @@ from torch.distributed.run import determine_local_world_size
 from adaptdl_elastic.agent.terminal import run_options, run_parser
 
 SCRIPTS = Path(__file__).parent / "scripts"
-USER, TRAIN = str(SCRIPTS / "torchrun_user.py"), str(SCRIPTS / "train.py")
+USER = str(SCRIPTS / "torchrun_user.py")
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -108,7 +108,7 @@ def test_a_change_in_place_beside_a_named_port(tmp_path: Path) -> None:
     """The next generation's store is opened while the port is taken; a restart is at the port again."""
     port = free_port()
     arguments = ("--standalone", "--no-autoscale", "--nproc-per-node=1:2", "--rdzv-id=job")
-    more = (f"--master-port={port}", "--checkpoint-path=saved", TRAIN, "60", "0.1")
+    more = (f"--master-port={port}", "--checkpoint-path=saved", TRAIN, *LONG)
     with ElasticRun([*arguments, *more], tmp_path) as run:
         run.wait_for_event("generation")
         assert port in listening(run)
@@ -204,7 +204,7 @@ def test_as_many_replicas_as_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_signal_that_was_named_saves_and_stops(tmp_path: Path) -> None:
     """Slurm sends SIGUSR1 before the time of a job is over, if it is asked to."""
     arguments = ("--standalone", "--rdzv-id=job", "--signals-to-handle=SIGTERM,SIGUSR1")
-    with ElasticRun([*arguments, "--checkpoint-path=saved", TRAIN, "60", "0.1"], tmp_path) as run:
+    with ElasticRun([*arguments, "--checkpoint-path=saved", TRAIN, *LONG], tmp_path) as run:
         run.wait_for_event("generation")
         run.process.send_signal(signal.SIGUSR1)
         assert run.wait() == 143, run.text()

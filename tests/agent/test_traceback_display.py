@@ -50,10 +50,12 @@ class Node:
         )
         self.display = TracebackDisplay(self.output)
 
-    def start(self, local_rank: int, rank: int | None = None, generation: int = 0) -> tuple[Ended, int]:
+    def start(
+        self, local_rank: int, rank: int | None = None, generation: int = 0, *, joining: bool = False
+    ) -> tuple[Ended, int]:
         """A replica, and the descriptor that its stderr is."""
         rank = local_rank if rank is None else rank
-        made = self.output.open(generation, local_rank, rank)
+        made = self.output.open(generation, local_rank, rank, joining=joining)
         assert made.stderr is not None
         stderr = os.dup(made.stderr)
         made.close()
@@ -176,6 +178,17 @@ def test_lines_have_the_rank_that_their_replica_has_by_then(node: Node) -> None:
         os.close(stderr)
     node.output.close()
     assert node.seen == ["[rank1]: one", "[rank1]: two", "[rank0]: three"]
+
+
+def test_lines_of_a_replica_say_that_it_has_not_joined_yet(node: Node) -> None:
+    _, stderr = node.start(1, joining=True)
+    os.write(stderr, b"epoch 3 HR 0.067\n")
+    node.output.show_error(1, 1, "")  # what was written before has been shown
+    node.output.renumber({0: 0, 1: 1})
+    os.write(stderr, b"epoch 4 HR 0.581\n")
+    os.close(stderr)
+    node.output.close()
+    assert node.seen == ["[rank1, not joined yet]: epoch 3 HR 0.067", "[rank1]: epoch 4 HR 0.581"]
 
 
 @pytest.mark.parametrize(

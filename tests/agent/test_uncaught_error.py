@@ -110,7 +110,6 @@ def test_what_tells_only_of_a_lost_peer(error: BaseException, lost_peer: bool, t
         (type("EndpointConnectionError", (Exception,), {})("no answer"), True),
         (because(ConnectionRefusedError(111, "Connection refused")), True),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), True),
-        (RuntimeError("unable to write to file </torch_7>: No space left on device (28)"), True),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), True),
         (RuntimeError("DataLoader timed out after 30 seconds"), True),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
@@ -166,3 +165,19 @@ WHOLE = '{"kind": "", "message": "", "raised": 1.0, "lost_peer": false, "exit_co
 def test_a_record_that_was_not_finished_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / uncaught_error.RECORD).write_text(text)
     assert uncaught_error.read(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that ...",
+        "unable to allocate shared memory(shm) for file </torch_7>: No space left on device (28)",
+        "unable to write to file </torch_7>: No space left on device (28)",
+        "Caught RuntimeError in DataLoader worker process 0.\nunable to open shared memory object </torch_7>",
+    ],
+)
+def test_a_shared_memory_that_is_too_small_is_of_one_kind_with_the_remedy(tmp_path: Path, text: str) -> None:
+    first, second = (raised("\n" * lines + f"raise RuntimeError({text!r})") for lines in (0, 3))
+    assert first.kind == second.kind != ""
+    uncaught_error.write(first, tmp_path)
+    assert "num_workers=0" in failure_reports.examine(1, str(tmp_path / "error.json"))[0]

@@ -17,6 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from coordinator_pump import share_policy
+from elastic_run import adaptdl as in_another_terminal
 from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
 
@@ -396,8 +397,7 @@ def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], m
     ],
 )
 def test_mistakes_without_a_store(arguments: tuple[str, ...], code: int, message: str) -> None:
-    command = [sys.executable, "-m", "adaptdl_elastic.autoscaler", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    result = in_another_terminal(*arguments)
     assert result.returncode == code
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1

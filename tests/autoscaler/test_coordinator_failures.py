@@ -102,13 +102,18 @@ FAILURES = {
         -> "...above it the script failed: RuntimeError: shape..."
         ask a replicas=2; n0 steps=False; settle -> n0=1 n1=1 limit=None
         n0 steps=True; errs "RuntimeError: shape" step=None; later 58 -> n0=1""",
-    "an error that comes at the smaller size, too, ends the job": """
+    "an error that comes at the smaller size and on the other node, too, ends the job": """
         fails_on_two
-        errs "RuntimeError: shape" step=None -> failed exit_code=1""",
+        errs "RuntimeError: shape" step=None; settle -> n1=1 running
+        n1 fail "RuntimeError: shape" kind="NameError at train.py:3 in <module>"; settle
+        -> failed exit_code=1""",
     "a failure without a kind is not one of two replicas": """
         fails_on_two kind="" -> failed limit=None""",
-    "a final failure is not one of two replicas": """
-        fails_on_two final=True -> failed limit=None""",
+    "a final failure that comes with two replicas limits the job to one at once": """
+        fails_on_two final=True -> running n0=1 restarts=0 "...stays at or below 1 replica..."
+        later late_pardon 61; n0 report max_profiled_replicas=1; later 61 -> n0=1 n1=1
+        n0 fail "RuntimeError: shape" final=True; settle -> n0=1
+        later late_pardon 61; n0 report max_profiled_replicas=1; later 61 -> n0=1""",
     # the smaller one is tried only if the larger one fails as well
     "an error that comes with a batch size limits the job to smaller ones": f"""
         start max_restarts=0
@@ -135,7 +140,10 @@ FAILURES = {
     "a change between two errors after the same step does not hide them": """
         job a max_replicas=2 max_nodes=2; node n0 a; settle
         errs; node n1 a; ask a replicas=2; later 30 -> manual
-        errs -> failed""",
+        errs -> n1=1 running "...n0 is left out: IndexError..."
+        n1 fail "IndexError: index 10 is out of range" step=100 kind="NameError at train.py:3 in <module>"
+        settle
+        -> failed""",
     # `steps=False`: the checkpoint that the next generation begins with is of step 100
     "a restart that begins with the step of the error ends the job": f"""
         start max_restarts=3
@@ -156,8 +164,8 @@ FAILURES = {
     "a step makes the failure before forgotten": f"""
         never_steps max_restarts=9
         all steps=True; fail_again n0; later 20 -> failed_as="{KIND}"
-        fail_again n0; later 20 -> failed_as=""
-        all steps=False; fail_again n0; later 20 -> failed_as=""
+        fail_again n0; later 20 -> failed_as="after step ?: {KIND}: name # is not defined"
+        all steps=False; fail_again n0; later 20 -> failed_as="after step ?: {KIND}: name # is not defined"
         fail_again n0; later 20 -> failed_as="{KIND}" restarts=4
         fail_again n0 -> failed""",
     "errors that tell of a lost peer do not hide the cause": """
@@ -168,7 +176,8 @@ FAILURES = {
     "another plan between the failures does not make them forgotten": f"""
         job a max_replicas=2 max_nodes=2; node n0 a steps=False; settle
         fail_again n0; node n1 a steps=False; ask a replicas=2; later 30 -> manual failed_as="{KIND}"
-        fail_again n0 -> failed""",
+        fail_again n0 -> n1=1
+        fail_again n1 -> failed""",
     "a script that reports no steps has minutes for its first": """
         job a; node n0 a steps=False library=False; settle
         later 10; fail_again n0; later 10; fail_again n0 -> failed""",

@@ -153,6 +153,11 @@ CHANGES = {
         grow_in_place; all inplace=True
         n2 ended 0 aborted 0 "newcomer 2: SIGKILL: killed from outside" signal=-9; decide -> n0=1 n1=1
         ask a replicas=3; settle -> inplace restart_only=False n0=1 n1=1 n2=1""",
+    "newcomers with other code limit no size and leave out no node": """
+        job a autoscale=False max_nodes=2; node n0 a 3; node n1 a 1; ask a replicas=1; settle
+        n0 report inplace=True; n0 inplace=True; n1 inplace=True; ask a replicas=3; decide -> inplace
+        n0 ended 0 failed 1 t.py kind="changed code"; decide -> n0=1 limited_to=None
+        settle -> inplace limited_to=None n0=3""",
     # the others answer for the plan that was taken back, and go on training
     "replicas of a withdrawn change may end in any way": """
         grow_in_place max_restarts=0

@@ -68,7 +68,7 @@ def test_a_node_that_says_it_has_a_billion_slots_is_not_used(pump: Pump) -> None
     pump.settle().later(61)
     assert pump.plan("good").replicas == 4
     assert pump.status("bad").reason == (
-        "waits for nodes: needs at least 1 replica on 1 node, none is registered that could take it"
+        "waits for nodes: needs at least 1 replica on 1 node, none is registered for this job"
     )
     pump.store.put(pump.keys.drain("n1"), encode(DrainRequest("n1", "new disk", person="bob")))
     pump.settle()

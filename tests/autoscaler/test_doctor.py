@@ -179,6 +179,23 @@ def test_old_marks_are_forgotten(tmp_path: Path) -> None:
         assert found[0].level is Level.OK
 
 
+def test_marks_are_neither_written_nor_deleted_behind_a_link(tmp_path: Path) -> None:
+    users, mark = tmp_path / "users", tmp_path / "place" / ".adaptdl-doctor"
+    users.mkdir()
+    (users / "thesis.txt").write_text("mine")
+    os.utime(users / "thesis.txt", (0, 0))
+    mark.parent.mkdir()
+    mark.symlink_to(users)
+    with checks.marked(MemoryStore(), Keys(), "n0", mark.parent) as found:
+        assert (found[0].level, "it is a link: remove it" in found[0].detail) == (Level.ERROR, True)
+    mark.unlink()
+    mark.mkdir()
+    (mark / "n0").symlink_to(users / "thesis.txt")
+    with checks.marked(MemoryStore(), Keys(), "n0", mark.parent) as found:
+        assert found[0].level is Level.OK
+    assert (users / "thesis.txt").read_text() == "mine"
+
+
 @pytest.mark.etcd
 def test_the_whole_examination(etcd: EtcdServer, keys: Keys, tmp_path: Path) -> None:
     with connect(etcd.endpoint) as store:

@@ -139,9 +139,34 @@ TROUBLE = [
         "AdaptdlNoCoordinatorLeads",
         "20m",
     ),
+    # one of two clusters has a leader
+    (
+        {
+            'adaptdl_leader{adaptdl_cluster="a"}': "1x30",
+            'adaptdl_unfinished_jobs{adaptdl_cluster="a"}': "1x30",
+            'adaptdl_leader{adaptdl_cluster="b"}': "0x30",
+            'adaptdl_unfinished_jobs{adaptdl_cluster="b"}': "1x30",
+        },
+        "AdaptdlNoCoordinatorLeads",
+        "20m",
+    ),
 ]
 
 NO_TROUBLE = [
+    # jobs of one of two clusters failed long ago; free slots and idle GPUs are those of the other cluster
+    {
+        'adaptdl_failed_jobs_total{adaptdl_cluster="a"}': "3x200",
+        'adaptdl_failed_jobs_total{adaptdl_cluster="b"}': "0x200",
+        'adaptdl_jobs{adaptdl_cluster="a",state="pending"}': "1x200",
+        'adaptdl_slots{adaptdl_cluster="a"}': "4x200",
+        'adaptdl_slots_used{adaptdl_cluster="a"}': "4x200",
+        'adaptdl_slots{adaptdl_cluster="b"}': "4x200",
+        'adaptdl_slots_used{adaptdl_cluster="b"}': "0x200",
+        'adaptdl_node_gpu_utilization_ratio{adaptdl_cluster="b", node="n", gpu="0"}': "0x200",
+        'adaptdl_node_slots_used{adaptdl_cluster="a", node="n"}': "1x200",
+        'adaptdl_job_steps_total{adaptdl_cluster="b", job_name="j"}': "5x200",
+        'adaptdl_job_replicas{adaptdl_cluster="a", job_name="j"}': "1x200",
+    },
     # another coordinator begins to lead
     {
         'adaptdl_leader{instance="a"}': "1x10 0x20",
@@ -270,7 +295,7 @@ def test_a_job_is_told_from_the_scrape_job(prometheus: str) -> None:
     assert {one["metric"]["job_name"] for one in found} == {"a", "b"}
     assert {one["metric"]["job"] for one in found} == {"adaptdl"}
     assert all("exported_job" not in one["metric"] for one in found)
-    assert wait_for(prometheus, "process_resident_memory_bytes > 0")
+    assert wait_for(prometheus, 'process_resident_memory_bytes{adaptdl_cluster="default"} > 0')
     assert wait_for(prometheus, 'adaptdl_build_info{version="1.2.3"} == 1')
 
 

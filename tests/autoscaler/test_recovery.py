@@ -232,36 +232,67 @@ def joined(pump: Pump) -> int:
     return round(pump.clock() - begun)
 
 
-def test_newcomers_that_die_as_they_join_are_brought_back_with_pauses(pump: Pump) -> None:
+def test_a_second_newcomer_that_dies_as_it_joins_limits_the_job_for_longer_each_time(pump: Pump) -> None:
     """As where there is no memory for one more: it would die each time, at once and for ever."""
     left_with_one(pump)
-    waited = []
-    for _ in range(5):
-        waited.append(joined(pump))
+    for minutes in (0, 10, 20, 40, 80, 160, 160):
+        assert joined(pump) == 0
         assert pump.plan("a").slots("n0") == (1, 0)
         pump.agents[0].lose(0)
-        pump.decide()
-        assert (pump.plan("a").transition, pump.plan("a").restarts) == (Transition.RECOVER, 0)
-    assert waited == [0, 0, 1, 2, 4]
-    pump.settle()
-    reason = pump.status("a").reason
-    assert "keeps its 1 replica" in reason
-    assert "have died at once, 5 times in a row" in reason
+        play(pump, "decide -> recover restarts=0")
+        pump.agents[0].report(pump.plan("a"), inplace=True)
+        if minutes:
+            play(pump, f'later {60 * minutes - 60} -> n0:1 "...stays at or below 1 replica...SIGKILL..."')
+            play(pump, "later 61")
 
 
-def test_a_newcomer_that_dies_on_a_node_of_its_own_is_brought_back_with_pauses(pump: Pump) -> None:
+def test_an_error_of_a_larger_size_that_all_replicas_raise_one_after_another_limits_the_job(
+    pump: Pump,
+) -> None:
+    left_with_one(pump)
+    assert joined(pump) == 0
+    pump.agents[0].newcomer_fails(0, kind="RuntimeError at s.py:5", message="view")
+    play(pump, "decide -> recover restarts=0")
+    pump.agents[0].steps = False
+    play(pump, "settle -> recover")
+    pump.agents[0].fail("view", kind="RuntimeError at s.py:5")
+    play(pump, "settle; later 3 -> restarts=0")
+
+
+NEWCOMER_FAILS = {
+    "killed twice": ("lose 0", "lose 0"),
+    "raises": ('newcomer_fails 0 kind="NameError at train.py:3" message="name x"',),
+    "hangs": ('newcomer_fails 0 exit_code=-9 message="it hangs: no step within 300 s"',),
+    "exits twice": ("newcomer_fails 0 exit_code=3", "newcomer_fails 0 exit_code=3"),
+}
+
+
+@pytest.mark.parametrize("events", NEWCOMER_FAILS.values(), ids=NEWCOMER_FAILS.keys())
+@pytest.mark.parametrize("again", ["later 601", "n1 leave; node n1 a resilient=True inplace=True", "scale"])
+def test_a_newcomer_that_fails_after_it_has_joined_is_left_out_and_tried_again(
+    pump: Pump, events: tuple[str, ...], again: str
+) -> None:
     resilient(pump, nodes=2, slots=1)
     for agent in pump.agents:
         agent.inplace = True
     pump.ask("a", replicas=2)
-    waited = []
-    for _ in range(4):
-        pump.agents[1].lose(0)
-        play(pump, "decide -> recover")
+    pump.agents[1].lose(0)
+    play(pump, "decide -> recover")
+    for event in events:
         pump.agents[0].report(pump.plan("a"), inplace=True)
-        waited.append(joined(pump))
-        assert pump.placed("a") == {"n0": 1, "n1": 1}
-    assert waited == [0, 0, 1, 2]
+        pump.settle()
+        assert (pump.placed("a"), pump.plan("a").transition) == ({"n0": 1, "n1": 1}, Transition.INPLACE)
+        if "hangs" in event:
+            pump.clock.now += 300
+        play(pump, f"n1 {event}; decide -> recover n0=1 restarts=0")
+    pump.agents[0].report(pump.plan("a"), inplace=True)
+    play(pump, 'settle; later 500 -> n0=1 "...n1 is left out: ..."')
+    if again == "scale":
+        pump.ask("a", replicas=1)
+        pump.settle()
+        pump.ask("a", replicas=2)
+        again = "settle"
+    play(pump, f"{again}; settle; n0 report inplace=True; later 2 -> n0=1 n1=1")
 
 
 @pytest.mark.parametrize("newcomer", [True, False], ids=["a newcomer", "one that was there before"])

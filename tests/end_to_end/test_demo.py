@@ -84,6 +84,7 @@ def test_the_demo_fails_with_four_lines_where_nothing_was_measured(pictured: Eve
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.etcd
 @pytest.mark.timeout(400)
 def test_the_demonstration_grows_by_goodput_and_draws_its_picture(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_the_notebook_runs_and_its_job_is_done(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]

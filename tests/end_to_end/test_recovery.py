@@ -142,3 +142,32 @@ def test_a_stopped_replica_is_dropped_and_the_others_go_on(tmp_path: Path) -> No
         assert "does not answer for 30 s" in lost["message"]
         finish(run)
         assert run.of("failure") == []
+
+
+def test_a_death_in_the_middle_of_a_gather_repeats_its_step(tmp_path: Path) -> None:
+    script = [str(Path(__file__).parent / "scripts" / "contrast.py"), "40", "0.05"]
+    arguments = ["--standalone", "--nproc-per-node=1:3", "--rdzv-id=survive", "--no-autoscale"]
+    ended = r"ended with \[(.*)\], (\S+) in (\d+) steps"
+    folders = [tmp_path / "alone", tmp_path / "grown"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "hurry").touch()
+    with ElasticRun([*arguments[:1], "--nproc-per-node=1", "--rdzv-id=one", *script], folders[0]) as run:
+        assert run.wait() == 0, run.text()
+        wanted = re.search(ended, run.text())
+    with ElasticRun([*arguments, "--max-restarts=0", *script], folders[1]) as run:
+        before = start(run, 3)
+        seen = len(run.events)
+        (folders[1] / "new").write_text(str(before[1]))
+        (folders[1] / "new").rename(folders[1] / "die")
+        run.wait_for_event("generation", after=seen, transition="recover")
+        run.hurry()
+        assert run.wait() == 0, run.text()
+        found = re.search(ended, run.text())
+        assert len(run.of("replica_lost")) == 1
+    assert wanted is not None
+    assert found is not None
+    assert found[3] == wanted[3] == "440"
+    assert float(found[2]) == pytest.approx(float(wanted[2]), abs=1e-4)
+    ours, theirs = ([float(word) for word in one[1].split(", ")] for one in (found, wanted))
+    assert ours == pytest.approx(theirs, abs=1e-6)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -42,6 +45,17 @@ def test_resized_and_killed_loop_ends_as_an_undisturbed_one(
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
 
 
+def test_schedule_follows_progress_while_the_batch_changes(tmp_path: Path) -> None:
+    settings = {"batch": 2, "epochs": 4, "accumulation": 2, "grow": True}
+    given = {"SIZE": str(SIZE), "SETTINGS": json.dumps(settings)}
+    framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", **given)
+    summary = framework_runs.summary(tmp_path / "run")
+    assert summary["rate"] == pytest.approx(1e-2 * 0.99**480)
+    assert 40 < summary["steps"] < 400
+    used = framework_runs.used(tmp_path / "run")
+    assert [set(used[epoch]) for epoch in range(4)] == [set(range(SIZE))] * 4
+
+
 def test_trigger_that_one_replica_sets_ends_the_loop_on_all(tmp_path: Path) -> None:
     settings = json.dumps({"batch": 4, "epochs": 2, "accumulation": 1, "stop": 40})
     given = {"SIZE": str(SIZE), "SETTINGS": settings}
@@ -56,3 +70,20 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert "epoch 0: loss " in framework_runs.example(
         "accelerate_loop.py", tmp_path, "--epochs=1", "--samples=64"
     )
+
+
+@pytest.mark.parametrize("stop", [2, 11, 19])
+def test_folds_after_a_resume_are_those_of_an_undisturbed_run(tmp_path: Path, stop: int) -> None:
+    def printed(folder: str, stop: int) -> list[str]:
+        variables = {"STOP": str(stop), "ADAPTDL_CHECKPOINT_PATH": str(tmp_path / folder)}
+        command = [sys.executable, str(SCRIPT.with_name("accelerate_folds.py"))]
+        ended = subprocess.run(
+            command, env=os.environ | variables, capture_output=True, text=True, timeout=200
+        )
+        assert ended.returncode == 0, ended.stderr
+        return [line for line in ended.stdout.splitlines() if line[:2] in ("0 ", "1 ", "2 ")]
+
+    undisturbed = printed("calm", -1)
+    assert len({line[2:] for line in undisturbed}) == 3
+    assert printed("stopped", stop) == undisturbed[: stop // 8]
+    assert printed("stopped", -1) == undisturbed

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import framework_runs
+import generations
 import pytest
 import torch
 
@@ -63,6 +65,49 @@ def test_resized_and_killed_trainer_ends_as_an_undisturbed_one(
     assert summary["averages"] == pytest.approx(plain["averages"], abs=1e-3)
     assert said.count("Average.last (deque)") == 1
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
+
+
+@pytest.mark.parametrize("disturbed", [False, True], ids=["one process", "resized and killed"])
+def test_steps_schedule_and_intervals_follow_progress_while_the_batch_changes(
+    tmp_path: Path, disturbed: bool
+) -> None:
+    changed = settings(
+        max_batch_size=32, local_bsz_bounds=(2, 16), gradient_accumulation_steps=2, num_train_epochs=8
+    )
+    given = {"SIZE": str(SIZE), "SETTINGS": changed, "GROW": "1"}
+    run = framework_runs.resized_and_killed if disturbed else framework_runs.undisturbed
+    run(SCRIPT, tmp_path / "run", **given)
+    summary = framework_runs.summary(tmp_path / "run")
+    assert summary["global_step"] == 480
+    assert 40 < summary["updates"] < 400
+    lines = [line for line in generations.records(tmp_path / "run") if line["local"]]
+    for line in lines:
+        assert line["rate"] == pytest.approx(1e-3 * (1 - line["step"] / 480))
+    assert {later - step for step, later in pairwise(sorted({line["step"] for line in lines}))} > {1, 2}
+    logged = [line["step"] for line in summary["log"] if line["loss"] is not None]
+    evaluated = [line["step"] for line in summary["log"] if line["eval_loss"] is not None]
+    assert [step // 40 for step in evaluated[:-1]] == list(range(1, 13))
+    assert [step // 10 for step in logged] == sorted({step // 10 for step in logged})
+    assert len(logged) > 24
+    assert summary["log"][-1]["epoch"] == 8
+    used = framework_runs.used(tmp_path / "run")
+    assert [set(used[epoch]) for epoch in range(8)] == [set(range(SIZE))] * 8
+
+
+@pytest.mark.parametrize("most", [None, 32])
+@pytest.mark.parametrize(("strategy", "steps"), [("epoch", (20, 20)), ("steps", (12, 15))])
+def test_early_stopping_ends_the_training_in_good_order(
+    tmp_path: Path, strategy: str, steps: tuple[int, int], most: int | None
+) -> None:
+    changed = settings(
+        num_train_epochs=5, learning_rate=0.0, eval_strategy=strategy, save_strategy=strategy, eval_steps=6,
+        save_steps=6, load_best_model_at_end=True, metric_for_best_model="eval_loss", max_batch_size=most,
+    )  # fmt: skip
+    given = {"SIZE": "40", "SETTINGS": changed, "EARLY": "1", **({"GROW": "1"} if most else {})}
+    summary = framework_runs.undisturbed(SCRIPT, tmp_path / "run", **given)
+    first, last = steps
+    assert first <= summary["global_step"] <= last
+    assert sum(line["eval_loss"] is not None for line in summary["log"]) == 3  # one after the training
 
 
 def test_restarted_trainer_continues_from_the_checkpoint_of_the_job(tmp_path: Path) -> None:

@@ -44,6 +44,17 @@ def test_resized_and_killed_run_ends_as_an_undisturbed_one(
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
 
 
+@pytest.mark.needs("jsonargparse")
+def test_a_resized_and_killed_run_of_the_command_line_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", CLI="1", **given())
+    framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", CLI="1", **given())
+    assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
+    assert framework_runs.summary(tmp_path / "run")["seen"] == plain["seen"]
+    framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
+    framework_runs.stopped_and_resumed(SCRIPT, tmp_path / "resumed", CLI="1", **given())
+    framework_runs.assert_same_weights(tmp_path / "resumed", tmp_path / "plain")
+
+
 def test_restarted_run_continues_from_the_checkpoint_of_the_job(tmp_path: Path) -> None:
     plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given())
     framework_runs.grown(SCRIPT, tmp_path / "run", "restart", **given())

@@ -40,6 +40,13 @@ net = torch.nn.Linear(2, 2)
 """
 
 
+def ran(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script in a folder to its end."""
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -54,13 +61,31 @@ net = torch.nn.Linear(2, 2)
             marks=pytest.mark.needs("transformers"),
         ),
         pytest.param(
-            HUGGINGFACE + "TrainingArguments(output_dir='out', use_cpu=True, max_batch_size=64)",
-            "max_batch_size in an elastic Trainer, whose schedule counts steps of a fixed size: leave it out",
+            HUGGINGFACE + "Trainer(net, max_batch_size=64)",
+            "max_batch_size in a Trainer: give it to TrainingArguments",
+            marks=pytest.mark.needs("transformers"),
+        ),
+        pytest.param(
+            HUGGINGFACE + "TrainingArguments(output_dir='out', use_cpu=True, max_batch_size=4)",
+            "max_batch_size=4 is below the initial batch of 8",
+            marks=pytest.mark.needs("transformers"),
+        ),
+        pytest.param(
+            HUGGINGFACE + "from trl import GRPOConfig\n"
+            "from adaptdl_elastic.torch.frameworks.huggingface import ElasticArgumentsMixin\n"
+            "class Arguments(ElasticArgumentsMixin, GRPOConfig): pass\n"
+            "Arguments(output_dir='out', use_cpu=True, max_batch_size=64)",
+            "num_generations with max_batch_size, by which steps and batches are of many sizes",
+            marks=pytest.mark.needs("transformers", "trl"),
+        ),
+        pytest.param(
+            HUGGINGFACE + "TrainingArguments(output_dir='out', use_cpu=True, local_bsz_bounds=[4, 8])",
+            "local_bsz_bounds without max_batch_size in an elastic Trainer: give both",
             marks=pytest.mark.needs("transformers"),
         ),
         pytest.param(
             ACCELERATE + "Accelerator(cpu=True, max_batch_size=64)",
-            "max_batch_size in an elastic Accelerator, whose schedule counts steps of a fixed size",
+            "max_batch_size in an Accelerator: call prepared_loader.autoscale_batch_size(...)",
             marks=pytest.mark.needs("accelerate"),
         ),
         pytest.param(
@@ -76,6 +101,11 @@ net = torch.nn.Linear(2, 2)
             "Arguments(output_dir='out', use_cpu=True)",
             "Arguments: ElasticArgumentsMixin must be the first of its bases",
             marks=pytest.mark.needs("transformers"),
+        ),
+        pytest.param(
+            LIGHTNING + "ElasticStrategy(autoscale_batch_size=64)",
+            "autoscale_batch_size in an elastic Lightning Trainer, whose schedule counts steps",
+            marks=pytest.mark.needs("lightning"),
         ),
         pytest.param(
             LIGHTNING + "fit(Net(automatic=False))",
@@ -96,11 +126,33 @@ net = torch.nn.Linear(2, 2)
 )
 @pytest.mark.processes
 def test_refused_in_one_line(script: str, message: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
+    done = ran(script, tmp_path)
     assert done.returncode == 1
     assert message in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.needs("transformers", "trl")
+@pytest.mark.processes
+def test_max_batch_size_is_an_argument_of_every_elastic_class(tmp_path: Path) -> None:
+    script = """
+from dataclasses import dataclass
+import transformers, trl
+from adaptdl_elastic.torch.frameworks.huggingface import ElasticArgumentsMixin, TrainingArguments
+class Plain(ElasticArgumentsMixin, trl.SFTConfig): pass
+@dataclass
+class Own(ElasticArgumentsMixin, trl.SFTConfig):
+    mine: int = 1
+for kind in (Plain, Own, TrainingArguments):
+    args = kind(output_dir="out", use_cpu=True, max_batch_size=64, local_bsz_bounds=[4, 16])
+    assert (args.max_batch_size, args.local_bsz_bounds) == (64, [4, 16]), kind
+    assert "max_batch_size" not in kind(output_dir="out", use_cpu=True).to_dict(), kind
+for kind in (Own, TrainingArguments):
+    line = ["--output_dir", "out", "--use_cpu", "--max_batch_size", "64", "--local_bsz_bounds", "4", "16"]
+    (args,) = transformers.HfArgumentParser(kind).parse_args_into_dataclasses(line)
+    assert (args.max_batch_size, args.local_bsz_bounds) == (64, [4, 16]), kind
+"""
+    done = ran(script, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.needs("transformers", "trl")
@@ -119,7 +171,5 @@ for kind in (trl.SFTConfig, trl.DPOConfig, transformers.TrainingArguments):
     for one in fields(plain):
         assert repr(getattr(mine, one.name)) == repr(getattr(plain, one.name)), one.name
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
+    done = ran(script, tmp_path)
     assert done.returncode == 0, done.stderr

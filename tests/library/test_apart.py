@@ -46,7 +46,7 @@ def trained_alike(folder: Path, replicas: int, epochs: int, size: int = SIZE) ->
 
 def test_loaders_that_are_made_when_first_needed(start: Any, tmp_path: Path) -> None:
     """On a replica that joins that is another epoch."""
-    job = start(1, kind="lazy", epochs=150, pace=0.2)
+    job = start(1, kind="lazy", epochs=18, pace=0.2)
     job.wait_for("step")
     while not seen(tmp_path, "evaluate"):
         job.wait_for("step")
@@ -55,14 +55,14 @@ def test_loaders_that_are_made_when_first_needed(start: Any, tmp_path: Path) -> 
     job.rescale(1)
     job.rescale(3)
     job.finish()
-    trained_alike(tmp_path, 3, 150)
-    assert seen(tmp_path, "evaluate") == {epoch: Counter(range(SIZE)) for epoch in range(1, 150)}
+    trained_alike(tmp_path, 3, 18)
+    assert seen(tmp_path, "evaluate") == {epoch: Counter(range(SIZE)) for epoch in range(1, 18)}
 
 
 @pytest.mark.parametrize("size", [SIZE, 12])  # in loops of one batch the boundary is an epoch's beginning
 def test_one_that_joins_at_another_loop_gives_up(start: Any, tmp_path: Path, size: int) -> None:
     """A variable of the script decided otherwise on it: training goes on without, and it says why."""
-    job = start(1, kind="fickle", epochs=1500, pace=0.2, size=size)
+    job = start(1, kind="fickle", epochs=40, pace=0.2, size=size)
     while 1 not in seen(tmp_path, "train"):
         job.wait_for("step")
     job.plan(2)
@@ -73,7 +73,7 @@ def test_one_that_joins_at_another_loop_gives_up(start: Any, tmp_path: Path, siz
     job.withdraw()
     (tmp_path / "hurry").touch()
     job.finish()
-    trained_alike(tmp_path, 1, 1500, size)
+    trained_alike(tmp_path, 1, 40, size)
 
 
 def test_newcomers_that_stay_behind_short_loops_are_waited_for_longer_and_longer() -> None:

@@ -48,8 +48,7 @@ class Counter(checkpoint.State):
 def everything(optimizers: list[Any], states: list[Any], sums: Any) -> list[Any]:
     """What a batch may change, as plain data."""
     average, counter = states
-    values: list[Any] = [average.values.tolist(), counter.count, torch.get_rng_state().tolist()]
-    values += [random.getstate(), np.random.get_state()[1].tolist(), dict(insides.state(sums).updates)]
+    values: list[Any] = [average.values.tolist(), counter.count, dict(insides.state(sums).updates)]
     for model, optimizer, scheduler, scaler in optimizers:
         values += [{k: v.tolist() for k, v in model.state_dict().items()}, str(optimizer.state_dict())]
         values += [None if scheduler is None else scheduler.state_dict(), scaler and scaler.state_dict()]

@@ -17,7 +17,7 @@ import torch
 from fake_agent import FakeAgent
 from recovered import applied
 
-from adaptdl_elastic._private import runtime_directory
+from adaptdl_elastic._private import runtime_directories
 from adaptdl_elastic.torch._process_group import selftest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def test_what_one_gpu_allows(check: str) -> None:
 @one
 def test_a_death_and_changes_of_size_with_nccl(tmp_path: Path) -> None:
     """On one GPU both ranks share it, with a host id of their own each."""
-    assert selftest.verdict("nccl", runtime_directory({"XDG_RUNTIME_DIR": str(tmp_path)})) is None
+    assert selftest.verdict("nccl", runtime_directories({"XDG_RUNTIME_DIR": str(tmp_path)})[0]) is None
     loop = fake_agent.settings(size=2004, batch=12, pace=0.01, epochs=2)
     variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(loop_script_path.PATH), "BACKEND": "nccl"}
     variables |= {"PYTHONPATH": f"{SCRIPT.parent}:{ROOT}", "XDG_RUNTIME_DIR": str(tmp_path)}

@@ -69,18 +69,18 @@ def test_every_sample_once_through_changes(
 @pytest.mark.slow
 def test_in_evaluation_loops_and_short_epochs(start: Any, tmp_path: Path) -> None:
     """The loop that newcomers come to has often ended when they arrive: they go on after the others."""
-    job = start(1, size=80, epochs=40, evaluate=1, pace=0.1)
+    job = start(1, size=80, epochs=20, evaluate=1, pace=0.2)
     for replicas in (2, 3, 1, 2):
         job.rescale(replicas)
     job.finish()
-    check(tmp_path, 2, epochs=40, size=80)
+    check(tmp_path, 2, epochs=20, size=80)
     seen = Counter(
         (line["epoch"], sample)
         for line in generations.records(tmp_path)
         if line["loop"] == "evaluate"
         for sample in line["samples"]
     )
-    assert seen == Counter({(epoch, sample): 1 for epoch in range(40) for sample in range(80)})
+    assert seen == Counter({(epoch, sample): 1 for epoch in range(20) for sample in range(80)})
 
 
 def test_a_newcomer_in_mid_evaluation_broadcasts_no_buffers_alone(start: Any, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_training_is_as_if_nothing_had_happened(tmp_path: Path, given: dict[str,
 @pytest.mark.exhaustive
 def test_newcomers_get_through_epochs_that_end_while_they_come(tmp_path: Path) -> None:
     """What `synchronized()` showed in those epochs, it shows them, too."""
-    with fake_agent.running(loop_script_path.MODEL, tmp_path, 1, pace=0.05, size=160, epochs=100) as job:
+    with fake_agent.running(loop_script_path.MODEL, tmp_path, 1, pace=0.05, size=160, epochs=20) as job:
         job.wait_for("step")
         job.rescale(2)
         job.rescale(3)

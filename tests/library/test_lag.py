@@ -80,19 +80,23 @@ def test_replicas_that_share_all_cores_of_a_host_are_not_said_to_compute_slowly(
 
 @pytest.mark.parametrize(
     ("own", "waiting", "changed"),
-    [(0.2, 0.8, True), (0.4, 0.8, False), (0.2, 0.15, False)],
-    ids=["the network", "the machine", "a little"],
+    [(0.2, 0.8, True), (0.1, 0.8, True), (0.4, 0.8, False), (0.05, 0.1, False), (0.2, 0.15, False)],
+    ids=["the network", "a network that leaves cores free", "both", "the machine", "a little"],
 )
-def test_a_network_has_changed_if_replicas_wait_longer_and_are_as_busy(
-    own: float, waiting: float, changed: bool
+@pytest.mark.parametrize("ends", [False, True], ids=["begins", "ends"])
+def test_a_network_has_changed_if_steps_change_by_waiting(
+    own: float, waiting: float, changed: bool, ends: bool
 ) -> None:
     judge, found = NetworkJudge(), list[float | None]()
+    usual = (0.2, 0.1)
+    first, then = ((own, waiting), usual) if ends else (usual, (own, waiting))
     for now in range(30):
-        parts = StepParts(0.0, own if now >= 10 else 0.2, 0.0, waiting if now >= 10 else 0.1)
+        busy, waits = then if now >= 10 else first
+        parts = StepParts(0.0, busy, 0.0, waits)
         others = Report("b", parts._replace(waiting=10.0))  # it waits for the first one, too
         found.append(judge.judge([Report("a", parts), others], float(now)))
     times = [since for since in found if since is not None]
-    assert times == ([7.0] if changed else [])
+    assert times == ([pytest.approx(10 - 3 * sum(then))] if changed else [])
 
 
 def test_a_busy_machine_is_no_lag() -> None:

@@ -6,7 +6,6 @@ Names that a loop's body sets are used behind the loop in all of them. The seeds
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
@@ -15,12 +14,8 @@ from pathlib import Path
 import loop_cases
 import loop_events
 import pytest
-import torch
 from fresh import Script
 from loop_grammar import Spec
-
-import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session
 
 SEEDS = [*range(24), 2301359]  # the last: a death in the first batch of the second loop that trains
 ALONE = range(100, 106)
@@ -61,33 +56,10 @@ def test_a_random_script_is_stopped_and_resumed_at_every_batch(
     script = Script(monkeypatch, OUT=str(tmp_path), EVENTS="[]", ADAPTDL_CHECKPOINT_INTERVAL="0")
     script.set(ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "checkpoints"))
     monkeypatch.setattr(loop_events, "OUT", tmp_path)
-    monkeypatch.setattr(loop_events, "here", stop_at_the_next_boundary)
+    monkeypatch.setattr(loop_events, "here", loop_events.stop_at_the_next_boundary)
     loop_events.totals.clear()
     spec = Spec.drawn(seed)
     for _ in spec.boundaries():
-        run(spec, script)
-    run(spec, script)  # the last boundary is behind it
+        loop_cases.run_here(spec.source(), script)
+    loop_cases.run_here(spec.source(), script)  # the last boundary is behind it
     loop_cases.check(spec, tmp_path, lost=())
-
-
-def run(spec: Spec, script: Script) -> None:
-    """Run the script until it is stopped, in a session of its own."""
-    try:
-        with contextlib.suppress(SystemExit):
-            exec(compile(spec.source(), f"script {spec.seed}", "exec"), {"__name__": "__main__"})
-    finally:
-        torch.set_default_dtype(torch.float32)
-        _session.current().close()
-        script.restart()
-        torch.distributed.destroy_process_group()
-
-
-def stop_at_the_next_boundary(epoch: int, number: int, unit: int) -> None:
-    if not adl.batch_counts():
-        return
-    control = _session.current().consensus
-    control.request({"kind": "stop", "reason": "test"})
-    deadline = time.monotonic() + 200
-    while not control.round_open:
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)

@@ -21,6 +21,7 @@ PLAIN = st.dictionaries(st.text(), SCALARS | st.lists(SCALARS.filter(lambda v: v
 FINITE = PLAIN.filter(lambda values: "Infinity" not in json.dumps(values))
 BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "reason": st.text(),
+    "interrupted": st.booleans(),
     "why_not": st.text(),
     "request": st.integers(0, 10**9),
     "generation": st.integers(0, 10**6),
@@ -44,6 +45,7 @@ BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "last_step": st.none() | st.floats(0, 1e10),
     "hints": FINITE,
     "path": st.text(),
+    "files": st.lists(st.text(), max_size=5).map(tuple),
     "unsaved": st.text(),
 }
 ORDERS: tuple[Any, ...] = typing.get_args(m.AgentMessage)

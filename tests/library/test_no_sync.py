@@ -11,7 +11,7 @@ import torch
 
 pytestmark = pytest.mark.processes
 
-EPOCHS = 40
+EPOCHS = 12
 
 
 def test_changes_of_size_come_between_its_steps(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fresh import Script
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch._data.loop_progress import Progress, part_done, windows_needed
+from adaptdl_elastic.torch.epoch import continue_at
 
 FIRST, LAST = 0.01, 0.0003
 
@@ -69,6 +70,84 @@ def test_a_schedule_over_progress_ends_at_its_end_while_the_batch_size_adapts() 
     assert values[0] == 0
     assert adl.progress() == 1
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LAST, rel=1e-9)
+
+
+@pytest.mark.parametrize(("samples", "drop_last"), [(200, False), (202, False), (203, True)])
+def test_whole_steps_of_a_loop_add_up_to_its_steps_at_the_initial_size(samples: int, drop_last: bool) -> None:
+    model, optimizer, _ = training()
+    loader = adl.AdaptiveDataLoader(torch.randn(samples, 1), batch_size=4, shuffle=True, drop_last=drop_last)
+    loader.autoscale_batch_size(40)
+    of = samples // 4 if drop_last else math.ceil(samples / 4)
+    for epoch in adl.remaining_epochs_until(3):
+        found = list[int]()
+        for batch in loader:
+            running: Any = adl.current_dataloader()
+            assert running.whole_steps() == 0  # not before the optimizer has stepped
+            optimizer.zero_grad()
+            (model(batch) - batch - torch.randn_like(batch)).square().mean().backward()
+            optimizer.step()
+            found.append(running.whole_steps())
+            insides.change_batch_size(loader, 4 if epoch == 0 else 4 + len(found) % 30)
+        assert sum(found) == of
+        assert set(found) == {1} if epoch == 0 else max(found) > 1
+        assert len(found) == of if epoch == 0 else len(found) < of
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 8), (8, 4)])
+def test_whole_steps_do_not_count_a_change_of_the_initial_size(
+    script: Script, before: int, after: int
+) -> None:
+    def run(size: int, stop: int) -> list[int]:
+        model, optimizer, _ = training()
+        loader = adl.AdaptiveDataLoader(torch.randn(64, 1), batch_size=size)
+        loader.autoscale_batch_size(32)
+        found = list[int]()
+        for _ in adl.remaining_epochs_until(2):
+            for batch in loader:
+                model(batch).mean().backward()
+                optimizer.step()
+                running: Any = adl.current_dataloader()
+                found.append(running.whole_steps())
+                if len(found) == stop:
+                    return found
+        return found
+
+    run(before, 64 // before + 3)
+    torch.distributed.destroy_process_group()
+    script.resume()
+    # a batch of the old size counts two steps of half the size
+    assert set(run(after, -1)) <= {0, 1, 2}
+
+
+def test_whole_steps_of_a_stream_are_its_progress() -> None:
+    model, optimizer, _ = training()
+    loader = adl.AdaptiveDataLoader(Stream(), batch_size=2)
+    loader.autoscale_batch_size(8)
+    for _ in adl.remaining_epochs_until(2):
+        before, steps = model.progress, 0
+        for batch in loader:
+            running: Any = adl.current_dataloader()
+            model(batch[:, None].float()).mean().backward()
+            optimizer.step()
+            steps += running.whole_steps()
+            assert 0 <= adl.progress() <= 1
+            insides.change_batch_size(loader, 4)
+        assert steps == math.floor(model.progress - before + 1e-6)
+
+
+@pytest.mark.parametrize("most", [4, 40])
+def test_an_epoch_that_continues_elsewhere_makes_the_progress_that_is_left(most: int) -> None:
+    model, optimizer, _ = training()
+    loader = adl.AdaptiveDataLoader(torch.randn(40, 1), batch_size=4)
+    loader.autoscale_batch_size(most)
+    continue_at(1, 24)
+    sizes = list[int]()
+    for epoch in adl.remaining_epochs_until(3):
+        for batch in loader:
+            model(batch).mean().backward()
+            optimizer.step()
+            sizes.append(epoch)
+    assert (sizes.count(1), sizes.count(2)) == (4, 10)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

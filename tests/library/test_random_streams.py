@@ -129,3 +129,24 @@ def test_the_script_s_streams_go_on_after_a_restart(script: Script) -> None:
     torch.manual_seed(1)
     epoch()
     assert found[2:] == expected[: len(found) - 2]
+
+
+@pytest.mark.parametrize(("seeds", "continues"), [((7, 7), True), ((7, 8), False)])
+def test_a_generator_is_put_back_where_it_began_as_here(
+    script: Script, seeds: tuple[int, int], continues: bool
+) -> None:
+    drawn = []
+    for seed in seeds:  # of its rank: the second process has another one
+        own = torch.Generator().manual_seed(seed)
+        for _ in adl.remaining_epochs_until(2):
+            drawn.append(torch.rand(1, generator=own).item())
+            for _ in adl.AdaptiveDataLoader(torch.ones(4, 1), batch_size=2):
+                pass
+            if len(drawn) == 1:
+                torch.rand(5, generator=own)
+                checkpoint.save_all_states()
+                break
+        script.resume()
+    plain = torch.Generator().manual_seed(seeds[1])
+    assert drawn[1] == torch.rand(1, generator=plain).item()
+    assert continues == (drawn[0] == drawn[1])

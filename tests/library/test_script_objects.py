@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import sharded_cases
 import torch
+from cycle_scheduler import CycleScheduler, ScheduledOptim
 from fresh import Script
 
 import adaptdl_elastic.torch as adl
@@ -24,7 +26,7 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._elastic import script_objects
 
 pytestmark = pytest.mark.usefixtures("script")
-SAVED = ["Trainer.average", "ema", "fit.warm_up"]
+SAVED = ["Trainer.average", "ema", "fit.cycle", "fit.warm_up"]
 LINE = (
     "hidden[0] (AveragedModel) changes in training and is in no checkpoint: it has no variable of its "
     "own; keep it in a checkpoint.TensorState"
@@ -65,13 +67,13 @@ def test_a_resumed_average_and_scheduler_equal_those_of_an_undisturbed_run(tmp_p
 
 @pytest.mark.processes
 def test_a_newcomer_in_place_gets_the_average_and_the_scheduler(tmp_path: Path) -> None:
-    with fake_agent.running(loop_script_path.OBJECTS, tmp_path, 2, epochs=60, pace=0.3) as job:
+    with fake_agent.running(loop_script_path.OBJECTS, tmp_path, 2, epochs=18, pace=0.3) as job:
         job.wait_for("step", 2)
         job.rescale(3)
         job.finish()
     first, *others = [torch.load(tmp_path / f"result-{rank}") for rank in range(3)]
     for result in (first, *others):
-        assert result["ema"]["n_averaged"] == 60 * 8
+        assert result["ema"]["n_averaged"] == 18 * 8
         assert result.pop("saved") == SAVED
         for name in ("ema", "average", "registered", "net"):  # running means are each replica's own
             result[name] = {key: one for key, one in result[name].items() if "running" not in key}
@@ -82,7 +84,7 @@ def test_a_newcomer_in_place_gets_the_average_and_the_scheduler(tmp_path: Path) 
 @pytest.mark.processes
 @pytest.mark.parametrize("passes", [1, 3])
 def test_the_step_that_a_death_breaks_off_counts_once_in_the_average(tmp_path: Path, passes: int) -> None:
-    often, given = {"ADAPTDL_CHECKPOINT_INTERVAL": "0.1"}, {"epochs": 60, "pace": 0.2, "passes": passes}
+    often, given = {"ADAPTDL_CHECKPOINT_INTERVAL": "0.1"}, {"epochs": 18, "pace": 0.2, "passes": passes}
     with fake_agent.running(loop_script_path.OBJECTS, tmp_path, 2, often, **given) as job:
         job.wait_for_all({"resilient": 2, "saved": 3})
         (tmp_path / "break").touch()
@@ -90,8 +92,9 @@ def test_the_step_that_a_death_breaks_off_counts_once_in_the_average(tmp_path: P
         job.survive()
         job.finish()
     result = torch.load(tmp_path / "result-0")
-    assert result["ema"]["n_averaged"] == 60 * 8
-    assert result["warm_up"][0] == 60 * 8
+    assert result["ema"]["n_averaged"] == 18 * 8
+    assert result["warm_up"][0] == 18 * 8
+    assert [phase["n"] for phase in result["cycle"][1]] == [0, 18 * 8 % 50 - 16]
 
 
 class Holder:
@@ -136,10 +139,11 @@ def test_a_change_through_data_and_in_a_large_array_is_detected(caplog: pytest.L
 
 def test_an_object_that_cannot_be_saved_is_not_named_as_saved() -> None:
     good, bad = Holder(n=0), Holder(cfg=SimpleNamespace(rate=1))
+    partly = CycleScheduler(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()), 0.1, 9)
     for _ in adl.remaining_epochs_until(1):
         named = script_objects.named(current_session())
         assert any(one is good for one in named)
-        assert not any(one is bad for one in named)
+        assert not any(one is bad or one is partly for one in named)
 
 
 def test_a_kept_object_whose_state_becomes_unsavable_does_not_stop_checkpoints(
@@ -268,6 +272,48 @@ def test_what_differs_between_replicas_is_left_out_and_named(
     assert "alone (Holder) changes in training and is in no checkpoint: it differs between" in caplog.text
 
 
+def scheduled(made: Callable[[Any], Any], behind: bool, until: int = 99) -> list[float]:
+    """Train at the rates of a scheduler of the script's own until step `until`; return the rates."""
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    model, scheduler, rates = adl.AdaptiveDataParallel(net, optimizer), made(optimizer), list[float]()
+    for _ in adl.remaining_epochs_until(3):
+        for batch in adl.AdaptiveDataLoader(torch.ones(8, 1), batch_size=2):
+            if len(rates) == until:
+                checkpoint.save_all_states()
+                return rates
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            if not behind:
+                scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if behind and adl.batch_counts():
+                scheduler.step()
+    return rates
+
+
+MADE: list[Callable[[Any], Any]] = [
+    lambda optimizer: CycleScheduler(optimizer, 0.1, 9),
+    lambda optimizer: ScheduledOptim(optimizer, 0.1, 5),
+]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize(("behind", "until"), [(True, 2), (True, 4), (True, 7), (False, 5)])
+def test_a_scheduler_without_state_dict_goes_on_where_it_was(
+    script: Script, caplog: pytest.LogCaptureFixture, made: Callable[[Any], Any], behind: bool, until: int
+) -> None:
+    before = scheduled(made, behind, until)
+    script.restart()
+    found = before + scheduled(made, behind)
+    script.restart(ADAPTDL_CHECKPOINT_PATH="")
+    assert found == scheduled(made, behind)
+    assert len(found) == 12
+    assert not caplog.records
+
+
 def warm_up(until: int, counter: str) -> None:
     """Train with a learning rate that follows the number of updates, and save at step `until`."""
     net = torch.nn.Linear(1, 1)
@@ -279,7 +325,8 @@ def warm_up(until: int, counter: str) -> None:
         for batch in adl.AdaptiveDataLoader(torch.ones(8, 1), batch_size=2):
             updates += 1
             kept.value += 1
-            optimizer.param_groups[0]["lr"] = 1e-3 * (kept.value if counter == "kept" else updates)
+            rate = 1e-3 * (kept.value if counter == "kept" else updates)
+            optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()
             model(batch).mean().backward()
             optimizer.step()
@@ -296,7 +343,8 @@ def test_a_learning_rate_that_begins_again_after_a_restart_is_reported(
     warm_up(6, counter)
     script.restart()
     warm_up(99, counter)
-    assert [f"the {which}'s first step" in caplog.text for which in reports] == [True] * len(caplog.records)
+    assert len(caplog.records) == len(reports)
+    assert all(f"the {which}'s first step" in caplog.text for which in reports)
 
 
 @sharded_cases.needs_tested_torch

@@ -14,7 +14,7 @@ import pytest
 from botocore.config import Config
 from cutting_proxy import CuttingProxy
 from fresh import Script
-from moto_process import REGION, Moto, running_moto
+from moto_process import BUCKET, Moto
 from numbers_state import Number, save, write
 
 from adaptdl_elastic import _session, checkpoint
@@ -26,24 +26,6 @@ from adaptdl_elastic.storage import DamagedError, Manifest, StorageError
 from adaptdl_elastic.storage.s3 import S3Storage
 
 pytestmark = pytest.mark.processes
-
-BUCKET = "checkpoints"
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[Moto]:
-    with running_moto() as server:
-        yield server
-
-
-@pytest.fixture
-def bucket(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> Any:
-    moto.reset()
-    for name, value in moto.environment.items():
-        monkeypatch.setenv(name, value)
-    client = moto.client("s3")
-    client.create_bucket(Bucket=BUCKET, CreateBucketConfiguration={"LocationConstraint": REGION})
-    return client
 
 
 @pytest.fixture
@@ -80,12 +62,12 @@ def test_what_has_no_manifest_is_no_checkpoint_and_is_swept(script: Script, buck
     writing = storage.begin("00000001-g00000-dead")
     with writing.state("a") as file:
         file.write(b"a")
-    upload = bucket.create_multipart_upload(Bucket=BUCKET, Key="x/data/00000001-g00000-dead/b")
+    upload = bucket.create_multipart_upload(Bucket=BUCKET, Key="x/.adaptdl/data/00000001-g00000-dead/b")
     assert upload["UploadId"]
     assert storage.ids() == []
     good = write(storage, {"a": b"1"})
     storage.sweep()
-    assert keys(bucket) == [f"x/data/{good}/a.state", f"x/manifests/{good}.json"]
+    assert keys(bucket) == [f"x/.adaptdl/data/{good}/a.state", f"x/.adaptdl/manifests/{good}.json"]
     assert not bucket.list_multipart_uploads(Bucket=BUCKET).get("Uploads")
     with pytest.raises(StorageError, match="another run uses"):  # the one that was thought dead
         writing.commit(Manifest(id=writing.id, states=writing.entries))
@@ -172,8 +154,8 @@ def test_a_damaged_or_missing_object_falls_back_to_the_checkpoint_before(script:
         number.value = value
         saved = save()
         ids.append(saved.id)
-    bucket.put_object(Bucket=BUCKET, Key=f"jobs/one/data/{ids[2]}/n.state", Body=b"9")
-    bucket.delete_object(Bucket=BUCKET, Key=f"jobs/one/data/{ids[1]}/n.state")
+    bucket.put_object(Bucket=BUCKET, Key=f"jobs/one/.adaptdl/data/{ids[2]}/n.state", Body=b"9")
+    bucket.delete_object(Bucket=BUCKET, Key=f"jobs/one/.adaptdl/data/{ids[1]}/n.state")
     script.restart()
     assert Number("n").value == 0
 
@@ -219,7 +201,7 @@ def test_a_denied_write_is_told_and_leaves_the_checkpoint_before(
 def test_where_nothing_may_be_deleted_saves_go_on_and_it_is_said_once(
     script: Script, bucket: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bucket.put_object(Bucket=BUCKET, Key="jobs/one/data/00000001-g00000-dead/a.state", Body=b"1")
+    bucket.put_object(Bucket=BUCKET, Key="jobs/one/.adaptdl/data/00000001-g00000-dead/a.state", Body=b"1")
     deny(bucket, "s3:DeleteObject")
     number = Number("n")
     for number.value in range(5):
@@ -239,9 +221,9 @@ def test_a_denied_read_is_no_fresh_start(script: Script, bucket: Any) -> None:
 
 
 def test_a_manifest_that_can_not_be_decoded_is_damage(script: Script, bucket: Any) -> None:
-    bucket.put_object(Bucket=BUCKET, Key="manifests/00000001-x.json", Body=b"{}")
+    bucket.put_object(Bucket=BUCKET, Key=".adaptdl/manifests/00000001-g00000-x.json", Body=b"{}")
     with pytest.raises(DamagedError, match="checksum"):
-        S3Storage(f"s3://{BUCKET}").manifest("00000001-x")
+        S3Storage(f"s3://{BUCKET}").manifest("00000001-g00000-x")
 
 
 KILLED = """
@@ -320,9 +302,18 @@ def test_a_secret_stays_where_the_bucket_ignores_conditions_or_may_only_be_read(
 
 @pytest.mark.parametrize("content", [b"", b"a list of secrets\n"])
 def test_an_object_that_is_no_secret_is_refused_with_the_remedy(bucket: Any, content: bytes) -> None:
-    bucket.put_object(Bucket=BUCKET, Key="jobs/one/secret", Body=content)
-    with pytest.raises(StorageError, match=r"`secret` there is no secret: remove it, or set ADAPTDL_SECRET"):
-        common_secret({}, MemoryStore(), Keys("test"), False, f"s3://{BUCKET}/jobs/one")
+    def secret(path: str) -> bytes:
+        return common_secret({}, MemoryStore(), Keys("test"), False, f"s3://{BUCKET}/{path}").value
+
+    bucket.put_object(Bucket=BUCKET, Key="jobs/one/secret", Body=content)  # the user's own
+    first = secret("jobs/one")
+    (key,) = (key for key in keys(bucket) if ".adaptdl/" in key)
+    assert secret("jobs/one/") == first
+    bucket.put_object(Bucket=BUCKET, Key=key.replace("one", "two"), Body=first)  # a copy
+    assert secret("jobs/two") != first
+    bucket.put_object(Bucket=BUCKET, Key=key, Body=content)
+    with pytest.raises(StorageError, match=r"` there is no secret: remove it, or set ADAPTDL_SECRET"):
+        secret("jobs/one")
 
 
 def test_a_bucket_that_keeps_no_secret_is_an_error_that_names_it(bucket: Any) -> None:

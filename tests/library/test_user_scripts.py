@@ -18,7 +18,7 @@ from adaptdl_elastic.protocol.messages import SaveCheckpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
-SIZE, EPOCHS = 120, 100  # outlasts whatever is done, and is over in seconds once that is done
+SIZE, EPOCHS = 120, 24  # outlasts whatever is done, and is over in seconds once that is done
 
 
 @pytest.fixture

@@ -362,6 +362,9 @@ def test_a_new_stack_for_a_job_that_is_done_buys_nothing() -> None:
     account.notes["train/checkpoints/train/finished.json"] = b'{"state": "done"}'
     with pytest.raises(ProviderError, match="is done: give --set Job=ANOTHER"):
         account.up()
+    account.notes["train/checkpoints/train/finished.json"] = b'{"state": "do'
+    with pytest.raises(ProviderError, match="is damaged: move it away"):
+        account.up()
     account = Account(None, "CREATE_COMPLETE")
     account.notes["train/checkpoints/train/finished.json"] = b'{"state": "failed"}'
     account.up()

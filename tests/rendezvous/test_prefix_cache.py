@@ -94,3 +94,18 @@ def test_a_snapshot_of_a_store_that_has_lost_its_data_counts() -> None:
     cache.take(Snapshot((KeyValue("a", "2", 1, 1),), 1, ""))
     cache.take(Change("put", "b", "3", 2))
     assert (cache.record("a"), cache.record("b")) == (2, 3)
+
+
+def test_values_that_cannot_be_read_are_one_line_a_minute_with_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    cache = PrefixCache[int](lambda item: int(item.value), clock=lambda: now)
+    items = tuple(KeyValue(f"x/{n}", "odd", n + 1, n + 1) for n in range(2000))
+    cache.take(Snapshot(items, 2000, "x/"))
+    cache.take(Change("put", "x/a", "odd", 2001))
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("ignored 2000 values in the store: ")
+    now = 61.0
+    cache.take(Change("put", "x/b", "1", 2002))
+    assert len(caplog.messages) == 2

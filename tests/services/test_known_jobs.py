@@ -201,6 +201,21 @@ def test_the_owner_replaces_a_job_and_nobody_brings_the_old_one_back(tmp_path: P
         assert opened(at).check(read(goes_on), PEOPLE).requests[0].submission == third
 
 
+@pytest.mark.parametrize("names", [("r1", "r2", "r3"), ("r3", "r2", "r1")], ids=["alike", "clocks differ"])
+def test_a_node_that_was_away_takes_a_later_resumption_and_no_earlier_one(
+    tmp_path: Path, names: tuple[str, str, str]
+) -> None:
+    """Names of runs begin with the time on the node that begins them."""
+    first, second, third = names
+    failed = Request(job(), None, JobState(state=State.FAILED, run=second, number=5))
+    known = opened(tmp_path / "jobs.json")
+    known.check(read(failed), PEOPLE)
+    for signed, number, goes_on in ((first, 3, False), (third, 9, True)):
+        runs = JobState(1, State.RUNNING, "", "another", resumption=signed, resumption_number=number)
+        (found,) = known.check(read(Request(job(), None, runs)), PEOPLE).requests
+        assert (found.run.state is State.RUNNING) == goes_on
+
+
 def test_a_failed_job_goes_on_only_if_a_person_has_signed_that(tmp_path: Path) -> None:
     failed = Request(job(), None, JobState(state=State.FAILED, run="r2"))
     forged = Request(job(), None, JobState(1, State.RUNNING, "", "r3"))

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,10 @@ import pytest
 from package_index import served, stub_wheel
 from ports import free_port
 
+from adaptdl_elastic import _program
+from adaptdl_elastic.agent.service import environments
 from adaptdl_elastic.autoscaler.provisioning import nodes
+from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -66,17 +70,74 @@ def test_a_node_without_a_gpu_gets_torch_without_cuda_if_it_can(
     monkeypatch.setattr(nodes, "CPU_INDEX", cpu if reached else f"http://127.0.0.1:{free_port()}/simple")
     own = stub_wheel(tmp_path, "adaptdl-elastic", "0.1.0", ["torch>=2.8", "numpy"])
     here: Any = Here(main)
-    (tmp_path / "node").mkdir()
-    facts: Any = SimpleNamespace(
-        node="node1",
-        directory=str(tmp_path / "node"),
-        python=sys.executable,
-        wheel="",
-        gpus=gpus,
-        can_make_venv=True,
-        uv=uv if tool == "uv" else "",
-    )
-    python = nodes.make_environment(here, facts, own, "torch==2.13.0\n")
+    facts = node_at(tmp_path, gpus=gpus, uv=uv if tool == "uv" else "")
+    python = nodes.make_environment(here, facts, own, ["torch", "numpy"], "torch==2.13.0\n")
     code = "import importlib.metadata as m; print(m.version('torch'), m.version('adaptdl-elastic'))"
     assert here.run("node1", [python, "-c", code]).split() == [version, "0.1.0"]
-    assert (tmp_path / "node" / "wheel").exists()
+
+
+def node_at(folder: Path, **facts: Any) -> Any:
+    """Make a node's directory, and return what a look at it finds."""
+    directory = folder / "a node"
+    directory.mkdir(exist_ok=True)
+    link = directory / "current"
+    current = str(link.readlink()) if link.is_symlink() else ""
+    known = {"node": "node1", "directory": str(directory), "python": sys.executable, "version": (3, 11, 7)}
+    return SimpleNamespace(
+        **{**known, "gpus": 0, "can_make_venv": True, "uv": "", "current": current, **facts}
+    )
+
+
+def test_two_builds_of_one_version_have_an_environment_each_and_share_the_packages(
+    indexes: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, cpu = indexes
+    monkeypatch.setattr(nodes, "CPU_INDEX", cpu)
+    here: Any = Here(main)
+    needs, pythons = ["torch", "numpy"], []
+    for text in ("1", "2", "1"):
+        content = {"adaptdl_elastic/__init__.py": f"content = {text}"}
+        own = stub_wheel(tmp_path / text, "adaptdl-elastic", "0.1.0", needs, content)
+        monkeypatch.setattr(_program, "version", lambda text=text: f"0.1.0+{text}")
+        pythons.append(nodes.make_environment(here, node_at(tmp_path), own, needs, "torch==2.13.0\n"))
+    assert pythons[0] == pythons[2] != pythons[1]
+    code = "import adaptdl_elastic as a, importlib.metadata as m"
+    code += "; print(a.content, m.distribution('torch')._path)"
+    (one, torch), (two, same) = (
+        here.run("n", [python, "-I", "-c", code]).split(" ", 1) for python in pythons[:2]
+    )
+    assert (one, two, torch) == ("1", "2", same)
+    directory = ServiceDirectory(tmp_path / "a node")
+    (directory.path / "service.json").write_text("")
+    assert [environments.python_of(directory, f"0.1.0+{text}") for text in "123"] == [*pythons[:2], None]
+
+    later = time.time() + environments.FRESH_SECONDS + 10
+    environments.sweep(directory, {"0.1.0+2"}, later)
+    with subprocess.Popen([pythons[1], "-c", "input()"], stdin=subprocess.PIPE) as user:
+        environments.sweep(directory, (), later)
+        assert Path(pythons[1]).exists()
+        user.communicate()
+    environments.sweep(directory, (), time.time())
+    assert Path(pythons[1]).exists()
+    environments.sweep(directory, (), later)
+    assert not Path(pythons[1]).exists()
+    assert here.run("n", [pythons[0], "-I", "-c", code]).split(" ", 1) == ["1", torch], (
+        "the service's own, and what it needs"
+    )
+
+
+def test_an_interpreter_that_was_named_has_to_have_the_packages(tmp_path: Path) -> None:
+    own = stub_wheel(tmp_path, "adaptdl-elastic", "0.1.0")
+    here: Any = Here("http://127.0.0.1:9/simple")
+    python = nodes.make_environment(here, node_at(tmp_path), own, ["Torch", "typing_extensions"], None)
+    assert here.run("n", [python, "-c", "import torch; print(torch.__version__)"]).strip()
+    with pytest.raises(
+        AssertionError, match="lacks no-such, nor-this: install that there, or leave --python"
+    ):
+        nodes.make_environment(
+            here,
+            node_at(tmp_path, python=sys.executable, version=()),
+            own,
+            ["no-such", "torch", "nor-this"],
+            None,
+        )

@@ -21,6 +21,7 @@ from adaptdl_elastic.rendezvous.schema.records import DrainRequest, encode
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 pytestmark = pytest.mark.processes  # ssh-keygen
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.processes  # ssh-keygen
 
 READ_ONLY = {
     *("ls", "queue", "history", "status", "logs", "wait", "explain", "events", "nodes", "doctor", "report"),
-    *("cluster status", "web", "page output"),
+    *("cluster status", "web", "page output", "replay"),
 }
 OF_ONE_S_OWN = {  # job, by `check_owner`; or account of AWS
     *("submit", "scale", "checkpoint", "stop", "resume", "cancel", "cloud pack", "cloud up", "cloud down"),
@@ -83,6 +84,9 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     Credentials(context).prepare()
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "alice"], check=True)
     made = Lab(context, tmp_path / "alice.pub")
+    store, keys = MemoryStore(), Keys("lab")
+    reader = SubmissionReader(store, keys, "abc")
+    monkeypatch.setattr(cluster_setup, "open_cluster", lambda _: (reader, store, keys))
     monkeypatch.setattr(bring_up, "send_people", made.send_people)
     monkeypatch.setattr(store_users, "remove", made.remove_user)
     monkeypatch.setattr(store_users, "add", made.add_user)
@@ -94,7 +98,7 @@ def test_a_revoke_that_did_not_reach_every_node_may_be_repeated(lab: Lab) -> Non
     lab.nodes_are_down = True
     failed = lab.run("revoke", "alice")
     assert failed.exit_code == 1
-    assert failed.output.startswith("adaptdl: node2: ssh cannot log in (docs/")
+    assert failed.output.startswith("adaptdl: node2: ssh cannot log in (https://")
     assert lab.calls == ["etcd: no alice", "nodes: eve"], "the store lets her in no more"
     lab.nodes_are_down = False
     again = lab.run("revoke", "alice")

@@ -30,6 +30,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Placement,
     Plan,
     Transition,
+    decode,
     encode,
 )
 from adaptdl_elastic.rendezvous.schema.records import JobState as State
@@ -85,8 +86,8 @@ class Node:
     def state(self) -> AgentState:
         return self.agents.states()["job"]
 
-    def review(self, request: Request = REQUEST, run: str | None = None) -> None:
-        self.agents.review([request], lambda _: run)
+    def review(self, request: Request = REQUEST, number: int = 0) -> None:
+        self.agents.review([request], lambda _: number)
 
     def stands(self) -> NodeRecord:
         """Register the node for the job, and return the registration."""
@@ -150,11 +151,12 @@ def test_a_registration_for_files_that_were_replaced_is_withdrawn(node: Node) ->
 @pytest.mark.parametrize("follows", ["as a person has asked", "already"])
 def test_a_registration_for_a_run_that_another_follows_is_withdrawn(node: Node, follows: str) -> None:
     record = node.stands()
-    for run in (record.run, "00000000-000000-earlier"):
-        node.review(run=run)
+    spec = decode(JobSpec, node.store.get(KEYS.job("job", "spec")).value)  # type: ignore[union-attr]
+    for number in (spec.number, spec.number - 1):
+        node.review(number=number)
         assert node.state.standing
     if follows == "already":
-        node.review(run=f"{record.run}-later")
+        node.review(number=spec.number + 1)
     else:
         node.review(replace(REQUEST, run=JobState(run=record.run, resumed=True)))
     node.gone()

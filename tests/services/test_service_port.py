@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import io
@@ -12,18 +13,23 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from polling import until
 from prometheus_client.parser import text_string_to_metric_families
 from submitted_jobs import submission_by
 
+from adaptdl_elastic.agent.service import checkpoint_copies
 from adaptdl_elastic.agent.service.blobs import Blobs
-from adaptdl_elastic.agent.service.checkpoint_copies import KEPT, copy
+from adaptdl_elastic.agent.service.checkpoint_copies import KEPT, CheckpointCopies, copy
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort, line_before_end, read_lines
 from adaptdl_elastic.agent.service.lifecycle import unit_text
 from adaptdl_elastic.autoscaler.commands import job_requests
@@ -43,7 +49,7 @@ from adaptdl_elastic.rendezvous.schema.submissions import (
     Submission,
 )
 from adaptdl_elastic.rendezvous.services import context as contexts
-from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services import service_client, signatures
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_client import (
@@ -55,7 +61,7 @@ from adaptdl_elastic.rendezvous.services.service_client import (
     person_context,
 )
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
-from adaptdl_elastic.rendezvous.services.signatures import Person, SignatureError, UncheckedError
+from adaptdl_elastic.rendezvous.services.signatures import People, Person, SignatureError, UncheckedError
 from adaptdl_elastic.rendezvous.services.submitted import (
     SubmissionReader,
     Submitted,
@@ -204,6 +210,45 @@ def test_a_checkpoint_is_copied_by_nodes_only(world: World, tmp_path: Path) -> N
             world.node().get_json(world.record, f"/v1/checkpoints/{path}")
 
 
+def test_a_checkpoint_that_cannot_be_copied_is_a_problem_and_tried_ever_less_often(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, tries, full = [0.0], list[float](), OSError(errno.ENOSPC, "No space left on device")
+    copies = CheckpointCopies(world.directory, world.node(), lambda: now[0])
+
+    def fail(*_: object) -> None:
+        tries.append(now[0])
+        raise full
+
+    def look_until(end: float) -> None:
+        while now[0] < end:
+            copies.look({"hers": "00000001-g00000-abcd"}, [world.record])
+            if copies.thread is not None:
+                copies.thread.join()
+            now[0] += 0.5
+
+    monkeypatch.setattr(checkpoint_copies, "copy", fail)
+    look_until(600)
+    assert copies.problems == {"hers": "its checkpoints are not copied to this node: No space left on device"}
+    assert tries[:6] == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5]
+    assert len(tries) < 20
+    monkeypatch.setattr(checkpoint_copies, "copy", lambda *_: None)
+    look_until(700)
+    assert copies.problems == {}
+
+
+def test_who_signs_by_a_wrong_clock_is_told_so_also_where_an_answer_has_no_body(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, signed = world.client("alice"), time.time() - 5000
+    monkeypatch.setattr(service_client, "time", SimpleNamespace(time=lambda: signed))
+    for ask in (
+        lambda: client.has_blob(world.record, DIGEST),
+        lambda: client.get_json(world.record, "/v1/status"),
+    ):
+        refused(ask, 401, "s ago by the clock of node n1.*set the clocks of that node and of your machine")
+
+
 def test_output_is_for_the_owner_and_administrators(world: World) -> None:
     log = world.directory.log("hers")
     log.parent.mkdir(parents=True)
@@ -223,18 +268,46 @@ def test_strangers_and_impostors_are_refused(world: World) -> None:
     unsigned = ServiceClient(person_context(world.context.ca))
     refused(lambda: unsigned.get_json(world.record, "/v1/status"), 401, "is not signed")
     stranger = world.client("stranger")
-    refused(lambda: stranger.get_json(world.record, "/v1/status"), 401, "may not use this cluster")
+    refused(lambda: stranger.get_json(world.record, "/v1/status"), 401, "is not signed by a key")
     impostor = world.client("alice", key="stranger")
-    refused(lambda: impostor.get_json(world.record, "/v1/status"), 401, "not one of alice's key")
+    refused(lambda: impostor.get_json(world.record, "/v1/status"), 401, "is not signed by a key")
     assert world.ask("alice") == STATUS
     people = {name: one for name, one in world.people().items() if name != "alice"}
     (world.directory.people).write_text(signatures.encode_people(people))  # as adaptdl cluster revoke does
-    refused(lambda: world.ask("alice"), 401, "may not use this cluster")
+    refused(lambda: world.ask("alice"), 401, "is not signed by a key")
+
+
+def test_signatures_of_unknown_callers_are_checked_one_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, most, verify, alice_waits = list[str](), 0, signatures.verify, threading.Event()
+
+    def counted(people: People, name: str, *rest: str) -> Person:
+        nonlocal most
+        if name == "alice":
+            return verify(people, name, *rest)
+        inside.append(name)
+        most = max(most, len(inside))
+        assert alice_waits.wait(60)
+        inside.pop()
+        raise SignatureError
+
+    world.ask("alice")
+    monkeypatch.setattr(signatures, "verify", counted)
+    strangers = [world.client("stranger") for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(one.get_json, world.record, "/v1/status") for one in strangers]
+        until("no signature of a stranger is checked", lambda: inside != [])
+        # alice was known, and waits for none of them
+        assert world.ask("alice") == STATUS
+        alice_waits.set()
+        refusals = [type(one.exception(60)) for one in asked]
+    assert (most, refusals) == (1, [ServiceRefusedError] * 8)
 
 
 def test_a_signed_request_is_good_at_one_node_only(world: World) -> None:
     elsewhere = replace(world.record, node="n2")
-    refused(lambda: world.client("alice").get_json(elsewhere, "/v1/status"), 401, "not one of alice's key")
+    refused(lambda: world.client("alice").get_json(elsewhere, "/v1/status"), 401, "is not signed by a key")
 
 
 def test_a_server_that_is_not_of_the_cluster_is_not_asked(world: World, tmp_path: Path) -> None:
@@ -369,7 +442,7 @@ def test_a_stopped_run_is_resumed_by_its_owner_or_an_administrator_and_once(worl
     keys, store, people = Keys("lab"), MemoryStore(), world.with_bob()
 
     def run(name: str, state: records.JobState) -> None:
-        spec = records.JobSpec(job="job", run=name, command=("t.py",))
+        spec = records.JobSpec(job="job", run=name, command=("t.py",), number=int(name[1:]))
         store.put(keys.job("job", "spec"), encode(spec))
         store.put(keys.job("job", "status"), encode(records.JobStatus(job="job", run=name, state=state)))
 
@@ -393,6 +466,7 @@ def test_a_stopped_run_is_resumed_by_its_owner_or_an_administrator_and_once(worl
     assert resumed()
     page = world.page(store, "admin")
     assert page.resume("job") == "job is resumed already"
+    assert reader.read(people).requests[0].run.resumption_number == 2
     run("r3", records.JobState.FAILED)
     assert reader.read(people).requests[0].run.state is records.JobState.FAILED
     resume()
@@ -429,6 +503,11 @@ def test_a_signature_that_cannot_be_checked_now_is_checked_again(
         with pytest.raises(UncheckedError, match="ssh-keygen is not installed"):
             reader.read(people)
     assert [one.submission for one in reader.read(people).requests] == [hers]
+    # on a full disk the answer does not tell who is known
+    monkeypatch.setattr("tempfile.TemporaryDirectory", Mock(side_effect=OSError("full")))
+    for name in ("alice", "nobody"):
+        with pytest.raises(UncheckedError, match=f"^the signature of '{name}' cannot be checked: full$"):
+            signatures.verify(people, name, "", "")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")

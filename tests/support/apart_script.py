@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from long_steps import wait
 from signs import sign
 from step_records import note
 
@@ -37,13 +38,13 @@ def train(model, optimizer, data, epoch):
         model(torch.ones(1, 4)).sum().backward()
         note(loop="train", epoch=epoch, samples=batch.tolist(), training=data.training)
         optimizer.step()
-        pause()
+        pause(epoch)
 
 
 def evaluate(data, epoch):
     for count, batch in enumerate(data):
         note(loop="evaluate", epoch=epoch, samples=batch.tolist(), training=data.training)
-        pause()
+        pause(epoch)
         if S["kind"] == "leave" and (epoch, count) == (1, 1):
             sign("there")
             while not _session.current().consensus.round_open:  # a checkpoint is asked for
@@ -52,9 +53,9 @@ def evaluate(data, epoch):
                 break
 
 
-def pause():
-    if adl.batch_counts() and not (OUT / "hurry").exists():
-        time.sleep(S["pace"])
+def pause(epoch):
+    if adl.batch_counts():
+        wait(OUT, S["pace"], epoch)
 
 
 def awaited():

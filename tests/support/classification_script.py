@@ -10,10 +10,10 @@ import copy
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
+from long_steps import wait
 from step_records import record
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -129,8 +129,7 @@ def train_one_epoch(args, model, criterion, optimizer, loader, epoch, model_ema)
                 index=position,
                 digests=[digest(model), digest(model_ema)],
             )
-        if not (OUT / "hurry").exists():
-            time.sleep(float(os.environ["PACE"]) * max(1, epoch / 10) ** 2)
+        wait(OUT, float(os.environ["PACE"]) * max(1, epoch / 10) ** 2)
     with sums.synchronized():
         print(f"epoch {epoch}: loss {loss.item():.3f}, accuracy {sums['correct'] / sums['samples']:.3f}")
         return sums["samples"]
@@ -144,8 +143,7 @@ def evaluate(model, criterion, loader, log_suffix=""):
             output = model(image)
             loss = criterion(output, target)
             count_correct(sums, output, target)
-            if not (OUT / "hurry").exists():
-                time.sleep(float(os.environ["PACE"]) / 4)
+            wait(OUT, float(os.environ["PACE"]) / 4)
     with sums.synchronized():
         accuracy = sums["correct"] / sums["samples"]
     print(f"test {log_suffix}: loss {loss.item():.3f}, accuracy {accuracy:.3f}")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from elastic_run import PATIENCE, ElasticRun
+from elastic_run import ElasticRun
 from etcd_server import EtcdServer
 from history import Recorder, violations
 
@@ -23,7 +21,8 @@ from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 JOB = "job"
 SCRIPTS = Path(__file__).parents[1] / "agent" / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
-LONG = ("60", "0.1")  # epochs, seconds per step: it lasts until somebody lets it `hurry`
+EPOCHS = 60
+LONG = (str(EPOCHS), "0.1")  # epochs, seconds per step: it lasts until somebody lets it `hurry`
 
 
 class Cluster:
@@ -96,9 +95,12 @@ class Cluster:
 
     def wait_for_state(self, state: str) -> None:
         """Until `adaptdl ls` says so of the job, which is after the agents have heard of it."""
-        deadline = time.monotonic() + PATIENCE
-        while (found := json.loads(self.ask("ls", "--json"))[0])["state"] != state:
-            assert time.monotonic() < deadline, found
+        self.wait_until_told(f'"state": "{state}"', "ls", "--json")
+
+    def wait_until_told(self, text: str, *arguments: str) -> str:
+        """Ask by a command until its answer has this text; the answer."""
+        first = next(iter(self.agents.values()))
+        return first.wait_until_adaptdl_says(text, *arguments, "--etcd", self.etcd.endpoint, env=self._env)
 
     def scale(self, replicas: int, seen_by: ElasticRun) -> dict[str, object]:
         """Until so many replicas train; the generation's event as that agent wrote it."""
@@ -149,9 +151,9 @@ class Cluster:
         lines = [line for run in self.agents.values() for line in run.said().splitlines()]
         return [line.split()[1] for line in lines if line.startswith("weights ")]
 
-    def check(self, epochs: int, replicas: int) -> None:
+    def check(self, replicas: int) -> None:
         """Equal parameters on all replicas at the end, each sample of each epoch once, a lawful history."""
-        wrong = {e: self.samples().get(e) for e in range(epochs) if self.samples().get(e) != 200}
+        wrong = {e: self.samples().get(e) for e in range(EPOCHS) if self.samples().get(e) != 200}
         assert not wrong, wrong
         weights = self.weights()
         assert len(weights) == replicas, weights

@@ -244,11 +244,15 @@ class FakeAgent:
             return
         self._die(slots)
 
-    def _die(self, slots: tuple[int, ...]) -> None:
+    def newcomer_fails(self, *slots: int, message: str = "boom", kind: str = "", exit_code: int = 1) -> None:
+        """Newcomers raise an error, or are killed, after they have joined; the others live on."""
+        self._die(slots, Failure(slots[0], exit_code, message, kind=kind))
+
+    def _die(self, slots: tuple[int, ...], failure: Failure | None = None) -> None:
         assert self.running is not None
         self.alive = tuple(slot for slot in self.alive if slot not in slots)
         self.lost = (*self.lost, *slots)
-        failure = Failure(self.lost[0], -9, "SIGKILL")
+        failure = failure or Failure(self.lost[0], -9, "SIGKILL")
         record = PeerLossRecord(self.node, self.running, tuple(sorted(self.lost)), failure)
         self._put(record, self.running, "broken")
         if not self.alive:

@@ -5,16 +5,16 @@ LOOP holds settings. "given": AdaptiveDataParallel is given what the habit is ab
 
 import json
 import os
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from long_steps import wait
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import collective
 
-S = {"habit": "", "given": False, "epochs": 120, "size": 48, "pace": 0.3, **json.loads(os.environ["LOOP"])}
+S = {"habit": "", "given": False, "epochs": 18, "size": 48, "pace": 0.3, **json.loads(os.environ["LOOP"])}
 OUT = Path(os.environ["OUT"])
 OWN = torch.Generator()  # other numbers on each replica
 RESULTS = {}
@@ -46,11 +46,6 @@ def between(epoch):
     drawn = [collective.broadcast(torch.rand(1, generator=OWN).item()) for _ in range(2)]
     drawn.append(collective.allreduce(torch.rand(1, generator=OWN).item(), max))
     RESULTS[epoch] = [*own.tolist(), *total.tolist(), *names, *drawn]
-
-
-def wait():
-    if not (OUT / "hurry").exists():
-        time.sleep(S["pace"])
 
 
 def main():
@@ -106,12 +101,12 @@ def main():
             if habit == "plain DDP":
                 own(torch.ones(1, 1)).sum().backward()
             if habit != "inference":
-                wait()
+                wait(OUT, S["pace"], epoch)
         if habit == "inference":  # almost all of the time is spent there
             with torch.inference_mode():
                 for batch in evaluation:
                     model(batch[:, None].float())
-                    wait()
+                    wait(OUT, S["pace"], epoch)
         if "scheduler" in habit:
             schedulers[0].step()
         if epoch == 1:

@@ -7,10 +7,10 @@ batches]. The data are the numbers below "size"; a batch is a tensor of them, or
 import json
 import os
 import random
-import time
 from pathlib import Path
 
 import torch
+from long_steps import wait
 from step_records import record, stop
 from torch.utils.data import (
     BatchSampler,
@@ -144,8 +144,7 @@ def main():
             optimizer.zero_grad()
             model(numbers).mean().backward()
             optimizer.step()
-            if not (OUT / "hurry").exists():
-                time.sleep(S["pace"] * (5 if helper.current_index > SIZE / 2 else 1))
+            wait(OUT, S["pace"] * (5 if helper.current_index > SIZE / 2 else 1))
 
 
 if __name__ == "__main__":

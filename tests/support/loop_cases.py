@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from fake_agent import FakeAgent, Process
+from fresh import Script
 from loop_grammar import BATCH, Spec
 
+from adaptdl_elastic import _session
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
 
@@ -245,6 +248,18 @@ def carry_out(seed: int, folder: Path) -> Case:
         except AssertionError as error:
             raise AssertionError(f"{case}\n{error}\n{case.spec.source()}\n{job.outputs()}") from error
     return case
+
+
+def run_here(source: str, script: Script) -> None:
+    """Run the source of a script in a session of its own, until it is stopped."""
+    try:
+        with contextlib.suppress(SystemExit):
+            exec(compile(source, "script", "exec"), {"__name__": "__main__"})
+    finally:
+        torch.set_default_dtype(torch.float32)
+        _session.current().close()
+        script.restart()
+        torch.distributed.destroy_process_group()
 
 
 def check(spec: Spec, folder: Path, lost: Collection[str]) -> None:

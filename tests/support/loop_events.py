@@ -63,3 +63,15 @@ def _held() -> int:
 def _wait(deadline: float) -> None:
     assert time.monotonic() < deadline
     time.sleep(0.001)
+
+
+def stop_at_the_next_boundary(epoch: int, number: int, unit: int) -> None:
+    """Ask for a stop behind this batch, instead of `here`."""
+    if not adl.batch_counts():
+        return
+    control = _session.current().consensus
+    control.request({"kind": "stop", "reason": "test"})
+    deadline = time.monotonic() + LIMIT
+    while not control.round_open:
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)

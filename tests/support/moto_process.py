@@ -17,6 +17,7 @@ import boto3
 from ports import free_port
 
 REGION = "eu-central-1"
+BUCKET = "checkpoints"
 IMAGE = "ami-03cf127a"  # one that moto knows from the start
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -54,6 +55,12 @@ class Moto:
         """Forget everything."""
         request = urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")
         urllib.request.urlopen(request, timeout=100).close()
+
+
+def made_bucket(moto: Moto, client: Any) -> None:
+    """Forget everything, and make an empty bucket."""
+    moto.reset()
+    client.create_bucket(Bucket=BUCKET, CreateBucketConfiguration={"LocationConstraint": REGION})
 
 
 @contextlib.contextmanager

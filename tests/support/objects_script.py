@@ -1,4 +1,4 @@
-"""A script that trains with objects that the library was not given: an average, and a second scheduler.
+"""A script that trains with objects that the library was not given: an average, and further schedulers.
 
 LOOP: epochs; pace, seconds of a batch; passes, backward passes of a step, as nanoGPT makes them;
 dies, whether the process kills itself in the third epoch.
@@ -8,10 +8,11 @@ The file "break" lets rank 1 die in the middle of a step.
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import torch
+from cycle_scheduler import CycleScheduler
+from long_steps import wait
 from torch.optim.swa_utils import AveragedModel
 
 import adaptdl_elastic.torch as adl
@@ -48,6 +49,7 @@ class Trainer:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         model = adl.AdaptiveDataParallel(net, optimizer, scheduler)
         warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=20)  # changes a loaded rate
+        cycle = CycleScheduler(optimizer, 0.9, 50, "momentum")
         for epoch in adl.remaining_epochs_until(S["epochs"]):
             for batch in loader:
                 optimizer.zero_grad()
@@ -63,10 +65,10 @@ class Trainer:
                     for average in (ema, registered, self.average, *hidden):
                         average.update_parameters(net)
                     warm_up.step()
+                    cycle.step()
                 if S["dies"] and epoch == 2 and adl.current_dataloader().current_index == 48:
                     os.kill(os.getpid(), signal.SIGKILL)
-                if not (OUT / "hurry").exists():
-                    time.sleep(S["pace"])
+                wait(OUT, S["pace"], epoch)
             scheduler.step()
         states = checkpoint.snapshot_states(["adaptdl-script-objects"])["adaptdl-script-objects"]
         torch.save(
@@ -76,6 +78,8 @@ class Trainer:
                 "average": self.average.state_dict(),
                 "net": net.state_dict(),
                 "warm_up": (warm_up.last_epoch, optimizer.param_groups[0]["lr"]),
+                "cycle": (cycle.phase, [vars(phase) for phase in cycle.phases]),
+                "momentum": optimizer.param_groups[0]["momentum"],
                 "saved": sorted(states),
             },
             OUT / f"result-{adl.rank()}",

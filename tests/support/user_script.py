@@ -1,7 +1,7 @@
 """A script as users write them: numbered batches, files and a run of rank 0's, a state of its own.
 
-LOOP holds settings. `between` is how long the end of an epoch takes, and longer from the 20th epoch on; with
-`hold` every checkpoint is being written until the file `written` is there.
+LOOP holds settings. `between` is how long the end of an epoch takes; with `hold` every checkpoint is being
+written until the file `written` is there.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from long_steps import wait
 from signs import sign
 
 import adaptdl_elastic.torch as adl
@@ -42,11 +43,6 @@ class Best(checkpoint.State):
         super().write_snapshot(snapshot, file)
 
 
-def wait(seconds):
-    if not (OUT / "hurry").exists():
-        time.sleep(seconds)
-
-
 def main():
     torch.manual_seed(3)
     run = (OUT / "run.jsonl").open("a") if adl.rank() == 0 else None
@@ -70,7 +66,7 @@ def main():
             seen["samples"] += len(batch)
             if adl.rank() == 0:
                 print(f"epoch {epoch}, batch {number}, of {adl.world_size()} replicas", flush=True)
-            wait(S["pace"])
+            wait(OUT, S["pace"], epoch)
         with seen.synchronized():
             best.losses.append(seen["samples"])
             adl.report(samples=seen["samples"])
@@ -78,7 +74,7 @@ def main():
             run.write(json.dumps({"epoch": epoch, "samples": best.losses[-1]}) + "\n")
             run.flush()
         scheduler.step()
-        wait(S["between"] * max(1, epoch / 20))
+        wait(OUT, S["between"], epoch)
     result = {
         "best": best.losses,
         "lr": scheduler.get_last_lr(),

@@ -7,10 +7,10 @@ Rank 0 writes the length of the loader, the number of the schedule's steps, and 
 
 import json
 import os
-import time
 from pathlib import Path
 
 import torch
+from long_steps import wait
 from signs import sign
 from torch.utils.data import TensorDataset
 
@@ -39,7 +39,7 @@ if S["most"]:
 steps = S["epochs"] * (-(-S["size"] // S["batch"]) if S["most"] else len(loader))
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps, cycle_momentum=False)
 model = adl.AdaptiveDataParallel(net, optimizer, scheduler)
-for _ in adl.remaining_epochs_until(S["epochs"]):
+for epoch in adl.remaining_epochs_until(S["epochs"]):
     counted = adl.Accumulator()
     for inputs, targets in loader:
         optimizer.zero_grad()
@@ -49,8 +49,7 @@ for _ in adl.remaining_epochs_until(S["epochs"]):
             scheduler.step()
         counted["samples"] += len(inputs)
         sign("step")
-        if not (OUT / "hurry").exists():
-            time.sleep(S["pace"])
+        wait(OUT, S["pace"], epoch)
     with counted.synchronized():
         assert counted["samples"] == S["size"], counted["samples"]
 if adl.rank() == 0:

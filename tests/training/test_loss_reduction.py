@@ -82,6 +82,48 @@ def test_a_mean_over_samples_is_not_reported(loss_of: Loss, tmp_path: Path) -> N
     assert list(train(loss_of, tmp_path)) == []
 
 
+def unit(output: Tensor) -> Tensor:
+    return F.normalize(output)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "name"),
+    [
+        (lambda o, t: F.cross_entropy(unit(o) @ unit(o).T, torch.arange(8)), "Mm"),
+        (lambda o, t: F.cross_entropy(torch.einsum("nd,md->nm", unit(o), unit(o)), torch.arange(8)), "Bmm"),
+        (lambda o, t: torch.cdist(o, o).max(1).values.mean(), "Cdist"),
+        (lambda o, t: (torch.cat([o, o]) @ torch.cat([o, o]).T).exp().mean(), "Mm"),
+        (lambda o, t: (o.T @ o / 8 - torch.eye(5)).square().sum(), "Mm"),
+        (lambda o, t: 1 - 2 * (o * t).sum() / (o.sum() + t.sum()), "Div"),
+        (lambda o, t: 1 - (2 * (o * t).sum(0) / (o.sum(0) + t.sum(0))).mean(), "Div"),
+    ],
+)
+def test_a_loss_that_compares_samples_is_reported_once_with_the_remedy(
+    loss_of: Loss, name: str, tmp_path: Path
+) -> None:
+    (message,) = train(loss_of, tmp_path)
+    assert f"({name})" in message
+    assert "compute it of adl.gather(output)" in message
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda o, t: F.cross_entropy(unit(adl.gather(o)) @ unit(adl.gather(o)).T, torch.arange(8)),
+        lambda o, t: F.cross_entropy(unit(o) @ unit(adl.gather(o)).T, torch.arange(8)),
+        lambda o, t: F.cross_entropy(adl.gather(o), t.argmax(1), reduction="sum"),
+        # of each sample alone, or against constants
+        lambda o, t: (o[:, :, None] @ o[:, None, :]).mean(),
+        lambda o, t: F.cross_entropy(unit(o) @ unit(t).T, torch.arange(8)),
+        lambda o, t: o.std(1).mean() + (o / o.sum(1, keepdim=True)).mean(),
+        lambda o, t: (2 * (o * t).sum(1) / (o.sum(1) + t.sum(1))).mean(),
+        lambda o, t: (o @ torch.nn.Linear(5, 8).weight.T).mean(),
+    ],
+)
+def test_a_loss_of_gathered_rows_or_of_each_sample_is_not_reported(loss_of: Loss, tmp_path: Path) -> None:
+    assert list(train(loss_of, tmp_path)) == []
+
+
 def test_the_scale_of_a_grad_scaler_does_not_hide_a_sum(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu")
     (message,) = train(lambda o, t: F.mse_loss(o, t, reduction="sum"), tmp_path, scaler)

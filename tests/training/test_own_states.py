@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.checkpoint.state_copy import strip
 from adaptdl_elastic.torch._elastic import state_marks, state_transfer, step_snapshot
@@ -266,3 +267,17 @@ def test_a_state_that_writes_pickles_is_compared_by_their_values() -> None:
     other = "".join(["tra", "in"])
     assert mark(1, [one, one]) == mark(1, [one, other]) != mark(1, [one, "test"])
     assert mark(1, True) != mark(1, False)
+
+
+def test_values_are_attributes_and_each_is_a_value_of_its_name() -> None:
+    values = adl.Values(best=0.0, patience=3)
+    values.best = torch.tensor(0.5)
+    values.patience -= 1
+    assert (values.best, values.patience) == (0.5, 2)
+    assert {"best", "patience"} <= _session.current().states.keys()
+    with pytest.raises(AttributeError, match=r"give it to adl.Values, as in Values\(bset=0\)"):
+        values.bset = 1.0
+    with pytest.raises(AttributeError):
+        values.state_dict()
+    with pytest.raises(TypeError, match="'best' cannot be a set"):
+        values.best = {1}

@@ -3,6 +3,7 @@
 | module | question that it answers |
 |---|---|
 | `loader` | How does a data loop run: its position, its windows, the boundaries between its steps? |
+| `loader_mixin` | Which attributes has a loader that a script defines? |
 | `partition` | Which samples go to which replica? (pure) |
 | `sampler` | How does a pass start at any sample, on any number of replicas? |
 | `iterable` | How is an `IterableDataset` (a stream) shared among the replicas? |

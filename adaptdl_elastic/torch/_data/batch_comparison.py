@@ -254,7 +254,8 @@ def _options_of_the_past(model: str, which: str) -> str:
         f"after the restart {model}'s optimizer steps with the options of the {which}'s first step, such as "
         f"its learning rate, and not with those before the restart: a counter of the script, such as "
         f"`updates = epoch * per_epoch`, does not know how much of the epoch is done. Compute the learning "
-        f"rate from adl.progress(), or keep the counter in an adl.Value"
+        f"rate from adl.progress(), keep the counter in an adl.Value, or give the scheduler state_dict() and "
+        f"load_state_dict()"
     )
 
 

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ from adaptdl_elastic.torch._data.loop_progress import LoopProgress, part_done, w
 from adaptdl_elastic.torch._data.partition import Window, shares, taken
 from adaptdl_elastic.torch._data.registry import LoaderBatchSize
 from adaptdl_elastic.torch._data.window_items import WindowItems
-from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
+from adaptdl_elastic.torch._runtime.position import UNKNOWN_START, ScriptPosition, script_position
 from adaptdl_elastic.torch._runtime.step_clock import Stage
 from adaptdl_elastic.torch._tuning.training_warnings import data_problem
 
@@ -218,9 +217,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """Enclose a whole data loop.
 
         The body of the loop may leave it by `break` or by an exception; this method cannot tell them apart.
-        Such a loop counts as finished when the script reaches the next data loop or the end of the epoch. If
-        the epoch is run again before that, in this process or after a restart, the data loop continues after
-        its last optimizer step.
+        Such a loop counts as finished at the next data loop or the end of the epoch. If the epoch is run
+        again before that, in this process or another one, the loop continues after its last optimizer step.
 
         Outside of an epoch loop, a data loop runs from its start each time the script reaches it.
 
@@ -236,7 +234,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         if self.session.loader is not None and state.looping:
             state.enter(self.key)
         self.session.loader = self
-        ended, left, drawing = False, None, False
+        ended, left, drawing, place = False, None, False, state.place
         try:
             if self.session.replicas > 1:
                 for model in session.models:
@@ -246,7 +244,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             if over:
                 state.looping = self._skipped = True
             else:
-                self._skipped = not state.enter(self.key)
+                self._skipped, place = not state.enter(self.key), state.place
             known = self.session.training_loader
             if state.trainer == self.key and (known is None or self.replaces(known)):
                 # known from the epoch before, or to a newcomer from the other replicas
@@ -254,17 +252,17 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             self._loops, self.micro_batch, self._window, self._handed_out = state, 0, None, 0
             self._window_start, self._left = (state.index, self._attempts()), None
             if not (self._skipped or self.training) and state.index == 0:
-                # Only at the start of the loop. A newcomer that joins later has got rank 0's buffers, and no
-                # other replica would take part in this collective.
+                # only there: a newcomer that joins later has rank 0's buffers, and would be alone in this
                 for model in session.models:
                     model.data_loop_begins()
-            if state.index == 0 and not self._skipped:
-                state.start_progress = session.progress if self.adaptive else 0.0
+            if not self._skipped and (state.index == 0 or state.start_progress == UNKNOWN_START):
+                # also without autoscaling, which may begin in mid-epoch after a restart
+                state.start_progress = session.progress - state.index / self.batch_size
             self._progress = LoopProgress(self, state)
             self._speed.clock.restart()
             self._speed.clock.enter(Stage.DATA)
             if not self._skipped:
-                streams.enter_loop()
+                streams.enter_loop(place)
                 drawing = True
             try:
                 yield
@@ -294,6 +292,8 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             self.session.loader = None
             self._loops = self._window = self._progress = None
             self.pause()
+            if ended:
+                streams.reach(place)
 
     def _goes_on_at(self) -> int:
         """Return the index after the last optimizer step. For use in the loop's body."""
@@ -327,6 +327,20 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
             return 0.0
         progress = self._measured().statistical() if self.adaptive else None
         return part_done(self._goes_on_at(), self.end_index - self.left_out, progress)
+
+    def whole_steps(self) -> int:
+        """Return how many whole steps at the initial batch size the optimizer step of this window completes.
+
+        A step counts as its gain. The fraction that is left counts for the windows that follow, and the last
+        window of a loop completes what is missing. So the sum over a loop is the number of its batches at the
+        initial batch size, on any number of replicas. A stream, whose length is not known, has no last one.
+
+        Returns:
+            0 before the optimizer has stepped.
+        """
+        if self.session.dry or not self._stepped():
+            return 0
+        return self._measured().whole_steps(over=self.part_done() == 1.0)
 
     def _measured(self) -> LoopProgress:
         if self._progress is None:
@@ -396,7 +410,7 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         window, self._window = self._window, (self.full_chunk,)
         self._handed_out += 1
         try:
-            with self.session.recovery.dry_batch():
+            with self.registry.streams.own_unchanged(), self.session.recovery.dry_batch():
                 yield
         finally:
             self._window = window
@@ -554,47 +568,3 @@ class AdaptiveDataLoaderHelper(LoaderBatchSize):
         """
         done, safe = self._measured().pass_made(), self.session.recovery
         return safe.restart_loop_on_peer_loss(lambda: bool(collective.share(done, "end of epoch")), self)
-
-
-class AdaptiveDataLoaderMixin:
-    """Give a loader that a script defines the public attributes of `AdaptiveDataLoaderHelper`.
-
-    Args:
-        batch_size: Initial number of samples per optimizer step, over all replicas.
-    """
-
-    def __init__(self, batch_size: int) -> None:
-        self._elastic = AdaptiveDataLoaderHelper(batch_size)
-
-    def autoscale_batch_size(
-        self,
-        max_batch_size: int,
-        local_bsz_bounds: tuple[int | None, int | None] | None = None,
-        gradient_accumulation: bool = False,
-    ) -> None:
-        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`."""
-        self._elastic.autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
-
-    @property
-    def current_local_bsz(self) -> int:
-        """Samples of a full batch on this replica."""
-        return self._elastic.current_local_bsz
-
-    @property
-    def current_batch_size(self) -> int:
-        """Samples of a full optimizer step, over all replicas."""
-        return self._elastic.current_batch_size
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Batches without an optimizer step before each batch with one."""
-        return self._elastic.accumulation_steps
-
-    @property
-    def training(self) -> bool:
-        """Whether models are trained with this loader."""
-        return self._elastic.training
-
-    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
-        """See `AdaptiveDataLoaderHelper.to_tensorboard`."""
-        self._elastic.to_tensorboard(writer, global_step, tag_prefix)

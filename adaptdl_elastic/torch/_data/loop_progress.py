@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 _IDLE_PASSES = 10
 """Passes without progress, every step skipped (inf, nan), that end an autoscaled epoch."""
 
+_ROUNDING = 1e-6
+"""Part of a step that may be missing from the sum of gains of a whole one."""
+
 
 class Progress(NamedTuple):
     """Hold the statistical progress of a data loop, in steps at the initial batch size."""
@@ -37,7 +40,7 @@ def part_done(index: int, length: int, progress: Progress | None = None) -> floa
         progress: Statistical progress; None without autoscaling.
     """
     part = min(index / length, 1.0) if length > 0 else 0.0
-    if progress is None or (part == 1.0 and progress.made + 0.5 >= progress.wanted):
+    if progress is None or not progress.wanted or (part == 1.0 and progress.made + 0.5 >= progress.wanted):
         return part
     return min(max(progress.made / progress.wanted, 0.0), 1.0)
 
@@ -76,6 +79,22 @@ class LoopProgress:
     def statistical(self) -> Progress:
         """Return the statistical progress of the data loop."""
         return Progress(self._made() - self._state.start_progress, self._steps_of_pass())
+
+    def whole_steps(self, over: bool) -> int:
+        """Return how many whole steps at the initial batch size the step of a window has completed.
+
+        Args:
+            over: Whether the window is the loop's last one.
+        """
+        if not self._loader.adaptive:
+            return 1
+        size = self._end_index / self._loader.batch_size
+        steps = math.floor(size) if self._loader.drop_last else math.ceil(size)
+        start, most = self._state.start_progress - _ROUNDING, steps or math.inf
+        began = max(model.progress - model.last_gain for model in self._session.models)
+        before = min(math.floor(began - start), most)
+        now = min(math.floor(self._made() - start), most)
+        return int((steps if over and steps else now) - before)
 
     def samples_of_pass(self) -> float:
         """Return the samples of this pass so far; with autoscaling, progress × initial batch size."""
@@ -131,7 +150,10 @@ class LoopProgress:
 
     def _steps_of_pass(self) -> float:
         """Return the optimizer steps of one pass at the initial batch size."""
-        return self._end_index / self._loader.batch_size / self._windows_per_step()
+        steps = self._end_index / self._loader.batch_size
+        if self._loader.drop_last and steps > 1:
+            steps = math.floor(steps)
+        return steps / self._windows_per_step()
 
     def _made(self) -> float:
         """Return the progress of the models, in steps; 0 without autoscaling."""

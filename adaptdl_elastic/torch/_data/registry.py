@@ -130,6 +130,8 @@ class LoaderBatchSize(ElasticLoader):
         self._repeats = 0
         # a model has been trained with this loader in this process
         self.trained = False
+        # whether a rest of a pass that fills no batch is left out
+        self.drop_last = False
 
     @property
     def replicas(self) -> int:

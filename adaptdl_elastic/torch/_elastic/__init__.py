@@ -12,5 +12,6 @@
 | `dry_batch` | How does a loop's body run once without any effect? |
 | `step_snapshot` | How is everything restored that a failed step has changed? |
 | `script_objects` | Which objects of the script are saved without being registered? |
+| `plain_attributes` | What is the state of a scheduler without a `state_dict`? |
 | `state_marks` | How is it recognised that a State has changed, without a copy of it? |
 """

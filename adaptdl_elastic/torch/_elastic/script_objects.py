@@ -4,12 +4,12 @@ The problem. A script may train with an AveragedModel, a second scheduler or an 
 giving it to the library. A resumed script would begin with a new one.
 
 What is done. When an epoch loop begins, and after each epoch, the script's variables are searched for objects
-with `state_dict` and `load_state_dict`. A mark of each state is recorded, for which a few elements of each
-tensor are read. Before a save and before a change in place the marks are compared. An object that has changed
-on every replica, and is equal there but for its tensors, belongs to the State of this module from then on, by
-the name of its variable. An object that takes over the variable also takes over the name. A state is loaded
-when the epoch loop begins in which it was saved. An object in a list has no name of its own, so it is only
-named in a line of the log.
+with `state_dict` and `load_state_dict`, and for schedulers without these (`plain_attributes`). A mark of each
+state is recorded, for which a few elements of each tensor are read. Before a save and before a change in
+place the marks are compared. An object that has changed on every replica, and is equal there but for its
+tensors, belongs to the State of this module from then on, by the name of its variable. An object that takes
+over the variable also takes over the name. A state is loaded when the epoch loop begins in which it was
+saved. An object in a list has no name of its own, so it is only named in a line of the log.
 
 Left out is what is part of a model, or of a State of the script. An object whose state cannot be saved or
 loaded is named in a line of the log and left out; training goes on.
@@ -29,6 +29,7 @@ from adaptdl_elastic import _frames, checkpoint, collective
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.checkpoint.state_copy import copy_to_host, fill, parts_of, strip
 from adaptdl_elastic.reducer import PeerLostError
+from adaptdl_elastic.torch._elastic.plain_attributes import PlainAttributes, changes_options
 from adaptdl_elastic.torch._elastic.state_marks import marks_of_script, sampled
 from adaptdl_elastic.torch._runtime.position import script_position
 
@@ -57,13 +58,15 @@ class _Object:
     def __init__(self, one: Any, own: bool) -> None:
         # own: whether the object is a variable of its own; out: whether it is left out for good
         self.one, self.own, self.out = one, own, False
+        # what has the methods of its state
+        self.stateful = one if _has_state_dict(one) else PlainAttributes(one)
         self.mark = self.read()
 
     def read(self) -> Any:
         """Return a mark that differs if the state differs, or None; note why the state cannot be saved."""
         tensors, mark = list[torch.Tensor](), None
         try:
-            plain = strip(self.one.state_dict(), tensors)
+            plain = strip(self.stateful.state_dict(), tensors)
             self.addresses = {tensor.data_ptr() for tensor in tensors} - {0}
             self.digest = zlib.crc32(repr(plain).encode())
             mark = self.digest, [_sample(tensor) for tensor in tensors]
@@ -170,9 +173,10 @@ class ScriptObjects(checkpoint.TensorState):
         position = self._session.position
         loop = 0 if position is None else position.epoch_loops
         return {
-            name: {"state": one.state_dict(), "lr": [group["lr"] for group in _groups(one)], "loop": loop}
+            name: {"state": found.stateful.state_dict(), "lr": rates, "loop": loop}
             for name in sorted(self._kept & self._found.keys())
-            for one in [self._found[name].one]
+            for found in [self._found[name]]
+            for rates in [[group["lr"] for group in _groups(found.one)]]
         } | self._early
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -186,11 +190,11 @@ class ScriptObjects(checkpoint.TensorState):
             if later or name not in self._found:
                 self._early[name] = saved
                 continue
-            one = self._found[name].one
+            found = self._found[name]
             try:
-                one.load_state_dict(saved["state"])
+                found.stateful.load_state_dict(saved["state"])
                 # a scheduler that is made after the optimizer was loaded has changed the learning rates
-                for group, rate in zip(_groups(one), saved["lr"], strict=False):
+                for group, rate in zip(_groups(found.one), saved["lr"], strict=False):
                     group["lr"] = rate
             except Exception as error:
                 self._tell(name, f"its saved state cannot be loaded ({error!r})")
@@ -207,18 +211,23 @@ def look(session: Session) -> None:
 
 
 def named(session: Session) -> list[Any]:
-    """Return the objects of the script that are saved when they change."""
+    """Return the objects of the script that are saved when they change, each with all that it holds."""
     state = session.states.get(NAME)
     found = state._found.values() if isinstance(state, ScriptObjects) else ()
-    return [one.one for one in found if one.own and not one.out and one.why is None]
+    return [
+        one.one for one in found if one.own and not one.out and one.why is None and one.stateful is one.one
+    ]
 
 
 def _carries_state(one: Any) -> bool:
     kind = type(one)
     ours = isinstance(one, checkpoint.State | torch.utils.data.DataLoader)
-    return not (ours or kind.__module__.startswith(_LIBRARIES)) and all(
-        callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict")
-    )
+    ours = ours or kind.__module__.startswith(_LIBRARIES)
+    return not ours and (_has_state_dict(one) or changes_options(one))
+
+
+def _has_state_dict(one: Any) -> bool:
+    return all(callable(getattr(type(one), name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _sample(tensor: torch.Tensor) -> tuple[Any, ...]:

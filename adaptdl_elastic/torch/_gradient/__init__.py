@@ -11,6 +11,7 @@
 | `gradient_health` | Are gradients finite? |
 | `grad_scaler` | What does a GradScaler do in the middle of an accumulation window? |
 | `model_state` | What does a checkpoint hold of a model? |
+| `script_options` | Which options does a script set otherwise than the checkpoint, and which count? |
 | `row_gradients` | How is the gradient of some samples taken from a backward pass? |
 | `pace` | How often is a step measured? |
 | `half_pass` | How is the variance measured by running the model again on half of a batch? |

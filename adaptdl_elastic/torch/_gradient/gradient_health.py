@@ -48,8 +48,8 @@ class GradientHealth:
             self.problem = self.problem or (
                 f"gradients are inf or nan in every step since step {self._first_bad_step}: nothing is "
                 f"learnt. "
-                f"Stop the job, lower the learning rate, clip gradients or look for nan in the data, and go "
-                f"on from a checkpoint of an earlier step"
+                f"Stop the job, lower the learning rate (with ADAPTDL_OPTIONS_FROM=script), clip gradients "
+                f"or look for nan in the data, and go on from a checkpoint of an earlier step"
             )
 
     def varied(self, step: int, square: float, variance: float) -> None:

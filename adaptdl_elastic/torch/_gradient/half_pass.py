@@ -95,9 +95,13 @@ class ForwardPass:
         for output, gradient in reached:
             if output.shape != gradient.shape:  # otherwise a mean over samples
                 along = self._along(gradient, count)
-                if along is None:
-                    raise ValueError(f"an output of shape {list(gradient.shape)} depends on other samples")
-                gradient = gradient.index_select(along, half.to(gradient.device)) * (count / len(half))
+                if along is not None:
+                    gradient = gradient.index_select(along, half.to(gradient.device)) * (count / len(half))
+                if along is None or output.shape != gradient.shape:
+                    raise ValueError(
+                        f"an output of shape {list(gradient.shape)} depends on other samples: let the model "
+                        f"return what each sample has, and compute a loss over pairs of adl.gather(output)"
+                    )
             signals.append(gradient)
         with unguarded():
             torch.autograd.backward([output for output, _ in reached], signals)

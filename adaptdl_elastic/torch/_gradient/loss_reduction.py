@@ -1,15 +1,19 @@
-"""Find out from the autograd graph whether a loss is a sum over the samples of a batch.
+"""Find out from the autograd graph whether a loss is a sum over the samples of a batch, or compares them.
 
 Replicas average their gradients. If the loss is a mean over the samples, the average is the gradient of the
 whole batch, on any number of replicas. If it is a sum, the average is smaller the more replicas there are,
 and accumulation changes it as well. The graph is read once, before the first backward pass of a model. A sum
 that is divided, or weighted sample by sample, may be a mean, and is not reported.
+
+A product of two matrices that both depend on the samples has rows of one sample and columns of another, or is
+a sum over the samples. So is a matrix of distances, and a quotient of two sums. Such a loss depends on the
+samples that one replica has, unless it is one of gathered rows (`adl.gather`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.autograd.graph import Node
@@ -20,8 +24,14 @@ from adaptdl_elastic.torch._gradient.accumulation import tensors_with_gradients
 _ADDED = ("Neg", "Add", "Sub", "Clone", "Alias", "View", "Squeeze", "ToCopy")
 """Beginnings of names of nodes above a sum that leave it a sum."""
 
-_DIVIDED = ("Div", "Mean", "Std", "Var")
+_GATHERED = "_Gather"
+"""Beginning of the name of the node of `adl.gather`, above which the samples are those of all replicas."""
+
+_DIVIDED = ("Div", "Mean", "Std", "Var", _GATHERED)
 """Beginnings of names of nodes that may make a sum a mean."""
+
+_PRODUCTS = ("Mm", "Bmm", "Cdist", "EuclideanDist")
+"""Beginnings of names of nodes whose result has a row for each row of one input and of another."""
 
 _MEAN, _SUM = 1, 2
 """Values of a loss function's `_saved_reduction`."""
@@ -31,7 +41,7 @@ _MOST_NODES = 1000
 
 
 def examine(output: Any, samples: int, report: Callable[[str], None]) -> Callable[[Any], None] | None:
-    """Return a function that calls `report` if a loss is a sum over the samples of `output`.
+    """Return a function that calls `report` if a loss sums or compares the samples of `output`.
 
     Args:
         output: Output of a model that is trained, in a structure of torch's pytree.
@@ -48,11 +58,17 @@ def examine(output: Any, samples: int, report: Callable[[str], None]) -> Callabl
         # the nodes are torch's own, and another version may name their attributes differently
         with contextlib.suppress(Exception):
             roots = [one.grad_fn for one in (losses if isinstance(losses, tuple | list) else [losses])]
-            if (name := _find_sum(roots, outputs, samples)) is not None:
+            if (name := _find_sum([*roots], outputs, samples)) is not None:
                 report(
                     f"the loss of {_frames.script_line()} is a sum over the samples of a batch ({name}), so "
                     f"its gradient depends on the number of replicas: divide it by len(batch), or give the "
                     f"loss function reduction='mean'"
+                )
+            elif samples > 1 and (name := _find_pairs(roots, outputs, samples)) is not None:
+                report(
+                    f"the loss of {_frames.script_line()} compares the samples of a batch with each other "
+                    f"({name}), so it depends on how many of them a replica has: compute it of "
+                    f"adl.gather(output), which has the rows of all replicas"
                 )
 
     return look if outputs else None
@@ -96,3 +112,29 @@ def _reaches(left: list[Node], outputs: set[Any], samples: int) -> bool:
             seen.add(node)
             left += [follower for follower, _ in node.next_functions if follower]
     return False
+
+
+def _find_pairs(roots: list[Any], outputs: set[Any], samples: int) -> str | None:
+    """Return the name of a node that compares the samples of `outputs`; None if there is none."""
+    for node in _walk(roots, outputs):
+        name, shape = node.name(), node._input_metadata[0].shape
+        if name.startswith(_PRODUCTS):
+            mixes = len(shape) == 2 or shape[0] == 1
+        else:  # a quotient of two numbers of the batch
+            mixes = name.startswith("Div") and all(size % samples for size in shape)
+        edges = [follower for follower, _ in node.next_functions[:2]]
+        if mixes and all(e and not outputs.isdisjoint(_walk([e], outputs)) for e in edges) and edges[1:]:
+            return str(name).removesuffix("0").removesuffix("Backward")
+    return None
+
+
+def _walk(left: list[Any], ends: set[Any]) -> Iterator[Any]:
+    """Yield the nodes from `left` down to `ends` and to gathered rows, the nearest first."""
+    left, seen = [*left], set[Any]()
+    for node in left:
+        if node in seen or len(seen) > _MOST_NODES:
+            continue
+        seen.add(node)
+        yield node
+        if node not in ends and not node.name().startswith(_GATHERED):
+            left += [follower for follower, _ in node.next_functions if follower]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from adaptdl_elastic import checkpoint
+from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic.protocol.environment import HERE
+from adaptdl_elastic.torch._gradient import script_options
+
+logger = logging.getLogger(__name__)
 
 
 class BatchSizes:
@@ -91,6 +96,8 @@ class ModelState(checkpoint.TensorState):
         super().__init__(name)
         self._parts = {key: part for key, part in parts.items() if part is not None}
         self._sizes, self._collect, self._loaded = sizes, collect, loaded
+        # as the script constructed them, in the first start of the run
+        self._options = script_options.options_of(self._parts)
 
     def sync(self) -> None:
         """Read the pending measurement of all replicas."""
@@ -101,6 +108,7 @@ class ModelState(checkpoint.TensorState):
         return {
             **{key: part.state_dict() for key, part in self._parts.items()},
             **self._sizes.state_dict(),
+            "options": self._options,
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -111,9 +119,31 @@ class ModelState(checkpoint.TensorState):
         for key, part in self._parts.items():
             part.load_state_dict(state_dict[key])
         self._sizes.load_state_dict(state_dict)
+        self._options = state_dict.get("options", self._options)
         self._loaded()
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Load from a checkpoint, not from a replica of this run."""
-        super().load(fileobj)
+        """Load from a checkpoint, not from a replica of this run.
+
+        Options that the script sets otherwise than the run's first start are named, and count if
+        `ADAPTDL_OPTIONS_FROM` says so.
+        """
+        state_dict, made = self._read(fileobj), self._options
+        # an older checkpoint has none
+        saved = state_dict.setdefault("options", {})
+        differ, scripts = script_options.differing(saved, made), HERE.options_from == "script"
+        if scripts and differ:
+            state_dict["options"] = {**saved, **made}
+            script_options.put(state_dict, differ)
+        self.load_state_dict(state_dict)
+        schedule: Any = self._parts.get("lr_scheduler")
+        if scripts and differ:
+            script_options.follow_schedule(schedule)
+        if (named := script_options.named(differ)) and _session.current().rank == 0:
+            count = "checkpoint's count; ADAPTDL_OPTIONS_FROM=script makes the script's count"
+            line = "the checkpoint of %r was made with other options: %s; the %s"
+            logger.warning(line, self.name, named, "script's count from here on" if scripts else count)
+        if script_options.over(schedule) and _session.current().rank == 0:
+            line = "the schedule of %r (%s) is at its end, step %d: further steps are beyond it"
+            logger.warning(line, self.name, type(schedule).__name__, schedule.last_epoch)
         self._sizes.of_checkpoint()

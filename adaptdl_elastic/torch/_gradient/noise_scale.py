@@ -78,6 +78,8 @@ class GradientNoiseScale:
         self._accum_scale = 1.0 if accum_scale is None else float(accum_scale)
         self._accum_count = 0
         self._progress = 0.0
+        # what the newest step has added to it
+        self.last_gain = 0.0
         # samples so far, in initial batch sizes
         self._samples = 0.0
         # next step to be measured
@@ -238,7 +240,8 @@ class GradientNoiseScale:
                 initial batch size, as without this library, and counts as one iteration: AdaScale's gain, 1
                 at scale 1, belongs to the learning rate of the step.
         """
-        self._progress += self.gain(scale)
+        self.last_gain = self.gain(scale)
+        self._progress += self.last_gain
         self._samples += scale if size is None else size
         self.steps += 1
         self._accum_count = 0

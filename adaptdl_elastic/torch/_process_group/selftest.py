@@ -38,6 +38,7 @@ import torch.distributed
 
 from adaptdl_elastic import _own_python
 from adaptdl_elastic._private import RuntimeFileError, private_directory
+from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.protocol import self_test
 from adaptdl_elastic.protocol.environment import describes_replica
 from adaptdl_elastic.torch._process_group import backends
@@ -91,10 +92,8 @@ def verdict(
             if known is not None:
                 return known or None
             why = ask(backend, LIMIT)
-            fresh = path.with_suffix(f".{os.getpid()}")
             with contextlib.suppress(OSError):
-                fresh.write_text(json.dumps({"why": why, "time": clock()}))
-                fresh.replace(path)
+                write_whole(path, json.dumps({"why": why, "time": clock()}))
             return why
         finally:
             with contextlib.suppress(OSError):  # a worker that was forked meanwhile would keep the lock

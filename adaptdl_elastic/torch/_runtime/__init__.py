@@ -10,5 +10,6 @@
 | `heap` | Which objects of a type exist in this process? |
 | `inner_loops` | Where are the data loops that run inside another data loop? |
 | `step_clock` | What is this replica doing now, and how long did each part of a step take? |
+| `worker_processes` | How do workers of data loaders and pools survive a SIGTERM to all processes of a job? |
 | `hang_watch` | Which replica do all others wait for without end? |
 """

@@ -60,7 +60,9 @@ from adaptdl_elastic._values import Command, Position
 from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.protocol.messages import (
+    MOST_FILES,
     ChangePlan,
+    CodeLoaded,
     Ping,
     Pong,
     RecoveryPlan,
@@ -115,6 +117,7 @@ class BoundaryConsensus:
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._closed = False
         self.saving = False  # the training thread writes a checkpoint
+        self._interrupted = False  # Ctrl-C stops this job, and this is rank 0
         self.between = False  # the connections of the old generation are closed, the new ones not yet open
         self.leader = RoundCoordinator(self)
         self.drift = DriftWatch(session, self.tell)
@@ -155,13 +158,14 @@ class BoundaryConsensus:
         with contextlib.suppress(Exception):
             checkpoint.flush(env.checkpoint_interval() or 30.0)
         under_agent = self.session.channel is not None
-        if self.session.reducer is not None and hasattr(sys, "last_value"):
+        if self.session.reducer is not None and hasattr(sys, "last_value") and not uncaught_error.interrupted:
             self.session.reducer.abort()  # after an uncaught error the others must not see a regular end
         self.session.close()
         if under_agent and threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # training has ended; SIGTERM must not change the exit
+            # training has ended; SIGTERM must not change the exit
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # nor must torch's error when `multiprocessing` ends the workers of a data loader
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _thread(self, name: str, target: Callable[[], None]) -> None:
         threading.Thread(target=target, name=name, daemon=True).start()
@@ -207,6 +211,10 @@ class BoundaryConsensus:
             if self.loops_over and self.session.channel is not None:
                 return  # all is done and saved; the agent waits for the exit code
             raise SystemExit(STOPPED)
+        if number == signal.SIGTERM and self.session.channel is not None:
+            # The agent says what ends: it has got the same signal, or sends an order before its own. A stop
+            # of all replicas would restart those of other nodes from a checkpoint.
+            return
         if number == signal.SIGINT:
             _tell(b"\nstopping at the next step; Ctrl-C again stops at once\n")
         self.request({"kind": "stop", "reason": signal.Signals(number).name})
@@ -239,8 +247,12 @@ class BoundaryConsensus:
         session = self.session
         for message in channel.orders():
             match message:
-                case Stop(reason):
+                case Stop(reason, interrupted):
+                    self._interrupted, session.stop_asked = interrupted, True
                     self.request({"kind": "stop", "reason": reason})
+                    # no boundary comes where the script waits for its checkpoints
+                    if getattr(session.checkpoints, "waits", False):
+                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
                 case SaveCheckpoint(number):
                     self.request({"kind": "checkpoint", "request": number})
                 case Ping(number):
@@ -388,6 +400,7 @@ class BoundaryConsensus:
 
         Raises:
             SystemExit: the replicas have agreed to stop (exit code 143).
+            KeyboardInterrupt: so they have because of Ctrl-C, and this is rank 0.
             PeerLostError: a replica that would have to agree is gone.
             PeerFinishedError: a replica has ended although this one is in an epoch.
         """
@@ -548,6 +561,13 @@ class BoundaryConsensus:
                 then = f"stopped; to go on from {path}, start it again"
                 nothing = "nothing was saved: ADAPTDL_CHECKPOINT_PATH says where to"
                 _tell(f"{unsaved or (nothing if path is None else then)}\n".encode())
+        if self._interrupted:
+            uncaught_error.interrupted = True
+            show = sys.excepthook  # of an interpreter that the agent has not started
+            sys.excepthook = lambda *what: (
+                sys.exit(STOPPED) if issubclass(what[0], KeyboardInterrupt) else show(*what)
+            )
+            raise KeyboardInterrupt
         raise SystemExit(STOPPED)
 
     def report_step(self, force: bool = False) -> None:
@@ -564,6 +584,8 @@ class BoundaryConsensus:
         now = self.clock()
         if not force and not self._first_step and now - self._reported < _STEP_REPORT_INTERVAL:
             return
+        if self._first_step:
+            session.send(CodeLoaded(uncaught_error.loaded_files()[:MOST_FILES]))
         self._first_step, self._reported, self._told = False, now, session.last_step_time
         session.send(StepFinished(session.step, session.last_step_time))
 

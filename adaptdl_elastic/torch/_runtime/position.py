@@ -13,6 +13,7 @@ raises an error.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from copy import copy
 from types import CodeType
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 OUTSIDE = "the loop outside of epochs"
 BEHIND_ALL = 10**6
 """Data loops outside of epochs have greater numbers than this; those in an epoch have smaller ones."""
+UNKNOWN_START = -math.inf
+"""`start_progress` of a data loop that continues at the position of another checkpoint than the job's own."""
 _LONGEST = 100
 """Windows without an optimizer step after which boundaries no longer wait for one."""
 _STREAM_POSITIONS = 4
@@ -78,8 +81,12 @@ class ScriptPosition(checkpoint.TensorState):
         self.idle = 0
         # samples of the current epoch in training loops
         self.samples = 0
-        # argument of remaining_epochs_until
+        # epochs of all loops until the end of the last one that the script has reached
         self.until: int | None = None
+        # epoch that is number 0 of that loop
+        self.zero = 0
+        # name of a count of epochs → epochs that its loops have declared in this process
+        self.counts: dict[str, int] = {}
         # code that contains the epoch loop
         self.body: CodeType | None = None
         # epoch loops that this process has reached
@@ -98,7 +105,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.announced: tuple[int, int] = (0, 0)
         self.epoch_began = time.monotonic()
         # last epoch that was begun in this process
-        self._begun = -1
+        self.begun = -1
         # data loops outside of epochs that this process has reached
         self._outside = 0
         # (index, samples, start_progress, inner), restored after a data loop outside of epochs; else None
@@ -118,6 +125,13 @@ class ScriptPosition(checkpoint.TensorState):
     def loops_outside(self) -> int:
         """Epoch loops, and data loops outside of epochs, that this process has reached."""
         return self.epoch_loops + self._outside
+
+    @property
+    def place(self) -> str:
+        """Place of the script for its random streams: behind which loop it is, or in which one."""
+        if self._session.epoch is None:
+            return f"- {self.loops_outside}"
+        return f"{self.finished} {self.entered}"
 
     @property
     def training_over(self) -> bool:
@@ -193,7 +207,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.finished_loops, self.index = self._behind()
         self.entered, self.left = 0, None
         self.epoch_began = time.monotonic()
-        session.epoch = self._begun = self.finished
+        session.epoch = self.begun = self.finished
         # no replica joins here: it is not yet known which loader's loop comes first
         self._pass(last=True)
         return self.finished
@@ -329,7 +343,7 @@ class ScriptPosition(checkpoint.TensorState):
             self._session.consensus.boundary((self.finished, self.entered, self.index), last)
         else:
             # a newcomer cannot join in a data loop outside of epochs
-            self._session.consensus.boundary((self._begun, BEHIND_ALL + self._outside, self.index), last=True)
+            self._session.consensus.boundary((self.begun, BEHIND_ALL + self._outside, self.index), last=True)
 
 
 def _first(a: None, b: None) -> None:

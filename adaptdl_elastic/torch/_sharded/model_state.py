@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from adaptdl_elastic import _session
 from adaptdl_elastic.checkpoint.state_copy import copy_to_host
+from adaptdl_elastic.torch._gradient import script_options
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._process_group.backends import Group, present
 from adaptdl_elastic.torch._sharded import fully_shard
@@ -45,6 +46,7 @@ class ShardedModelState(ModelState):
     ) -> None:
         super().__init__(name, parts, sizes, collect)
         self._module, self._optimizer = module, optimizer
+        self._options = script_options.options_of({**parts, "optimizer": optimizer})
         self._collected: dict[str, Any] | None = None
 
     # What a newcomer is sent, and what is equal on all replicas.

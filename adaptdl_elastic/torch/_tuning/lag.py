@@ -37,6 +37,9 @@ CHANGED = 1.5
 ALIKE = 1.25
 """Greatest factor between the times for which replicas are busy that are taken as the same."""
 
+MOSTLY = 0.8
+"""Least share of waiting in the change of a step, where replicas are not as busy as before."""
+
 APART = 60.0
 """Least seconds between two changes of the network that are told."""
 
@@ -111,7 +114,7 @@ class LagJudge:
 
 
 class NetworkJudge:
-    """Tell a change of the network from one of the machines: replicas are as busy as before, and wait longer.
+    """Tell a change of the network from one of the machines: steps change by the waiting of the replicas.
 
     The replica that is waited for waits for the network alone, so the least time of waiting counts. Each
     generation and batch size has an object of its own.
@@ -131,7 +134,7 @@ class NetworkJudge:
         busy = max(report.parts.own for report in reports)
         step = busy + min(report.parts.waiting for report in reports)
         before = self._before
-        if before is None or not 1 / ALIKE < busy / max(before[0], 1e-9) < ALIKE:
+        if before is None or not _same_machines(before, (busy, step)):
             self._before, self._since = (busy, step), None
         elif 1 / CHANGED < step / before[1] < CHANGED:
             self._since = None
@@ -142,6 +145,17 @@ class NetworkJudge:
                 since, self._before, self._since, self._said = self._since, (busy, step), None, now
                 return since
         return None
+
+
+def _same_machines(before: tuple[float, float], now: tuple[float, float]) -> bool:
+    """Return whether steps may have changed by the network alone; of each, busy and all seconds are given.
+
+    Where replicas share cores they are busy for less while the network is slow: they wait at other times.
+    """
+    if 1 / ALIKE < now[0] / max(before[0], 1e-9) < ALIKE:
+        return True
+    change, waiting = now[1] - before[1], (now[1] - now[0]) - (before[1] - before[0])
+    return max(now[1], before[1]) >= CHANGED * min(now[1], before[1]) and waiting / change >= MOSTLY
 
 
 def compare(rank: int, report: Report, others: Sequence[Report]) -> Lag:

@@ -5,6 +5,8 @@
 | `huggingface` | How does the Trainer of transformers become elastic? |
 | `accelerate` | How does a loop of Hugging Face Accelerate become elastic? |
 | `lightning` | How does Lightning's Trainer become elastic? |
+| `_trainer_arguments` | Which arguments of a Trainer are refused? |
+| `_trainer_steps` | How do the Trainer's steps count when the batch size is chosen during training? |
 | `_single_process` | How does a framework see a single process? |
 | `_callback_states` | How are the states of callbacks saved and given to newcomers? |
 

@@ -17,11 +17,12 @@ import torch
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic.checkpoint.state_copy import like
+from adaptdl_elastic.torch._elastic.plain_attributes import PLAIN, leaves
 
 logger = logging.getLogger(__name__)
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_FRAMEWORKS = ("lightning.", "pytorch_lightning.", "transformers.", "adaptdl_elastic.")
+FRAMEWORKS = ("lightning.", "pytorch_lightning.", "transformers.", "adaptdl_elastic.")
+"""Beginnings of the modules whose callbacks are not the script's own."""
 
 
 class CallbackStates(checkpoint.TensorState):
@@ -72,11 +73,11 @@ class _Kept:
         # that of Lightning's base class returns nothing
         self._own = getattr(save, "__qualname__", "Callback.state_dict") != "Callback.state_dict"
         # methods of the framework need not save everything: EMAWeightAveraging's leave out the average
-        self._complete = self._own and not str(getattr(save, "__module__", "")).startswith(_FRAMEWORKS)
-        self._has_values = not self._own and not type(callback).__module__.startswith(_FRAMEWORKS)
+        self._complete = self._own and not str(getattr(save, "__module__", "")).startswith(FRAMEWORKS)
+        self._has_values = not self._own and not type(callback).__module__.startswith(FRAMEWORKS)
         self._first: dict[str, Any] = {}
         for name, value in self._parts()[1].items():
-            if not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value)):
+            if not any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
                 self._first[name] = copy.deepcopy(value)
 
     def _parts(self) -> tuple[dict[str, torch.nn.Module], dict[str, Any]]:
@@ -86,12 +87,12 @@ class _Kept:
             if isinstance(value, torch.nn.Module):
                 if not self._complete and self._trained.isdisjoint(_tensors(value)):
                     modules[name] = value
-            elif self._has_values and all(map(self._may_be_kept, _leaves(value))):
+            elif self._has_values and all(map(self._may_be_kept, leaves(value))):
                 values[name] = value
         return modules, values
 
     def _may_be_kept(self, leaf: Any) -> bool:
-        return type(leaf) in _PLAIN or (isinstance(leaf, torch.Tensor) and id(leaf) not in self._trained)
+        return type(leaf) in PLAIN or (isinstance(leaf, torch.Tensor) and id(leaf) not in self._trained)
 
     def missing(self) -> Iterator[str]:
         """Yield the names of attributes that may be a state, and are not kept."""
@@ -130,17 +131,6 @@ class _Kept:
 
 def _tensors(model: torch.nn.Module) -> set[int]:
     return {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what nested dicts, lists, tuples and sets hold, the keys included."""
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    elif type(value) not in (list, tuple, set):
-        yield value
-        return
-    for part in value:
-        yield from _leaves(part)
 
 
 def _copied(value: Any, old: Any) -> Any:

@@ -27,13 +27,15 @@ def single_process() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def refuse_autoscaling(arguments: Iterable[str], what: str) -> None:
-    """Raise ValueError if one of these names asks for a batch size that is chosen during training."""
+def refuse_autoscaling(arguments: Iterable[str], where: str) -> None:
+    """Raise ValueError if one of these names asks for a batch size that is chosen during training.
+
+    Args:
+        arguments: Names of arguments.
+        where: For the message: to what they were given, and what to do instead.
+    """
     for name in {"autoscale_batch_size", "max_batch_size", "local_bsz_bounds"}.intersection(arguments):
-        raise ValueError(
-            f"{name} in an elastic {what}, whose schedule counts steps of a fixed size: leave it out, or "
-            f"write the loop with AdaptiveDataLoader.autoscale_batch_size"
-        )
+        raise ValueError(f"{name} in {where}")
 
 
 def connect(device_type: str, backend: str | None = None) -> None:

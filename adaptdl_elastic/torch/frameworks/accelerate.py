@@ -16,6 +16,7 @@ into `AdaptiveDataParallel` and the training loader into `AdaptiveDataLoader`. A
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import collective, env
@@ -42,10 +44,53 @@ class _Loader(adl.AdaptiveDataLoader[Any]):
     """Move batches to the replica's device."""
 
     target: torch.device
+    # samples of a batch of the script's own loader, once the batch size of a step is chosen during training
+    given: int | None = None
+    first: int | None = None
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = True,
+    ) -> None:
+        """Let the batch size of a step be chosen during training.
+
+        The scheduler then steps by the steps at the initial batch size as which an optimizer step counts, and
+        `len()` is the number of batches of the script's own loader.
+
+        Args:
+            max_batch_size: Largest batch size over all replicas.
+            local_bsz_bounds: Smallest and largest batch of one replica; None: what memory allows.
+            gradient_accumulation: Whether a step may have several batches.
+        """
+        super().autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self.given = self.first
+
+    def __len__(self) -> int:
+        """Return the number of batches of this replica in a pass; see `autoscale_batch_size`."""
+        if self.given is None or isinstance(self.dataset, IterableDataset):
+            return super().__len__()
+        rounded = math.floor if self.drop_last else math.ceil
+        size: int = self._elastic_batches.sampler.size
+        return rounded(size / self.given)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():
             yield send_to_device(batch, self.target)
+
+
+class _Scheduler(AcceleratedScheduler):
+    """Step a scheduler as often as the optimizer's step counts for, if the batch size is being chosen."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the scheduler. At the end of an epoch, and by a metric, it is one step as everywhere."""
+        running: Any = adl.current_dataloader()
+        paced = running is not None and running.training and running.equal_shares
+        paced = paced and self.gradient_state.sync_gradients
+        by_metric = isinstance(self.scheduler, ReduceLROnPlateau)
+        for _ in range(running.whole_steps() if paced and not by_metric else 1):
+            super().step(*args, **kwargs)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -61,7 +106,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *args: Any, gradient_accumulation_steps: int = 1, **kwargs: Any) -> None:
-        refuse_autoscaling(kwargs, "Accelerator")
+        refuse_autoscaling(kwargs, "an Accelerator: call prepared_loader.autoscale_batch_size(...)")
         if AcceleratorState._shared_state or PartialState._shared_state:
             AcceleratorState._reset_state(reset_partial_state=True)  # may have seen the launcher
         with single_process():
@@ -73,6 +118,8 @@ class Accelerator(accelerate.Accelerator):
                 "a GradientAccumulationPlugin in an elastic job: give gradient_accumulation_steps"
             )
         self._accumulated = gradient_accumulation_steps
+        # elastic models that `prepare` has made
+        self._elastic_models = 0
         self.flag_tensor: Any = None
         self._trackers_given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         connect(self.device.type)
@@ -131,8 +178,17 @@ class Accelerator(accelerate.Accelerator):
         options: dict[str, Any] = (
             {"device_ids": [self.device.index or 0]} if self.device.type == "cuda" else {}
         )
+        self._elastic_models += 1
+        if self._elastic_models > 1:
+            options["name"] = f"adaptdl-dataparallel-{self._elastic_models}"
         result[place] = adl.AdaptiveDataParallel(result[place], optimizer, scheduler, **options)
         return tuple(result)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a scheduler as Accelerate does. It follows the progress of the training."""
+        found = super().prepare_scheduler(scheduler)
+        found.__class__ = _Scheduler
+        return found
 
     def _training_loader(self, loader: Any) -> Any:
         if isinstance(loader, DataLoaderDispatcher):
@@ -145,14 +201,19 @@ class Accelerator(accelerate.Accelerator):
                 "gradient_accumulation_steps with a batch_sampler, whose batches are whole steps"
             )
         found: Any = _Loader.from_loader(loader, size)
-        found.target = self.device
+        found.target, found.first = self.device, loader.batch_size
         if self._accumulated > 1:
-            found.autoscale_batch_size(size, (1, loader.batch_size), gradient_accumulation=True)
+            fixed: Any = adl.AdaptiveDataLoader.autoscale_batch_size
+            fixed(found, size, (1, loader.batch_size), gradient_accumulation=True)
         return found
 
     def epochs(self, until: int) -> Iterator[int]:
-        """Iterate over the epochs below `until` that are left, also after a restart."""
-        return adl.remaining_epochs_until(until)
+        """Iterate over the epochs below `until` that are left, also after a restart.
+
+        The epochs of a model of a later `prepare` are counted from 0, as those of a cross-validation.
+        """
+        name = f"model {self._elastic_models}" if self._elastic_models > 1 else None
+        return adl.remaining_epochs_until(until, name=name)
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:

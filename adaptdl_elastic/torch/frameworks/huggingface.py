@@ -10,13 +10,16 @@ and `AdaptiveDataLoader` shares each batch among the replicas. The number of ste
 and `max_steps` are therefore the same for any number of replicas. The Trainer's own loop takes one *window*
 of the loader (all batches of one optimizer step) per step. The Trainer's counters and callbacks are states in
 the job's checkpoints; a step that did not commit undoes its changes to them.
+
+With `max_batch_size` the batch size is chosen during training. `state.global_step` counts steps at the
+initial batch size then: an optimizer step counts as its gain, in whole steps (`_trainer_steps`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -27,13 +30,17 @@ from transformers.trainer_callback import ExportableState
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic.torch.epoch import continue_at
-from adaptdl_elastic.torch.frameworks._callback_states import CallbackStates
+from adaptdl_elastic.torch.frameworks._callback_states import FRAMEWORKS, CallbackStates
 from adaptdl_elastic.torch.frameworks._single_process import connect, refuse_autoscaling, single_process
+from adaptdl_elastic.torch.frameworks._trainer_arguments import refuse_contradictions, refuse_lost_defaults
+from adaptdl_elastic.torch.frameworks._trainer_steps import TrainerSteps
 
 __all__ = ["ElasticArgumentsMixin", "ElasticTrainerMixin", "Trainer", "TrainingArguments"]
 
 logger = logging.getLogger(__name__)
 
+# arguments that ElasticArgumentsMixin adds, and their types
+_ADDED = {"max_batch_size": "int | None", "local_bsz_bounds": "list[int] | None"}
 _OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
 
 
@@ -45,21 +52,52 @@ class ElasticArgumentsMixin:
 
     The process group is made here, so that it exists when the script builds its model.
 
+    Args:
+        max_batch_size: Largest batch of an optimizer step, over all replicas, that may be chosen during
+            training; None: the batch stays the initial one.
+        local_bsz_bounds: Smallest and largest batch of one replica in a pass; None: what memory allows.
+
     Raises:
         TypeError: the class has lost a default value of one of its bases, or this one is not the first.
         ValueError: an argument contradicts elastic training; the message says what to do.
     """
 
+    max_batch_size: int | None = None
+    local_bsz_bounds: Sequence[int] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Declare this class's arguments in a subclass, which may be made a dataclass."""
+        super().__init_subclass__(**kwargs)
+        for name, kind in _ADDED.items():
+            if name not in cls.__annotations__:
+                cls.__annotations__[name] = kind
+                setattr(cls, name, None)
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a wrong order of bases, and arguments for autoscaling (a dataclass raises a TypeError)."""
-        refuse_autoscaling(kwargs, "Trainer")
+        """Refuse a wrong order of bases."""
         order = cls.__mro__
         if transformers.TrainingArguments in order[: order.index(ElasticArgumentsMixin)]:
             raise TypeError(f"{cls.__name__}: ElasticArgumentsMixin must be the first of its bases")
         return super().__new__(cls)
 
+    def __init__(
+        self,
+        *args: Any,
+        max_batch_size: int | None = None,
+        local_bsz_bounds: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.max_batch_size, self.local_bsz_bounds = max_batch_size, local_bsz_bounds
+        super().__init__(*args, **kwargs)
+
+    @property
+    def initial_batch_size(self) -> int:
+        """Samples of an optimizer step over all replicas when the training begins."""
+        args: Any = self
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
+
     def __post_init__(self) -> None:
-        _refuse_lost_defaults(type(self))
+        refuse_lost_defaults(type(self))
         parent: Any = super()
         with single_process():
             parent.__post_init__()
@@ -72,7 +110,17 @@ class ElasticArgumentsMixin:
         }.items():
             if getattr(self, name, None):
                 raise ValueError(f"{name}={getattr(self, name)!r} in an elastic Trainer: {instead}")
+        refuse_contradictions(self)
         connect(device.type, getattr(self, "ddp_backend", None))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments, without those of this class that were not given."""
+        parent: Any = super()
+        given: dict[str, Any] = parent.to_dict()
+        for name in _ADDED:
+            if given.get(name) is None:
+                given.pop(name, None)
+        return given
 
     @property
     def device(self) -> torch.device:
@@ -100,23 +148,17 @@ class ElasticArgumentsMixin:
 
 @dataclass
 class TrainingArguments(ElasticArgumentsMixin, transformers.TrainingArguments):
-    """Hold the arguments of an elastic Trainer: those of transformers, for the whole job."""
+    """Hold the arguments of an elastic Trainer: those of transformers, for the whole job.
 
+    The fields are those of `ElasticArgumentsMixin`, so that an HfArgumentParser knows them.
+    """
 
-def _refuse_lost_defaults(kind: type) -> None:
-    """Raise TypeError if the dataclass `kind` has not the fields and defaults that its bases declare."""
-    declared: dict[str, tuple[type, Field[Any]]] = {}
-    for base in reversed(kind.__mro__):
-        own = vars(base).get("__dataclass_fields__", {})
-        declared |= {name: (base, own[name]) for name in vars(base).get("__annotations__", {}) if name in own}
-    found = {field.name: field for field in fields(kind)}
-    for name, (base, field) in declared.items():
-        mine = found.get(name)
-        if mine is None or (mine.default, mine.default_factory) != (field.default, field.default_factory):
-            raise TypeError(
-                f"{kind.__name__} loses defaults of {base.__name__}, such as that of {name}: write "
-                f"class {kind.__name__}(ElasticArgumentsMixin, {base.__name__})"
-            )
+    max_batch_size: int | None = field(
+        default=None, metadata={"help": "Largest batch of a step that may be chosen during training."}
+    )
+    local_bsz_bounds: list[int] | None = field(
+        default=None, metadata={"help": "Smallest and largest batch of one replica in a pass."}
+    )
 
 
 class _Counters(checkpoint.TensorState):
@@ -176,7 +218,7 @@ class _Live(transformers.TrainerCallback):
             self._trainer.become_first()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer.set_epoch_fraction()
+        self._trainer.count_step()
 
 
 class _Windows:
@@ -200,11 +242,11 @@ class ElasticTrainerMixin:
 
     Raises:
         TypeError: the arguments are those of plain transformers.
-        ValueError: an argument asks for a batch size that is chosen during training.
+        ValueError: an argument belongs into the training arguments.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse_autoscaling(kwargs, "Trainer")
+        refuse_autoscaling(kwargs, "a Trainer: give it to TrainingArguments")
         with single_process():
             super().__init__(*args, **kwargs)
         trainer = self._trainer()
@@ -224,6 +266,7 @@ class ElasticTrainerMixin:
         self._stop_training = False  # not only the epoch
         self._stopped = False  # the training has ended before its last epoch
         self._steps_per_epoch = 1
+        self._steps = TrainerSteps(trainer, self._counts)
         trainer.callback_handler.callbacks.insert(0, _Live(self))
 
     def _trainer(self) -> Any:
@@ -241,19 +284,30 @@ class ElasticTrainerMixin:
             raise RuntimeError("an elastic Trainer can train() once per script")
         self._counters = _Counters(self)
         self._kept_history = _History(self)
+        self._steps.begin()
         resume = None if self._counters.restored else resume_from_checkpoint
         if adl.rank() == 0:
-            logger.warning(
-                "elastic Trainer: a step takes %d samples over all replicas; logged losses and token counts "
-                "are those of rank 0's share, and every replica evaluates the whole evaluation set",
-                self._batch_size(),
-            )
+            self._tell_user()
         parent: Any = super()
         return parent.train(resume, *args, **kwargs)
 
-    def _batch_size(self) -> int:
-        args = self._trainer().args
-        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
+    def _tell_user(self) -> None:
+        trainer = self._trainer()
+        size, most = trainer.args.initial_batch_size, trainer.args.max_batch_size
+        takes = f"takes {size} samples" if most is None else f"counts {size} samples, and takes up to {most}"
+        logger.warning(
+            "elastic Trainer: a step %s over all replicas; logged losses and token counts "
+            "are those of rank 0's share, and every replica evaluates the whole evaluation set",
+            takes,
+        )
+        callbacks = trainer.callback_handler.callbacks
+        own = [one for one in callbacks if not type(one).__module__.startswith(FRAMEWORKS)]
+        if self._steps.adaptive and (names := ", ".join(type(one).__name__ for one in own)):
+            logger.warning(
+                "state.global_step may advance by more than 1 in a step: in %s, a test such as "
+                "`state.global_step %% 100 == 0` may never be true",
+                names,
+            )
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
@@ -296,9 +350,16 @@ class ElasticTrainerMixin:
             model, trainer.optimizer.optimizer, trainer.lr_scheduler, **options
         )
         trainer.model_wrapped = self._elastic_model = wrapped
-        size, largest = self._batch_size(), trainer.args.per_device_train_batch_size
+        size, largest = trainer.args.initial_batch_size, trainer.args.per_device_train_batch_size
         elastic: Any = adl.AdaptiveDataLoader.from_loader(loader, batch_size=size)
-        if size > largest:
+        if self._steps.adaptive:
+            if isinstance(elastic.dataset, torch.utils.data.IterableDataset) and trainer.args.max_steps <= 0:
+                raise ValueError("max_batch_size with a stream, whose epochs end with it: give max_steps")
+            bounds = trainer.args.local_bsz_bounds
+            given = None if bounds is None else tuple(bounds)
+            elastic.autoscale_batch_size(trainer.args.max_batch_size, given, gradient_accumulation=True)
+            self._steps.pace_schedule()
+        elif size > largest:
             elastic.autoscale_batch_size(size, (1, largest), gradient_accumulation=True)
         if trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
             elastic.weigh_by(self._count_items)
@@ -331,6 +392,9 @@ class ElasticTrainerMixin:
             trainer.args.gradient_accumulation_steps = steps
             if self._batches is not None:
                 self._batches.close()
+        # a callback may stop the training by the evaluation at the end of an epoch, too
+        last = adl.finished_epochs() + 1 >= trainer.state.num_train_epochs
+        self._stopped = self._stopped or (trainer.control.should_training_stop and not last)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End the epochs together with the other replicas, then as transformers does."""
@@ -358,6 +422,8 @@ class ElasticTrainerMixin:
         """Yield the first batch of each window. Stop only when the previous step has been committed."""
         for batch in self._batches:
             if self._stops(ended=False):
+                # the data loop is over when the Trainer ends the epoch
+                self._batches.close()
                 return
             yield batch
         self._stops(ended=True)
@@ -396,12 +462,18 @@ class ElasticTrainerMixin:
             if adl.is_optim_step():
                 break
         mean: torch.Tensor = loss / total if self._counts() and total else torch.zeros_like(loss)
+        self._steps.loss = mean
         return mean
 
     def _counts(self) -> bool:
         """Return whether the current step counts: its gradients have arrived, and its batch counts."""
         assert self._elastic_model is not None
         return adl.batch_counts() and self._elastic_model.failure is None
+
+    def count_step(self) -> None:
+        """Set the counters to the step just made, for which the Trainer has counted 1."""
+        self._steps.count()
+        self._set_epoch_fraction()
 
     def become_first(self) -> None:
         """Start what only rank 0 has, progress bar and trackers, because this replica has become rank 0."""
@@ -413,11 +485,14 @@ class ElasticTrainerMixin:
             if tracks or isinstance(one, transformers.ProgressCallback):
                 one.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
 
-    def set_epoch_fraction(self) -> None:
-        """Set `state.epoch` by the samples that all replicas have taken."""
+    def _set_epoch_fraction(self) -> None:
+        """Set `state.epoch` by the samples that all replicas have taken, or by the statistical progress."""
         state = self._trainer().state
         loader: Any = adl.current_dataloader()
         if loader is None:
+            return
+        if self._steps.adaptive and loader.end_index:
+            state.epoch = adl.finished_epochs() + loader.part_done()
             return
         done = loader.current_index // loader.batch_size + 1  # the index lies within the present window
         state.epoch = adl.finished_epochs() + min(done / self._steps_per_epoch, 1.0)

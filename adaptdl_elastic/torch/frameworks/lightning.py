@@ -32,7 +32,7 @@ import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint, collective, env
 from adaptdl_elastic.torch.epoch import continue_at
 from adaptdl_elastic.torch.frameworks._callback_states import CallbackStates
-from adaptdl_elastic.torch.frameworks._single_process import connect
+from adaptdl_elastic.torch.frameworks._single_process import connect, refuse_autoscaling
 
 __all__ = ["ElasticStrategy"]
 
@@ -198,12 +198,17 @@ class ElasticStrategy(SingleDeviceStrategy):
             DistributedDataParallel.
 
     Raises:
-        ValueError: the Trainer or the module has a setting that is not supported; the message names it.
+        ValueError: an argument, the Trainer or the module has a setting that is not supported; the message
+            names it.
     """
 
     strategy_name = "elastic"
 
     def __init__(self, **ddp_kwargs: Any) -> None:
+        refuse_autoscaling(
+            ddp_kwargs,
+            "an elastic Lightning Trainer, whose schedule counts steps of a fixed size: leave it out",
+        )
         super().__init__("cuda" if torch.cuda.is_available() else "cpu")
         self._ddp_kwargs = ddp_kwargs
         self._trainer: Any = None

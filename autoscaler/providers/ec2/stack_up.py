@@ -263,11 +263,16 @@ class StackUp(Stacks):
     def _check_unfinished(self, bucket: str, place: str) -> None:
         """Raise ProviderError if a place has the checkpoints of a job that is done: its nodes would exit."""
         # the note that agents leave beside the checkpoints (agent/cluster/checkpoint_archive.py)
-        with suppress(ClientError, ValueError):
+        note, where = b"{}", f"s3://{bucket}/{place}"
+        with suppress(ClientError):
             note = self._s3.get_object(Bucket=bucket, Key=f"{place}/finished.json")["Body"].read()
-            if json.loads(note).get("state") == "done":
-                done = f"the job of s3://{bucket}/{place} is done"
-                raise ProviderError(f"{done}: give --set Job=ANOTHER, or delete its finished.json")
+        try:
+            done = json.loads(note).get("state") == "done"
+        except (ValueError, AttributeError):
+            raise ProviderError(f"{where}/finished.json is damaged: move it away to go on") from None
+        if done:
+            what = f"the job of {where} is done"
+            raise ProviderError(f"{what}: give --set Job=ANOTHER, or delete its finished.json")
 
     def _upload(self, bucket: str, key: str, write: Callable[[Path], object]) -> str:
         """Upload what `write` writes, under its SHA-256; return its URL."""

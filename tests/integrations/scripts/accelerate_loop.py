@@ -1,8 +1,8 @@
 """An Accelerate loop on made data, whose records tell which samples were trained with; see framework_runs.
 
 SETTINGS: "batch", "epochs", "accumulation", "stop": sample at which the last replica alone asks to end the
-epoch, "items": the loss is a mean over items, of which samples have different numbers. Until OUT/hurry exists
-a step takes PACE.
+epoch, "items": the loss is a mean over items, of which samples have different numbers, "grow": the batch of a
+replica is another one after each step. Until OUT/hurry exists a step takes PACE.
 """
 
 import json
@@ -43,6 +43,8 @@ def main():
         DataLoader(points(20), 10),
         scheduler,
     )
+    if S.get("grow"):
+        training.autoscale_batch_size(32, (2, 16))
     if S.get("items"):
         training.weigh_by(lambda batch: (batch[2] % 5).sum())
     steps = adl.Value("steps", 0)
@@ -68,10 +70,13 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
             steps.value += adl.is_optim_step()
+            # a boundary is passed only if the batch does not change
+            if S.get("grow") and steps.value % 3 == 0:
+                helper._change({"atomic": 8 + steps.value % 9, "accumulation": steps.value % 2})
             sums["loss"] += loss.item() * len(y)
             sums["samples"] += len(y)
             accelerator.log({"loss": loss.item()})
-            if adl.rank() == adl.world_size() - 1 and helper.current_index >= S.get("stop", SIZE):
+            if adl.rank() == adl.world_size() - 1 and helper.current_index >= S.get("stop", 100 * SIZE):
                 accelerator.set_trigger()
             if accelerator.check_trigger():
                 break

@@ -2,7 +2,9 @@
 
 SETTINGS are arguments of TrainingArguments as JSON. Until OUT/hurry exists a step takes PACE.
 With PLAIN it is transformers' own Trainer; with LANGUAGE the model is a language model, whose loss is a mean
-over tokens, and the sequences are padded. With COUNT the model is a table, in which a learning rate of the
+over tokens, and the sequences are padded. With EARLY it
+stops early. With GROW the batch of a replica is another one after each step.
+With COUNT the model is a table, in which a learning rate of the
 batch size adds -1 to the entry of each sample that is trained, and a step takes its PACE in the forward pass.
 Every sample that is read is recorded in OUT/read-<pid>.
 """
@@ -23,12 +25,13 @@ from torch.utils.data import Dataset
 
 import adaptdl_elastic.torch as adl
 
-PLAIN, LANGUAGE, COUNT = (name in os.environ for name in ("PLAIN", "LANGUAGE", "COUNT"))
+PLAIN, LANGUAGE, COUNT, GROW = (name in os.environ for name in ("PLAIN", "LANGUAGE", "COUNT", "GROW"))
 if PLAIN:
     from transformers import Trainer, TrainingArguments
 else:
     from adaptdl_elastic.torch.frameworks.huggingface import Trainer, TrainingArguments
 
+EARLY = [transformers.EarlyStoppingCallback(1)] if "EARLY" in os.environ else []
 OUT, SIZE = Path(os.environ["OUT"]), int(os.environ["SIZE"])
 SETTINGS = json.loads(os.environ["SETTINGS"])
 
@@ -61,6 +64,10 @@ class Pace(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if not COUNT:
             pace()
+        # a boundary is passed only if the batch does not change
+        if GROW and state.global_step % 3 == 0:
+            helper = adl.current_dataloader()
+            helper._change({"atomic": 8 + state.global_step % 9, "accumulation": state.global_step % 2})
 
 
 class Table(torch.nn.Module):
@@ -111,6 +118,7 @@ class Recording(Trainer):
             record(
                 epoch=adl.finished_epochs(), samples=inputs["input_ids"][:, 0].tolist(),
                 local=helper.local_samples, index=helper.current_index, step=self.state.global_step,
+                rate=self.lr_scheduler.get_last_lr()[0],
             )  # fmt: skip
         return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -133,7 +141,7 @@ def main():
     average = Average()
     trainer = Recording(
         model, args, train_dataset=Sequences(0, SIZE), eval_dataset=Sequences(SIZE, 20),
-        callbacks=[Pace(), average], compute_metrics=counted,
+        callbacks=[Pace(), average, *EARLY], compute_metrics=counted,
     )  # fmt: skip
     last = transformers.trainer_utils.get_last_checkpoint(args.output_dir) if PLAIN else None
     result = trainer.train(resume_from_checkpoint=os.environ.get("RESUME", last))

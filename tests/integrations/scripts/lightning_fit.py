@@ -3,6 +3,7 @@
 SETTINGS are arguments of Trainer as JSON; "batch" is the loader's. Until OUT/hurry exists a step takes PACE.
 With PLAIN it is Lightning's own strategy for several processes. With "average" it has an average of the
 weights and Lightning's own folders, and each replica leaves what it has at the end in OUT/end-PID.json. With
+CLI the Trainer is LightningCLI's. With
 HOLD a newcomer waits in front of its training until the others, which hurry then, are in the last epoch.
 """
 
@@ -117,6 +118,27 @@ def plain():
     return strategy, last if last.exists() else None
 
 
+def elastic_cli(strategy, settings, batch):
+    """Fit by LightningCLI, as docs/howto/frameworks.md shows it."""
+    from lightning.pytorch.cli import LightningCLI
+
+    class ElasticCLI(LightningCLI):
+        def instantiate_trainer(self, **kwargs):
+            return super().instantiate_trainer(**strategy, **kwargs)
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(Points(SIZE), batch_size=batch, shuffle=True)
+
+        def val_dataloader(self):
+            return DataLoader(Points(20), batch_size=10)
+
+    return ElasticCLI(
+        Net, Data, save_config_kwargs={"overwrite": True}, trainer_defaults=settings,
+        seed_everything_default=5, args=["fit"],
+    )  # fmt: skip
+
+
 def main():
     settings = dict(SETTINGS)
     average = settings.pop("average", False)
@@ -128,17 +150,22 @@ def main():
     if average:
         callbacks.append(L.pytorch.callbacks.EMAWeightAveraging(decay=0.9))
     strategy, last = plain() if PLAIN else ({"strategy": ElasticStrategy()}, os.environ.get("RESUME"))
-    trainer = L.Trainer(
-        accelerator="cpu", callbacks=callbacks, default_root_dir=OUT, enable_progress_bar=False,
-        gradient_clip_val=5.0, **strategy, **settings,
-    )  # fmt: skip
-    trainer.fit(
-        net,
-        DataLoader(Points(SIZE), batch_size=batch, shuffle=True),
-        DataLoader(Points(20), batch_size=10),
-        ckpt_path=last,
-        weights_only=False,
-    )
+    settings |= {
+        "accelerator": "cpu", "callbacks": callbacks, "default_root_dir": str(OUT),
+        "enable_progress_bar": False, "gradient_clip_val": 5.0,
+    }  # fmt: skip
+    if "CLI" in os.environ:
+        cli = elastic_cli(strategy, settings, batch)
+        trainer, net = cli.trainer, cli.model
+    else:
+        trainer = L.Trainer(**strategy, **settings)
+        trainer.fit(
+            net,
+            DataLoader(Points(SIZE), batch_size=batch, shuffle=True),
+            DataLoader(Points(20), batch_size=10),
+            ckpt_path=last,
+            weights_only=False,
+        )
     if average:
         end = {
             "weights": [float(one.detach().sum()) for one in net.parameters()], "counts": net.counts,

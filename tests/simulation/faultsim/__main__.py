@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 
-from faultsim.run import run
+from faultsim.run import Theme, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,13 +17,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how much CPU time to spend [60]")
     parser.add_argument("--runs", type=int, default=0, help="at most so many runs [0: any number]")
     parser.add_argument("--keep-going", action="store_true", help="go on after a seed that found a defect")
+    parser.add_argument("--theme", choices=[one.value for one in Theme], help="of every run [drawn]")
     parser.add_argument("--trace", action="store_true", help="show the last lines of every run's trace")
     given = parser.parse_args(arguments)
     began, cpu, seed = time.monotonic(), time.process_time(), given.seed
     simulated, faults, bad = 0.0, 0, 0
     states: Counter[str] = Counter()
     while time.process_time() - cpu < given.seconds and not (given.runs and seed >= given.seed + given.runs):
-        outcome = run(seed, keep_lines=given.trace)
+        outcome = run(seed, keep_lines=given.trace, theme=given.theme)
         simulated, faults = simulated + outcome.seconds, faults + outcome.faults
         states.update(outcome.states.values())
         if given.trace:
@@ -37,6 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
                 seed += 1
                 break
         seed += 1
+        if sys.stderr.isatty():
+            told = f"{time.process_time() - cpu:.0f} of {given.seconds:.0f} s of CPU time"
+            print(f"\rseed {seed}: {told}", end="", file=sys.stderr, flush=True)
     spent, wall = max(time.process_time() - cpu, 1e-9), time.monotonic() - began
     print(
         f"seeds {given.seed} to {seed - 1}: {bad} with defects; {faults} faults in {simulated / 3600:.2f} "

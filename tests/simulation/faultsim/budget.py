@@ -2,8 +2,9 @@
 
 A restart after a failure uses one of the allowed restarts. Only progress gives all of them back, and only the
 loss of a node gives the last one back. A restart after a signal from outside is free only if there was
-progress since the restart before. An error in the first step at a larger size than one that worked is free,
-and the run stays below that size from then on. So a job whose script always fails must be FAILED in the end.
+progress since the restart before. The failure of a node or of a size is free, because the run does without
+that node, or stays below that size, from then on; the first at a larger size is free once. So a
+job whose script always fails must be FAILED in the end.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Budget:
             least += 1
             self.step_at_restart = self.recorded
         died = plan.cause is Cause.REPLICA_LOST and plan.transition is Transition.ABORT
-        if died and before.transition is not Transition.RECOVER and not _goes_back(before, plan):
+        if died and before.transition is not Transition.RECOVER and not _goes_back(world, name, before, plan):
             if not before.failed_step < plan.failed_step <= self.recorded:
                 why = f"job {name} starts again after step {plan.failed_step} for free, without progress"
             self.step_at_restart = self.recorded
@@ -66,10 +67,15 @@ class Budget:
         return why
 
 
-def _goes_back(before: Plan, plan: Plan) -> bool:
-    """Return whether a plan goes back to a smaller size, at which its run stays from then on."""
+def _goes_back(world: World, name: str, before: Plan, plan: Plan) -> bool:
+    """Return whether a plan goes back to a smaller size, or leaves out a node, or tries a size once more."""
     most = plan.limit.replicas if plan.limit is not None and plan.limit != before.limit else None
-    return most is not None and plan.replicas <= most < before.replicas
+    without = {one.node for one in plan.left_out if one not in before.left_out}
+    # a node whose agent has left is not left out by name
+    without |= {node for node in plan.failed_on if world.etcd.get(world.keys.node(node, name)) is None}
+    once_more = not before.failed_as and plan.failed_as and min(plan.sizes, default=0) < plan.failed_size
+    smaller = most is not None and plan.replicas <= most < plan.failed_size
+    return smaller or bool(without - {one.node for one in plan.placements}) or bool(once_more)
 
 
 def _vanished(world: World, name: str, before: Plan) -> bool:

@@ -331,7 +331,7 @@ class Output:
 
     directory = Path("/logs")
 
-    def open(self, generation: int, local_rank: int, rank: int) -> Destination:
+    def open(self, generation: int, local_rank: int, rank: int, *, joining: bool = False) -> Destination:
         number = next(threads.kernel().numbers)
         return Destination(error_file=f"/logs/{number}/error.json")
 

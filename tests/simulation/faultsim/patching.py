@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from adaptdl_elastic.agent.cluster import store_link
+from adaptdl_elastic.agent.runtime.decision_recorder import DecisionRecorder
 from faultsim import files, node, threads
 from faultsim.kernel import Kernel
 
@@ -36,6 +37,13 @@ class Writer(threads.OnTasks, store_link.Writer):
     """The product's, on tasks."""
 
 
+class Decisions(DecisionRecorder):
+    """The product's, without a file."""
+
+    def write(self) -> None:
+        """Keep the decisions in memory."""
+
+
 STAND_INS: dict[str, dict[str, Any]] = {
     "adaptdl_elastic.agent.cluster.store_link": {"threading": _T, "queue": _Q},
     "adaptdl_elastic.agent.runtime.agent": {
@@ -45,8 +53,11 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "GenerationStore": node.Meeting,
         "Watcher": Watcher,
         "Writer": Writer,
+        "DecisionRecorder": Decisions,
     },
     "adaptdl_elastic.agent.runtime.replica_starter": {"ReplicaHandle": node.Handle, "Path": files.Path},
+    # simulated scripts are no files: their code is never known
+    "adaptdl_elastic.agent.runtime.code_version": {"Path": pathlib.Path},
     "adaptdl_elastic.agent.runtime.failure_reporter": {"DirectoryStorage": None},  # the world's checkpoints
     "adaptdl_elastic.agent.runtime.replica_environment": {"Path": files.Path, "os": threads.Os},
     "adaptdl_elastic.agent.runtime.failure_reports": {"Path": files.Path},
@@ -69,6 +80,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "Path": files.Path,
     },
     "adaptdl_elastic.rendezvous.store.follow": {"threading": _T},
+    "adaptdl_elastic.rendezvous.store.prefix_cache": {"time": _C},
     "adaptdl_elastic.rendezvous.store.keepalive": {"time": _C, "threading": _T},
     "adaptdl_elastic.autoscaler.coordinator.following": {"queue": _Q, "threading": _T},
     "adaptdl_elastic.autoscaler.coordinator.process": {
@@ -108,8 +120,10 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.rendezvous.local.addresses": "real sockets",
     "adaptdl_elastic.rendezvous.local.runtime_file": "a file that tells other processes of this machine",
     "adaptdl_elastic.rendezvous.local.safe_stream": "the real terminal",
+    "adaptdl_elastic.rendezvous.local.file_lock": "a file that keeps other jobs from a folder",
     "adaptdl_elastic.rendezvous.local.scratch_directory": "directories",
     "adaptdl_elastic.rendezvous.local.store_server": "real sockets",
+    "adaptdl_elastic.rendezvous.decision_record": "a file, which no agent and no coordinator writes here",
     "adaptdl_elastic.rendezvous.run_record": "`read_run` reads the file of `adaptdl report`",
     "adaptdl_elastic.rendezvous.services": "addresses and signatures of services, which no agent here uses",
     "adaptdl_elastic.rendezvous.store.base": "only names the type of Lease.lost",

@@ -38,6 +38,23 @@ STEP_REPORT_SECONDS = 1.0
 HINTS_SECONDS = 2.0
 SIGTERM = 15
 LOST_PEER = "PeerLostError"  # the kind of an error that only tells of the loss of others
+EPOCH_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Defect:
+    """Where the replicas of a script fail: on a node, or at all larger sizes than some that work."""
+
+    node: str = ""
+    above: int = 0  # replicas; 0: sizes do not matter
+    at: str = "start"  # "start": of a process; "step": after its third step; "end": of an epoch
+    final: bool = False
+    once: bool = False
+
+    def strikes(self, replica: Replica, at: str) -> bool:
+        """Return whether a replica fails here."""
+        here = self.node == replica.machine.name or 0 < self.above < replica.size
+        return here and at == self.at and not (self.once and replica.world.truth.job(replica.job).broken)
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,7 @@ class Script:
     inplace: bool = True
     resilient: bool = True
     stop_exit_code: int = STOPPED  # what the script makes of being stopped
+    defect: Defect | None = None
 
 
 class Exit(Exception):
@@ -90,6 +108,7 @@ class Replica(Process):
         self.last_step_time: float | None = None
         self._reported = float("-inf")
         self._first_step = True
+        self._steps = 0  # that this process has taken
         self._passed = False  # the boundary before the step to come
         self._unread: threads.SimpleQueue[messages.AgentMessage] = threads.SimpleQueue()
         self.inbox: threads.SimpleQueue[tuple[Mesh, Callable[[Replica], None]]] = threads.SimpleQueue()
@@ -202,10 +221,10 @@ class Replica(Process):
             self.mesh.broken_off(self)
         self.world.truth.replica_ended(self)
 
-    def fail(self, kind: str, why: str) -> None:
+    def fail(self, kind: str, why: str, final: bool = False) -> None:
         """End with an error of the script of that kind, or because others are gone (`LOST_PEER`)."""
         lost_peer = kind == LOST_PEER
-        error = UncaughtError(kind, why, EPOCH + self.kernel.now + self.wall_offset, lost_peer)
+        error = UncaughtError(kind, why, EPOCH + self.kernel.now + self.wall_offset, lost_peer, final)
         folder = self.environ["TORCHELASTIC_ERROR_FILE"].rpartition("/")[0]
         self.machine.files[f"{folder}/{RECORD}"] = json.dumps(asdict(error)).encode()
         self.kernel.kill(self, 1, why)
@@ -228,8 +247,16 @@ class Replica(Process):
         self.kernel.sleep(0.01 * self.kernel.random.random())
         self.kernel.exit(0)
 
+    def _fail_at(self, at: str) -> None:
+        """Fail if the script's defect is here."""
+        defect = self.script.defect
+        if defect is not None and defect.strikes(self, at):
+            self.world.truth.broke(self, defect)
+            self.fail("NameError at train.py:1", f"(a defect at the {at})", defect.final)
+
     def _script(self) -> None:
         self.kernel.sleep(self.draw(self.script.start_seconds))
+        self._fail_at("start")
         if not self.script.library:
             self._plain()
             return
@@ -315,6 +342,11 @@ class Replica(Process):
             self.world.truth.commit(self, self.formed, values)
             self.last_step_time = threads.Time.time()
             self.report_step()
+            self._steps += 1
+            if self._steps == 3:
+                self._fail_at("step")
+            if self.step % EPOCH_STEPS == 0:
+                self._fail_at("end")
         self.formed.gather("end", None)
 
     def report_step(self, force: bool = False) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, Rescale
 from faultsim.agents import Job
 from faultsim.faults import KINDS, Faults
-from faultsim.replica import Script
+from faultsim.replica import Defect, Script
 from faultsim.standing import Standing
 from faultsim.truth import JobTruth
 from faultsim.world import World
@@ -41,6 +41,7 @@ class Theme(Enum):
     REST = "rest"  # a change; what they have broken stays so
     LEAVE = "leave"  # a change; nodes leave while others are idle, and stay away
     INSIST = "insist"  # as MIXED, with jobs that may change in place alone, and cannot
+    NEWCOMER = "newcomer"  # a script that fails on one node, or at all larger sizes than one
     AGAIN = "again"  # jobs that fail or are stopped soon, and are started again while old agents are stuck
 
 
@@ -48,6 +49,7 @@ _SHARES = {Theme.END: (0.1, 0.8), Theme.REST: (0.75, 0.05), Theme.LEAVE: (0.6, 0
 _MIXED_SHARES = (0.4, 0.15)
 _LEAVING = ("ask_to_drain", "hurry", "kill_coordinator", "stop_process", "store_down", "cut_line", "scale")
 _STARTING = ("kill_replica", "fail_replica", "stop_process", "cut_line", "supplant", "kill_agent", "scale")
+_GROWING = ("kill_coordinator", "scale", "scale", "drain", "stop_coordinators", "kill_agent", "kill_replica")
 _ANY_RESCALE = (Rescale.AUTO, Rescale.AUTO, Rescale.AUTO, Rescale.RESTART, Rescale.INPLACE)
 _RESCALES = {Theme.INSIST: (Rescale.INPLACE,), Theme.LEAVE: (Rescale.AUTO, Rescale.RESTART)}
 _AWAY_SECONDS = 400.0  # most that a drained node stays away in LEAVE
@@ -74,6 +76,8 @@ def draw(world: World, theme: Theme) -> tuple[list[str], float, float]:
     if theme is Theme.LEAVE:
         world.calm = chance.random() < 0.5
         kinds = ["drain", "stop_coordinators", *chance.sample(_LEAVING, chance.choice([0, 1, 2]))]
+    elif theme is Theme.NEWCOMER:
+        kinds = chance.sample(_GROWING, chance.choice([1, 2, 4]))
     elif theme is Theme.AGAIN:
         kinds = [
             "stop_job",
@@ -107,6 +111,9 @@ def _job(world: World, name: str, machines: int, slots: int, weather: float, the
     )
     most = chance.randint(1, max(1, slots // 2 if theme is Theme.LEAVE else slots))
     least = chance.choice([1, 1, 1, chance.randint(1, max(1, most // 2))])
+    if theme is Theme.NEWCOMER:
+        most, least = slots, 1
+        script = replace(script, library=True, defect=_defect(world, machines))
     spec = JobSpec(
         job=name,
         run="",
@@ -124,19 +131,28 @@ def _job(world: World, name: str, machines: int, slots: int, weather: float, the
     return Job(spec, script, checkpoint_interval=chance.choice([3.0, 10.0, 30.0]), hang_timeout=hang_timeout)
 
 
-def run(seed: int, keep_lines: bool = False) -> Outcome:
-    """One run, from its seed."""
+def _defect(world: World, machines: int) -> Defect:
+    chance = world.kernel.random
+    at, final, once = chance.choice(["start", "step", "end"]), chance.random() < 0.3, chance.random() < 0.2
+    if chance.random() < 0.4 or machines == 1:
+        return Defect(above=1, at=at, final=final, once=once)
+    return Defect(node=f"n{chance.randrange(machines)}", at=at, final=final, once=once)
+
+
+def run(seed: int, keep_lines: bool = False, theme: str | None = None) -> Outcome:
+    """One run, from its seed, and of a theme if one is given."""
     world = World(seed)
     with world.running():
-        theme = world.kernel.random.choice([Theme.MIXED, *Theme])
-        kinds, distance, weather = draw(world, theme)
+        drawn = world.kernel.random.choice([Theme.MIXED, *Theme])
+        of = Theme(theme) if theme else drawn
+        kinds, distance, weather = draw(world, of)
         kernel, truth = world.kernel, world.truth
         kernel.note(
-            f"{world.jobs} {sorted(world.machines)} {kinds} every {distance} s for {weather} s, {theme.value}"
+            f"{world.jobs} {sorted(world.machines)} {kinds} every {distance} s for {weather} s, {of.value}"
         )
-        faults, rests = Faults(world), theme is Theme.REST or kernel.random.random() < 0.2
-        faults.change_share, faults.end_share = _SHARES.get(theme, _MIXED_SHARES)
-        if theme is Theme.LEAVE:
+        faults, rests = Faults(world), of is Theme.REST or kernel.random.random() < 0.2
+        faults.change_share, faults.end_share = _SHARES.get(of, _MIXED_SHARES)
+        if of is Theme.LEAVE:
             faults.away_seconds = _AWAY_SECONDS
         standing = Standing(world, faults)
         faults.begin(kinds, distance, weather)

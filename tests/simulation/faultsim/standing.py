@@ -157,6 +157,9 @@ class Standing:
             return False
         if self._world.etcd.get(self._world.keys.drain(agent.machine.name)) is not None:
             return False
+        plan = self._world.truth.job(name).plan
+        if plan is not None and agent.identity in {one.agent for one in plan.left_out}:
+            return False
         stuck = (one for one in agent.machine.processes if isinstance(one, Replica) and one.alive)
         return not any(one.stopped or one.hangs for one in stuck)
 

@@ -28,7 +28,7 @@ from faultsim.budget import Budget
 if TYPE_CHECKING:
     from faultsim.agents import AgentProcess
     from faultsim.mesh import Mesh
-    from faultsim.replica import Replica
+    from faultsim.replica import Defect, Replica
     from faultsim.world import World
 
 
@@ -99,6 +99,8 @@ class JobTruth:
     lost_steps: int = 0
     losses: int = 0  # restarts that lost steps
     deaths: int = 0  # replicas that faults have killed, or that ended with an error of their own
+    worked: set[tuple[int, frozenset[str]]] = field(default_factory=set)  # (replicas, nodes) that took steps
+    broken: bool = False  # the script's defect has shown
     budget: Budget = field(default_factory=Budget)
     recorded: CheckpointRecord | None = None  # what the store says
     least_step: dict[int, int] = field(
@@ -216,6 +218,7 @@ class Truth:
                 self._kernel.defect(f"{replica.name} takes step {step + 1} of a job that is finished")
             job.resumed = True  # what is heard of that end from now on is too late
         job.newest, job.committed_at = step + 1, self._kernel.now
+        job.worked.add((mesh.size, frozenset(member.machine.name for member in mesh.members.values())))
         self._kernel.note(f"job {replica.job}: step {step + 1} on {mesh.size} replicas")
 
     def _begins(self, job: JobTruth, mesh: Mesh, replica: Replica, step: int) -> bool:
@@ -258,10 +261,15 @@ class Truth:
         """
         job, mesh = self.job(replica.job), replica.mesh
         known = job.finished and not job.resumed
-        if mesh is None or mesh is not job.mesh or known or len(mesh.members) < mesh.size:
+        if mesh is None or known or len(mesh.members) < mesh.size:
+            return
+        steps, newest = self._world.jobs[replica.job].script.steps, job.mesh
+        # survivors of a death after the last step take no step any more
+        follows = newest is not None and mesh.generation > newest.generation and replica.step >= steps
+        if mesh is not newest and not follows:
             return
         for rank, member in mesh.members.items():
-            behind = member.over or member.step >= self._world.jobs[replica.job].script.steps
+            behind = member.over or member.step >= steps
             died = not member.alive and behind and (member.exit_code or 0) < 0
             lost = died or not self._counts(member) or member.name in job.given_up
             if not member.finished and not (rank > 0 and lost):
@@ -302,6 +310,22 @@ class Truth:
         job = self.job(replica.job)
         job.deaths += 1
         job.errors.append((replica.generation, kind))
+
+    def broke(self, replica: Replica, defect: Defect) -> None:
+        """The script's defect shows: it counts unless the job has worked without that node, or at a size.
+
+        So no job that has committed steps ends, or uses up restarts, by a newcomer or by a larger size.
+        """
+        job = self.job(replica.job)
+        job.broken = True
+        if not replica.joining:
+            self.excuse()
+        now = frozenset(one.machine.name for one in replica.mesh.members.values()) if replica.mesh else None
+        earlier = [(size, nodes) for size, nodes in job.worked if nodes != now or defect.above]
+        worked = any(defect.node not in nodes and not 0 < defect.above < size for size, nodes in earlier)
+        if not worked or any(defect.node in nodes for _, nodes in earlier):
+            self.failed(replica, "NameError at train.py:1")
+            job.deaths += defect.final * self._world.specs[replica.job].max_restarts
 
     def plain_step(self, replica: Replica) -> None:
         """A script without the library does something; nobody knows what."""
@@ -422,6 +446,7 @@ class Truth:
             if job.over and job.status is not None and job.status.state is JobState.DONE:
                 self._kernel.defect(f"job {name} is done, and run {run} begins")
             job.deaths, job.errors, job.finished, job.resumed = 0, [], False, False
+            job.worked, job.broken = set(), False
             job.budget = Budget(recorded=job.budget.recorded)
         job.run = run
 

@@ -84,7 +84,11 @@ class World:
         """Another machine, with clocks of its own."""
         chance = self.kernel.random
         machine = Machine(
-            self, name, slots, clock_offset=1000.0 * chance.random(), wall_offset=4.0 * chance.random() - 2.0
+            self,
+            name,
+            slots,
+            clock_offset=1000.0 * chance.random(),
+            wall_offset=1200.0 * chance.random() - 600.0,
         )
         self.machines[name] = machine
         return machine

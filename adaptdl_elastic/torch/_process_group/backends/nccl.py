@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from typing_extensions import override
 
-from adaptdl_elastic import env
+from adaptdl_elastic import _program, env
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._process_group.backends.base import ARRIVES, Group, keep, patiently
@@ -106,6 +106,7 @@ class Nccl(Group):
         driver = Path("/proc/driver/nvidia/version")
         return "\n".join(
             [
+                f"adaptdl-elastic {_program.version()}",
                 f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl_version()}",
                 # without their number: jobs see different numbers of the same devices
                 ", ".join(sorted({torch.cuda.get_device_name(device) for device in cls.devices()})),
