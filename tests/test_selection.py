@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_has_no_reason(): pass
 @pytest.mark.xfail
 def test_cannot_do_it_yet(): assert False
 """
+TIMED = """
+import pytest
+
+@pytest.fixture(scope="session")
+def server(): raise AssertionError("it is started")
+
+def test_alone(): pass
+
+def test_asks_a_server(server): pass
+"""
 WHOLE_MODULE = "import pytest\npytest.importorskip('no_such_package')"
 
 
@@ -93,6 +104,18 @@ def test_a_skip_whose_reason_is_not_listed_fails(tmp_path: Path) -> None:
         "SKIPPED [1] test_skipped.py:9: RMSprop has no amsgrad",
     ]
     assert f"skipped, for a reason that {listed} does not list: ssh to node1 fails" in ran.stdout
+
+
+@pytest.mark.parametrize(("seconds", "passed"), [(-1, 0), (600, 1)])
+def test_after_a_time_of_day_no_test_begins(seconds: int, passed: int, tmp_path: Path) -> None:
+    (tmp_path / "test_timed.py").write_text(TIMED)
+    (tmp_path / "pytest.ini").touch()
+    command = [sys.executable, "-m", "pytest", "-p", "deadline", "-q", "-rs", "-c", "pytest.ini"]
+    until = str(time.time() + seconds)
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "ADAPTDL_TESTS_UNTIL": until}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ("SKIPPED [2]" in ran.stdout, "1 passed, 1 error" in ran.stdout) == (not passed, bool(passed))
+    assert ran.returncode == passed
 
 
 def test_agents_are_forked_also_after_a_test_has_made_an_optimizer() -> None:
