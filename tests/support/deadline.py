@@ -1,7 +1,7 @@
 """Begin no test after a time of day, so that a slow machine ends a run in time.
 
 ADAPTDL_TESTS_UNTIL is that time in seconds since 1970. Tests that would begin later are skipped, and counted
-in the summary. Which these are changes with the commit, because files are run in an order drawn from its hash.
+in the summary. Which these are changes with the commit: its name draws the order of the files.
 A test that begins in time is not interrupted.
 """
 
