@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import framework_runs
+import generations
 import pytest
 
 SCRIPT = Path(__file__).parent / "scripts" / "lightning_fit.py"
@@ -42,6 +44,33 @@ def test_resized_and_killed_run_ends_as_an_undisturbed_one(
     assert summary["rate"] == plain["rate"]
     assert summary["best"] == pytest.approx(plain["best"], abs=1e-4)
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
+
+
+@pytest.mark.parametrize("disturbed", [False, True], ids=["one process", "resized and killed"])
+def test_with_a_batch_size_that_changes_a_step_is_one_at_the_initial_size(
+    tmp_path: Path, disturbed: bool
+) -> None:
+    saves = {"every_n_train_steps": 50, "save_top_k": -1}
+    settings = given(most=32, batch=2, accumulate_grad_batches=2, max_epochs=4, saves=saves)
+    run = framework_runs.resized_and_killed if disturbed else framework_runs.undisturbed
+    run(SCRIPT, tmp_path / "run", **settings)
+    summary = framework_runs.summary(tmp_path / "run")
+    assert (summary["global_step"], summary["epoch"]) == (480, 4)
+    assert summary["rate"] == pytest.approx(1e-2 * 0.99**480)
+    assert 40 < summary["updates"] < 400
+    lines = [line for line in generations.records(tmp_path / "run") if line["local"]]
+    for line in lines:
+        assert line["rate"] == pytest.approx(1e-2 * 0.99 ** line["step"])
+    assert {later - step for step, later in pairwise(sorted({line["step"] for line in lines}))} > {1, 2}
+    assert [(epoch, step // 60) for epoch, step in summary["seen"]] == [
+        (half // 2, half + 1) for half in range(8)
+    ]
+    assert [step // 10 for step in summary["logged"]] == sorted({step // 10 for step in summary["logged"]})
+    assert len(summary["logged"]) > 24
+    saved = sorted(int(name.partition("step=")[2].partition(".")[0]) for name in summary["saved"])
+    assert [step // 50 for step in saved] == list(range(1, 10))
+    used = framework_runs.used(tmp_path / "run")
+    assert [set(used[epoch]) for epoch in range(4)] == [set(range(SIZE))] * 4
 
 
 @pytest.mark.needs("jsonargparse")

@@ -26,9 +26,10 @@ class Net(L.LightningModule):
         return self.layer(batch).mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-def fit(net):
+def fit(net, most=None, **options):
+    strategy = ElasticStrategy(max_batch_size=most)
     trainer = L.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, strategy=ElasticStrategy()
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, strategy=strategy, **options
     )
     trainer.fit(net, torch.utils.data.DataLoader(torch.randn(4, 2)))
     return trainer
@@ -104,7 +105,17 @@ def ran(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         ),
         pytest.param(
             LIGHTNING + "ElasticStrategy(autoscale_batch_size=64)",
-            "autoscale_batch_size in an elastic Lightning Trainer, whose schedule counts steps",
+            "autoscale_batch_size in ElasticStrategy: give max_batch_size",
+            marks=pytest.mark.needs("lightning"),
+        ),
+        pytest.param(
+            LIGHTNING + "ElasticStrategy(local_bsz_bounds=(4, 8))",
+            "local_bsz_bounds without max_batch_size in ElasticStrategy: give both",
+            marks=pytest.mark.needs("lightning"),
+        ),
+        pytest.param(
+            LIGHTNING + "fit(Net(), 64, limit_train_batches=2)",
+            "limit_train_batches or overfit_batches with max_batch_size",
             marks=pytest.mark.needs("lightning"),
         ),
         pytest.param(

@@ -7,6 +7,7 @@
 | `lightning` | How does Lightning's Trainer become elastic? |
 | `_trainer_arguments` | Which arguments of a Trainer are refused? |
 | `_trainer_steps` | How do the Trainer's steps count when the batch size is chosen during training? |
+| `_lightning_steps` | How do those of Lightning's Trainer count then? |
 | `_single_process` | How does a framework see a single process? |
 | `_callback_states` | How are the states of callbacks saved and given to newcomers? |
 

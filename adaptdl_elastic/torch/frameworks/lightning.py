@@ -8,6 +8,9 @@ A batch of the Trainer is a whole optimizer step, whatever `accumulate_grad_batc
 step are made inside `optimizer_step`. The counters of the loops and the states of the callbacks are states in
 the job's checkpoints. A step that did not commit is left by an exception, before callbacks see it, and is
 done again. An epoch ends when the loader says so, because only then its last step is committed.
+
+With `max_batch_size` the batch size is chosen during training, and the Trainer's counters count steps at the
+initial batch size (`_lightning_steps`).
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ from lightning.pytorch.loops import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+from torch.utils.data import IterableDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint, collective, env
 from adaptdl_elastic.torch.epoch import continue_at
 from adaptdl_elastic.torch.frameworks._callback_states import CallbackStates
+from adaptdl_elastic.torch.frameworks._lightning_steps import LightningSteps
 from adaptdl_elastic.torch.frameworks._single_process import connect, refuse_autoscaling
 
 __all__ = ["ElasticStrategy"]
@@ -59,7 +64,7 @@ class _Loader(adl.AdaptiveDataLoader[Any]):
         return rounded(len(data) / (self.batch_size or 1))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self.strategy.steps()
+        return self.strategy.first_batches()
 
     def batches(self) -> Iterator[Any]:
         """Begin a data loop over the batches of this replica."""
@@ -72,9 +77,9 @@ class _Counters(checkpoint.TensorState):
     part_of_step = True
     required = False
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, steps: LightningSteps | None) -> None:
         super().__init__("lightning-loops")
-        self._loop = trainer.fit_loop
+        self._loop, self._steps = trainer.fit_loop, steps
         self.saved: dict[str, Any] | None = None
         self.restored = checkpoint.load_state(self)
 
@@ -89,13 +94,20 @@ class _Counters(checkpoint.TensorState):
 
     def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {name: part.state_dict() for name, part in self._parts().items()}
-        return {**found, "stepped": self._loop.epoch_loop._batches_that_stepped}
+        steps = self._steps
+        return {
+            **found,
+            "stepped": self._loop.epoch_loop._batches_that_stepped,
+            "made": 0 if steps is None else steps.made,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.saved = state_dict
         for name, part in self._parts().items():
             part.load_state_dict(state_dict[name])
         self._loop.epoch_loop._batches_that_stepped = state_dict["stepped"]
+        if self._steps is not None:
+            self._steps.made = state_dict["made"]
 
     def begin(self, epochs: int) -> None:
         """Set the counters of epochs to `epochs` finished ones."""
@@ -186,6 +198,13 @@ class _ElasticEpochLoop(_TrainingEpochLoop):
             self._batches_that_stepped -= 1
             self.on_advance_end(data_fetcher)
 
+    def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Step the scheduler; if the batch size is being chosen, for every step that was made."""
+        steps = self.trainer.strategy.steps  # type: ignore[attr-defined]
+        paced = steps is not None and interval == "step" and not update_plateau_schedulers
+        for _ in steps.each() if paced else (None,):
+            super()._update_learning_rates(interval, update_plateau_schedulers)
+
 
 class ElasticStrategy(SingleDeviceStrategy):
     """Strategy of Lightning's Trainer for a job whose number of replicas changes.
@@ -194,6 +213,9 @@ class ElasticStrategy(SingleDeviceStrategy):
     replicas. A replica passes at most one batch of the loader's size through the model at once.
 
     Args:
+        max_batch_size: Largest batch of a step, over all replicas, that may be chosen during training; None:
+            the batch stays the initial one.
+        local_bsz_bounds: Smallest and largest batch of one replica in a pass; None: what memory allows.
         **ddp_kwargs: Arguments of `AdaptiveDataParallel`, e.g. `scaling_rule`, and of
             DistributedDataParallel.
 
@@ -204,12 +226,19 @@ class ElasticStrategy(SingleDeviceStrategy):
 
     strategy_name = "elastic"
 
-    def __init__(self, **ddp_kwargs: Any) -> None:
-        refuse_autoscaling(
-            ddp_kwargs,
-            "an elastic Lightning Trainer, whose schedule counts steps of a fixed size: leave it out",
-        )
+    def __init__(
+        self,
+        max_batch_size: int | None = None,
+        local_bsz_bounds: tuple[int, int] | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        refuse_autoscaling(ddp_kwargs, "ElasticStrategy: give max_batch_size")
+        if max_batch_size is None and local_bsz_bounds is not None:
+            raise ValueError("local_bsz_bounds without max_batch_size in ElasticStrategy: give both")
         super().__init__("cuda" if torch.cuda.is_available() else "cpu")
+        self._most, self._bounds = max_batch_size, local_bsz_bounds
+        # the Trainer's steps, if the batch size is chosen during training
+        self.steps: LightningSteps | None = None
         self._ddp_kwargs = ddp_kwargs
         self._trainer: Any = None
         self._accumulated = 1
@@ -275,6 +304,13 @@ class ElasticStrategy(SingleDeviceStrategy):
                 raise ValueError("manual optimization with ElasticStrategy: use automatic optimization")
             if self._counters is not None:
                 raise ValueError("fit() a second time with ElasticStrategy: only one fit() per script")
+            if trainer.fast_dev_run:
+                self._most = None
+            if self._most is not None and trainer.limit_train_batches != 1.0:
+                raise ValueError(
+                    "limit_train_batches or overfit_batches with max_batch_size, by which an epoch has no "
+                    "certain number of batches: give max_steps"
+                )
             self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
             trainer.fit_loop.epoch_loop.__class__ = _ElasticEpochLoop
             assert self._places is not None
@@ -289,7 +325,13 @@ class ElasticStrategy(SingleDeviceStrategy):
             return dataloader
         size = None if dataloader.batch_size is None else dataloader.batch_size * self._accumulated
         loader: Any = _Loader.from_loader(dataloader, size)
-        if self._accumulated > 1:
+        if self._most is not None:
+            if size is None:
+                raise ValueError("max_batch_size with a batch_sampler, whose batches are whole steps")
+            if isinstance(dataloader.dataset, IterableDataset) and self._trainer.max_steps < 0:
+                raise ValueError("max_batch_size with a stream, whose epochs end with it: give max_steps")
+            loader.autoscale_batch_size(self._most, self._bounds, gradient_accumulation=True)
+        elif self._accumulated > 1:
             if size is None:
                 raise ValueError(
                     "accumulate_grad_batches with a batch_sampler, whose batches are whole steps"
@@ -302,7 +344,8 @@ class ElasticStrategy(SingleDeviceStrategy):
     def on_train_start(self) -> None:
         """Wrap the model, and restore what the job's checkpoint or the other replicas have."""
         trainer, module = self._trainer, self.lightning_module
-        self._counters = _Counters(trainer)
+        self.steps = None if self._most is None else LightningSteps(trainer)
+        self._counters = _Counters(trainer, self.steps)
         CallbackStates("lightning-callback-states", trainer.callbacks, module)
         options = dict(self._ddp_kwargs)
         if self.root_device.type == "cuda":
@@ -341,13 +384,15 @@ class ElasticStrategy(SingleDeviceStrategy):
             self._epochs = adl.remaining_epochs_until(self._until())
         next(self._epochs)
         self._batches, self._left = None, False
+        if self.steps is not None:
+            self.steps.begin_epoch()
 
     def skipped(self) -> bool:
         """Return whether this is an epoch that the others had finished before this replica joined them."""
         assert self._counters is not None
         return self._counters.skipped()
 
-    def steps(self) -> Iterator[Any]:
+    def first_batches(self) -> Iterator[Any]:
         """Yield the first batch of every step of an epoch."""
         while True:
             batch = self._fetched()
@@ -457,6 +502,8 @@ class ElasticStrategy(SingleDeviceStrategy):
         optimizer.step(**kwargs)
         if trained.failure is not None:
             raise _StepFailedError
+        if self.steps is not None:
+            self.steps.count()
         return result
 
     def _on_device(self, batch: Any) -> Any:

@@ -1,6 +1,7 @@
 """A Lightning run on made data, whose records tell which samples were trained with; see framework_runs.
 
 SETTINGS are arguments of Trainer as JSON; "batch" is the loader's. Until OUT/hurry exists a step takes PACE.
+With "most" the batch size is chosen up to it, and the batch of a replica is another one after each step.
 With PLAIN it is Lightning's own strategy for several processes. With "average" it has an average of the
 weights and Lightning's own folders, and each replica leaves what it has at the end in OUT/end-PID.json. With
 CLI the Trainer is LightningCLI's. With
@@ -22,6 +23,7 @@ import adaptdl_elastic.torch as adl
 
 OUT, SIZE = Path(os.environ["OUT"]), int(os.environ["SIZE"])
 SETTINGS = json.loads(os.environ["SETTINGS"])
+MOST = SETTINGS.pop("most", None)
 PLAIN, HOLD = "PLAIN" in os.environ, "HOLD" in os.environ
 if not PLAIN:
     from adaptdl_elastic.torch.frameworks.lightning import ElasticStrategy
@@ -55,7 +57,7 @@ class Net(L.LightningModule):
         elif helper is not None:
             record(
                 epoch=adl.finished_epochs(), samples=numbers.tolist(), local=helper.local_samples,
-                index=helper.current_index, step=self.global_step,
+                index=helper.current_index, step=self.global_step, rate=self.lr_schedulers().get_last_lr()[0],
             )  # fmt: skip
         self.trained.update(len(x))
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
@@ -84,7 +86,7 @@ class Watch(L.Callback):
     """Slows training down, and writes what the Trainer's counters are after each validation."""
 
     def __init__(self):
-        self.seen = []
+        self.seen, self.logged, self.updates = [], [], 0
 
     def on_fit_start(self, trainer, module):
         if HOLD and adl.rank():
@@ -93,6 +95,13 @@ class Watch(L.Callback):
                 time.sleep(0.05)
 
     def on_train_batch_end(self, trainer, *_):
+        self.updates += 1
+        if trainer._logger_connector.should_update_logs:
+            self.logged.append(trainer.global_step)
+        # a boundary is passed only if the batch does not change
+        if MOST and self.updates % 3 == 0:
+            helper = adl.current_dataloader()
+            helper._change({"atomic": 4 + self.updates % 9, "accumulation": self.updates % 2})
         last = trainer.current_epoch == trainer.max_epochs - 1
         if last:
             (OUT / "last").touch()
@@ -104,10 +113,12 @@ class Watch(L.Callback):
             self.seen.append([trainer.current_epoch, trainer.global_step])
 
     def state_dict(self):
-        return {"seen": [list(line) for line in self.seen]}
+        seen = [list(line) for line in self.seen]
+        return {"seen": seen, "logged": list(self.logged), "updates": self.updates}
 
     def load_state_dict(self, state):
         self.seen = [list(line) for line in state["seen"]]
+        self.logged, self.updates = list(state["logged"]), state["updates"]
 
 
 def plain():
@@ -116,6 +127,11 @@ def plain():
     replicas = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     strategy = {"strategy": "ddp", "devices": replicas} if replicas > 1 else {"devices": 1}
     return strategy, last if last.exists() else None
+
+
+def elastic():
+    """The strategy of an elastic Trainer."""
+    return ElasticStrategy(max_batch_size=MOST, local_bsz_bounds=(2, 16)) if MOST else ElasticStrategy()
 
 
 def elastic_cli(strategy, settings, batch):
@@ -149,7 +165,7 @@ def main():
     callbacks = [watch, saved]
     if average:
         callbacks.append(L.pytorch.callbacks.EMAWeightAveraging(decay=0.9))
-    strategy, last = plain() if PLAIN else ({"strategy": ElasticStrategy()}, os.environ.get("RESUME"))
+    strategy, last = plain() if PLAIN else ({"strategy": elastic()}, os.environ.get("RESUME"))
     settings |= {
         "accelerator": "cpu", "callbacks": callbacks, "default_root_dir": str(OUT),
         "enable_progress_bar": False, "gradient_clip_val": 5.0,
@@ -176,6 +192,8 @@ def main():
         torch.save(net.state_dict(), OUT / "final.pt")
         summary = {
             "global_step": trainer.global_step, "epoch": trainer.current_epoch, "seen": watch.seen,
+            "logged": watch.logged, "updates": watch.updates,
+            "saved": sorted(path.name for path in (OUT / "kept").glob("epoch*")),
             "rate": trainer.optimizers[0].param_groups[0]["lr"],
             "best": None if saved.best_model_score is None else float(saved.best_model_score),
         }  # fmt: skip
