@@ -80,6 +80,8 @@ class Agents:
         self._states: dict[str, AgentState] = {}
         self.problems: dict[str, str] = {}
         """Why this node cannot run a job, by job."""
+        self.unsuited: dict[str, str] = {}
+        """Why a job is not for this node, as its owner wants it, by job."""
         self._find_agents()
 
     def _notes(self) -> Path:
@@ -217,6 +219,10 @@ class Agents:
     def _stand_in(self, request: Request, peers: Sequence[ServiceRecord], membership: Membership) -> None:
         submission = request.submission
         job, path = submission.job, self._checkpoint_path(submission)
+        if why := why_unsuited(submission, self._config.node):
+            self.unsuited[job] = why
+            return self._failed(job, "", counts=False)
+        self.unsuited.pop(job, None)
         try:
             given, environment = self.fetch(submission, peers)
             write_spec(request, path, self._spec(job))
@@ -278,12 +284,13 @@ class Agents:
         self._changed()
 
     def _failed(self, job: str, problem: str, counts: bool = True) -> None:
-        logger.warning("job %s cannot be started: %s", job, problem)
         with self._lock:
             self._preparing.discard(job)
             now, state = time.monotonic(), self._states[job]
             self._states[job] = state.ended(now, 1) if counts else state.postponed(now)
-            self.problems[job] = problem
+            if problem:
+                logger.warning("job %s cannot be started: %s", job, problem)
+                self.problems[job] = problem
         self._changed()
 
     def _checkpoint_path(self, submission: Submission) -> str:
@@ -309,6 +316,7 @@ class Agents:
         """Forget how often the agent of a job that is over has failed: a job that is resumed begins again."""
         with self._lock:
             self.problems.pop(job, None)
+            self.unsuited.pop(job, None)
             if job not in {*self._processes, *self._preparing, *self._stand_ins}:
                 self._states.pop(job, None)
                 with contextlib.suppress(OSError):
@@ -348,6 +356,16 @@ class Agents:
             if not process.wait(max(0.1, deadline - time.monotonic())):
                 process.kill_group()
             process.forget()
+
+
+def why_unsuited(submission: Submission, node: str) -> str:
+    """Return why a job is not for a node, on which this runs; "" if it is.
+
+    A file system that does not answer keeps the caller waiting.
+    """
+    if submission.nodes and node not in submission.nodes:
+        return f"--node {', '.join(submission.nodes)}"
+    return next((f"there is no {path} (--has)" for path in submission.has if not Path(path).exists()), "")
 
 
 def _followed(request: Request) -> str:

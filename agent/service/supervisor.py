@@ -173,7 +173,7 @@ class Supervisor:
             while not self._stopping.is_set():
                 if self._etcd is not None and not self._etcd.alive:
                     return  # `run` starts it again
-                problems = self._problems()
+                problems = {**self._agents.unsuited, **self._problems()}
                 news = {"problems": problems, "given_up": self._agents.given_up}
                 registration.write(ServiceRecord(**{**vars(self._record), **news}))
                 self._agents.withdraw(lambda held: held.lease.lost.is_set())
