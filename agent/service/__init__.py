@@ -13,6 +13,7 @@
 | How does a node get the checkpoints of another one? | `checkpoint_copies` |
 | What does it remember of jobs, whatever the store says later? | `known_jobs` |
 | Which versions of this program are on the node? | `environments` |
+| Where are the packages of a job installed? | `job_packages` |
 | Who may ask it for what? | `http_server`, `access`, `connections` |
 | How is the cluster's etcd started, with users and passwords? | `etcd` |
 

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from adaptdl_elastic.agent.service.archives import read_private, unpack
 from adaptdl_elastic.agent.service.blobs import AbsentError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import AgentState, Step
+from adaptdl_elastic.agent.service.job_packages import python_with
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
 from adaptdl_elastic.protocol import environment
@@ -230,6 +232,9 @@ class Agents:
             work = self._directory.work(submission.folder)
             stand_in = StandIn(submission, work, given, options, environment, membership)
             stand_in = self._of_its_version(stand_in, request)
+            named, content = submission.requirements, submission.bundle
+            python = python_with(self._directory, work, named, content, stand_in.python)
+            stand_in = replace(stand_in, python=python)
             # this process has neither the job's variables nor what was imported under them
             if not can_fork(given) or ("://" in path and submission.environment is not None):
                 return self._start(stand_in)
@@ -267,7 +272,7 @@ class Agents:
         job = stand_in.job
         log, note = self._directory.log(job), self._notes() / f"{job}.json"
         try:
-            if can_fork(stand_in.given) and not stand_in.version:
+            if can_fork(stand_in.given) and stand_in.python == sys.executable:
                 child = self.forker.start(stand_in.options, stand_in.work, log, stand_in.environment)
                 process = KeptProcess.noted(child, note)
             else:
@@ -327,6 +332,12 @@ class Agents:
         """The jobs that are not tried again here."""
         with self._lock:
             return tuple(sorted(job for job, state in self._states.items() if state.given_up))
+
+    @property
+    def pythons(self) -> list[str]:
+        """The interpreters of jobs that may have replicas here, and have no process yet."""
+        with self._lock:
+            return [one.python for one in self._stand_ins.values()]
 
     def record_failure(self, request: Request, reason: str, store: Store) -> None:
         """Write into the store that a job has failed because no node can start it."""

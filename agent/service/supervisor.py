@@ -274,7 +274,7 @@ class Supervisor:
             nodes = membership.store.range(self._keys.nodes).items
             agents_of = {record.version for item in nodes if (record := read_record(NodeRecord, item))}
             try:
-                environments.sweep(self._directory, agents_of, time.time())
+                environments.sweep(self._directory, agents_of, time.time(), self._agents.pythons)
             except OSError as error:  # the next look tries again
                 logger.warning("old versions are not removed: %s", error)
 

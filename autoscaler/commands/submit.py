@@ -130,6 +130,12 @@ LEAVE_SECONDS = 30.0
     "--replace", "replaces", is_flag=True, help="Continue your ended job of this name, with these files."
 )
 @click.option(
+    "--requirements",
+    default="",
+    metavar="FILE",
+    help="Packages to install on the nodes. [default: requirements.txt, uv.lock or pyproject.toml]",
+)
+@click.option(
     "--node", "nodes", multiple=True, metavar="NODE", help="Only run there; repeatable: on any of them."
 )
 @click.option("--has", multiple=True, metavar="PATH", help="Only run on nodes where PATH exists; repeatable.")
@@ -157,6 +163,8 @@ def submit(
     path = asked["checkpoint_path"]
     if path and "://" not in path and not path.startswith("/"):
         raise OptionError(f"--checkpoint-path {path}: give an absolute path, nodes have other directories")
+    if asked["requirements"] and not (workdir / asked["requirements"]).is_file():
+        raise OptionError(f"--requirements {asked['requirements']}: there is no such file in {workdir}")
     if relative := next((one for one in asked["has"] if not one.startswith("/")), None):
         raise OptionError(f"--has {relative}: give an absolute path, nodes have other directories")
     try:
