@@ -1,8 +1,8 @@
 """Find the environment of a version of this program on a node, and remove those that nothing uses.
 
 `adaptdl cluster up` makes them (`autoscaler.provisioning.nodes`): one for each version, over one with the
-packages that it needs. Its file `made` has the version. The service makes others over them, with the packages of jobs
-(`job_packages`).
+packages that it needs. Its file `made` has the version. The service makes others over them, with the packages
+of jobs (`job_packages`).
 """
 
 from __future__ import annotations

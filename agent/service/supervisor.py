@@ -101,7 +101,8 @@ class Supervisor:
         self._membership: Membership | None = None
         self._host = self._coordinator_host()
         listening = listen(config.host, parse_ports(config.port_range) if config.port_range else None)
-        served = Served(config, directory, self._blobs, self._known.owner, self._running, self._state)
+        known = self._known
+        served = Served(config, directory, self._blobs, known.owner, known.folder, self._running, self._state)
         self._port = ServicePort(listening, served)
         self._record = ServiceRecord(
             node=config.node,

@@ -77,7 +77,7 @@ def test_a_file_that_is_named_comes_before_the_usual_ones(node: ServiceDirectory
 def test_what_cannot_be_installed_is_said_in_the_installers_words(
     node: ServiceDirectory, tmp_path: Path, text: str
 ) -> None:
-    with pytest.raises(PackagesError, match="its packages cannot be installed: .*(No matching|nowhere)"):
+    with pytest.raises(PackagesError, match=r"its packages cannot be installed: .*(No matching|nowhere)"):
         python_with(node, job(tmp_path / "work", requirements_txt=text), "", "", sys.executable)
     assert not list(node.environments.glob("*/made"))
 
