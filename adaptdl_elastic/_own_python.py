@@ -15,6 +15,21 @@ WITHOUT_DIRECTORY = "import sys; getattr(sys.flags, 'safe_path', False) or sys.p
 """
 
 
+LAYER = """
+import pathlib, sys, venv
+where = sys.argv[1]
+venv.EnvBuilder(symlinks=True, clear=True).create(where)
+(site,) = pathlib.Path(where).glob("lib/python*/site-packages")
+below = [path for path in sys.path if path.endswith("-packages")]
+lines = "; ".join(f"site.addsitedir({path!r})" for path in below)
+(site / "below.pth").write_text(f"import site; {lines}\\n")
+"""
+"""Code that makes an empty environment at argv[1] over the packages of the interpreter that runs it.
+
+A line of a .pth file that begins with "import" is executed.
+"""
+
+
 def module(name: str, *arguments: str, python: str = sys.executable) -> list[str]:
     """Return a command line that runs a module as `python -m` does, without the working directory.
 

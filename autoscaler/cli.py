@@ -37,6 +37,8 @@ _OWN: dict[str, tuple[str, str]] = {
     "status": (f"{_HERE}.commands.jobs:status", "Show one job in detail."),
     "logs": (f"{_HERE}.commands.logs:logs", "Show the output of a submitted job."),
     "wait": (f"{_HERE}.commands.logs:wait", "Wait until a submitted job has ended, and exit as it did."),
+    "cp": (f"{_HERE}.commands.copy:cp", "Copy files of a submitted job to this machine."),
+    "tensorboard": (f"{_HERE}.commands.copy:tensorboard", "Show the curves of submitted jobs as they grow."),
     "explain": (f"{_HERE}.commands.explain:explain", "Explain why a job has its number of replicas."),
     "scale": (f"{_HERE}.commands.jobs:scale", "Set a job's number of replicas, or make it automatic."),
     "checkpoint": (f"{_HERE}.commands.jobs:checkpoint", "Save a job's state now."),
@@ -57,6 +59,7 @@ _OWN: dict[str, tuple[str, str]] = {
 }
 HEADINGS = {
     "Jobs": "submit ls queue history status logs wait explain scale checkpoint stop resume cancel",
+    "Results": "cp tensorboard",
     "Cluster": "cluster coordinator events web doctor",
     "Nodes": "nodes drain",
     "Cloud": "cloud autoscale",

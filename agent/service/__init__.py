@@ -13,7 +13,9 @@
 | How does a node get the checkpoints of another one? | `checkpoint_copies` |
 | What does it remember of jobs, whatever the store says later? | `known_jobs` |
 | Which versions of this program are on the node? | `environments` |
-| Who may ask it for what? | `http_server`, `access`, `connections` |
+| Where are the packages of a job installed? | `job_packages` |
+| Who may ask it for what? | `http_server` (its list of routes), `access`, `connections` |
+| Which files of a job does it hand out? | `job_files` |
 | How is the cluster's etcd started, with users and passwords? | `etcd` |
 
 An agent that it starts is `adaptdl-run` as a person would start it: the service decides nothing about a

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from adaptdl_elastic.agent.service.archives import read_private, unpack
 from adaptdl_elastic.agent.service.blobs import AbsentError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import AgentState, Step
+from adaptdl_elastic.agent.service.job_packages import python_with
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
 from adaptdl_elastic.protocol import environment
@@ -80,6 +82,8 @@ class Agents:
         self._states: dict[str, AgentState] = {}
         self.problems: dict[str, str] = {}
         """Why this node cannot run a job, by job."""
+        self.unsuited: dict[str, str] = {}
+        """Why a job is not for this node, as its owner wants it, by job."""
         self._find_agents()
 
     def _notes(self) -> Path:
@@ -217,6 +221,10 @@ class Agents:
     def _stand_in(self, request: Request, peers: Sequence[ServiceRecord], membership: Membership) -> None:
         submission = request.submission
         job, path = submission.job, self._checkpoint_path(submission)
+        if why := why_unsuited(submission, self._config.node):
+            self.unsuited[job] = why
+            return self._failed(job, "", counts=False)
+        self.unsuited.pop(job, None)
         try:
             given, environment = self.fetch(submission, peers)
             write_spec(request, path, self._spec(job))
@@ -224,6 +232,9 @@ class Agents:
             work = self._directory.work(submission.folder)
             stand_in = StandIn(submission, work, given, options, environment, membership)
             stand_in = self._of_its_version(stand_in, request)
+            named, content = submission.requirements, submission.bundle
+            python = python_with(self._directory, work, named, content, stand_in.python)
+            stand_in = replace(stand_in, python=python)
             # this process has neither the job's variables nor what was imported under them
             if not can_fork(given) or ("://" in path and submission.environment is not None):
                 return self._start(stand_in)
@@ -261,7 +272,7 @@ class Agents:
         job = stand_in.job
         log, note = self._directory.log(job), self._notes() / f"{job}.json"
         try:
-            if can_fork(stand_in.given) and not stand_in.version:
+            if can_fork(stand_in.given) and stand_in.python == sys.executable:
                 child = self.forker.start(stand_in.options, stand_in.work, log, stand_in.environment)
                 process = KeptProcess.noted(child, note)
             else:
@@ -278,12 +289,13 @@ class Agents:
         self._changed()
 
     def _failed(self, job: str, problem: str, counts: bool = True) -> None:
-        logger.warning("job %s cannot be started: %s", job, problem)
         with self._lock:
             self._preparing.discard(job)
             now, state = time.monotonic(), self._states[job]
             self._states[job] = state.ended(now, 1) if counts else state.postponed(now)
-            self.problems[job] = problem
+            if problem:
+                logger.warning("job %s cannot be started: %s", job, problem)
+                self.problems[job] = problem
         self._changed()
 
     def _checkpoint_path(self, submission: Submission) -> str:
@@ -309,6 +321,7 @@ class Agents:
         """Forget how often the agent of a job that is over has failed: a job that is resumed begins again."""
         with self._lock:
             self.problems.pop(job, None)
+            self.unsuited.pop(job, None)
             if job not in {*self._processes, *self._preparing, *self._stand_ins}:
                 self._states.pop(job, None)
                 with contextlib.suppress(OSError):
@@ -319,6 +332,12 @@ class Agents:
         """The jobs that are not tried again here."""
         with self._lock:
             return tuple(sorted(job for job, state in self._states.items() if state.given_up))
+
+    @property
+    def pythons(self) -> list[str]:
+        """The interpreters of jobs that may have replicas here, and have no process yet."""
+        with self._lock:
+            return [one.python for one in self._stand_ins.values()]
 
     def record_failure(self, request: Request, reason: str, store: Store) -> None:
         """Write into the store that a job has failed because no node can start it."""
@@ -348,6 +367,16 @@ class Agents:
             if not process.wait(max(0.1, deadline - time.monotonic())):
                 process.kill_group()
             process.forget()
+
+
+def why_unsuited(submission: Submission, node: str) -> str:
+    """Return why a job is not for a node, on which this runs; "" if it is.
+
+    A file system that does not answer keeps the caller waiting.
+    """
+    if submission.nodes and node not in submission.nodes:
+        return f"--node {', '.join(submission.nodes)}"
+    return next((f"there is no {path} (--has)" for path in submission.has if not Path(path).exists()), "")
 
 
 def _followed(request: Request) -> str:

@@ -165,7 +165,7 @@ def read_private(archive: Path, owner: str) -> Mapping[str, str]:
 def _extract(archive: Archive, root: Path) -> None:
     links: list[tuple[PurePosixPath, str]] = []
     for member in archive.entries():
-        name = _inside(member.name)
+        name = inside(member.name)
         path = root / name
         if member.issym():
             links.append((name, member.linkname))
@@ -180,7 +180,7 @@ def _extract(archive: Archive, root: Path) -> None:
         else:
             raise BlobError(f"{member.name!r} in it is neither a file nor a directory nor a link")
     for name, target in links:
-        _inside(str(name.parent / target))
+        inside(str(name.parent / target))
         if any((root / parent).is_symlink() for parent in name.parents):
             raise BlobError(f"{str(name)!r} in it lies behind a link")
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def _extract(archive: Archive, root: Path) -> None:
             raise BlobError(f"{str(name)!r} in it leads out of the directory over other links")
 
 
-def _inside(name: str) -> PurePosixPath:
+def inside(name: str) -> PurePosixPath:
     """Return a path as it is; BlobError if it leads out of the directory that it is relative to."""
     path, depth = PurePosixPath(name), 0
     for part in path.parts:

@@ -1,7 +1,8 @@
 """Find the environment of a version of this program on a node, and remove those that nothing uses.
 
 `adaptdl cluster up` makes them (`autoscaler.provisioning.nodes`): one for each version, over one with the
-packages that it needs. Its file `made` has the version.
+packages that it needs. Its file `made` has the version. The service makes others over them, with the packages
+of jobs (`job_packages`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import psutil
@@ -26,19 +27,28 @@ def python_of(directory: ServiceDirectory, version: str) -> str | None:
     return next((str(made.parent / "bin" / "python") for made in found), None)
 
 
-def sweep(directory: ServiceDirectory, versions: Container[str], now: float) -> None:
+def sweep(
+    directory: ServiceDirectory, versions: Container[str], now: float, kept: Iterable[str] = ()
+) -> None:
     """Remove the environments that no process here uses, and no job.
 
     Args:
         directory: Of the service.
         versions: The versions of all agents of the cluster.
         now: Seconds since the epoch.
+        kept: Interpreters of jobs that have no process yet.
     """
-    users = [(directory.path / "service.json").read_text(), os.path.realpath(directory.path / "current")]
+    users = [
+        *kept,
+        (directory.path / "service.json").read_text(),
+        os.path.realpath(directory.path / "current"),
+    ]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             users.append(" ".join(process.cmdline()))
-    made = sorted(directory.environments.glob("*/made"))  # packages come behind what lies over them
+    made = sorted(directory.environments.glob("*/made"))
+    # each comes behind what lies over it
+    made.sort(key=lambda note: not note.parent.name.startswith("job-"))
 
     def unused(note: Path) -> bool:
         where = str(note.parent)

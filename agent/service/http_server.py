@@ -6,18 +6,19 @@ import json
 import logging
 import math
 import os
-import shutil
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from adaptdl_elastic.agent.service import job_files
 from adaptdl_elastic.agent.service.access import Caller, DeniedError, Turns, identify
 from adaptdl_elastic.agent.service.blobs import MOST_BLOB_BYTES, BlobError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import files_of
@@ -29,6 +30,8 @@ from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, Se
 from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError
 
 logger = logging.getLogger(__name__)
+
+Query = Mapping[str, str]
 
 _IDLE_SECONDS = 60.0  # after which a connection that sends nothing is closed
 UNKNOWN_SECONDS = 10.0  # the same, before its peer has proved who it is
@@ -47,6 +50,7 @@ class Served:
         directory: Of the service.
         blobs: The archives of this node.
         owner: Returns who owns a job; None: no valid submission of it is known.
+        folder: Returns the name of a job's working directory; None likewise.
         running: Returns the jobs that have an agent here.
         state: Returns what `adaptdl cluster status` shows of this node.
     """
@@ -55,6 +59,7 @@ class Served:
     directory: ServiceDirectory
     blobs: Blobs
     owner: Callable[[str], str | None]
+    folder: Callable[[str], str | None]
     running: Callable[[], list[str]]
     state: Callable[[], dict[str, Any]]
 
@@ -124,20 +129,28 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug(format, *args)
 
     def do_GET(self) -> None:
-        self._serve(self._get)
+        self._serve()
 
-    def do_HEAD(self) -> None:
-        self._serve(self._head)
+    do_HEAD = do_PUT = do_GET
 
-    def do_PUT(self) -> None:
-        self._serve(self._put)
-
-    def _serve(self, action: Callable[[list[str], Mapping[str, str]], None]) -> None:
+    def _serve(self) -> None:
         parts = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        path = parts.path.strip("/").split("/")
+        found = [unquote(part) for part in parts.path.strip("/").split("/")]
+        self.close_connection |= self.command == "PUT"  # the body may not be read to its end
         try:
-            action(path, query)
+            route = next((one for one in ROUTES if one.fits(self.command, found)), None)
+            if route is None:
+                raise DeniedError("this version of adaptdl-elastic does not serve that", 404)
+            named = route.names(found)
+            # the digest that is signed is that of the body
+            caller = self._caller(named[0] if self.command == "PUT" else "")
+            if route.who is Who.NODES:
+                caller.require_node()
+            if route.who is Who.OWNER:
+                job = check_name("job", named[0])
+                caller.require_owner(job, self.server.served.owner(job))
+            route.answer(self, caller, named, query)
         except DeniedError as error:
             self._answer(error.status, str(error).encode())
         except (BlobError, ValueError) as error:
@@ -161,68 +174,53 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(_IDLE_SECONDS)
         return caller
 
-    def _get(self, path: list[str], query: Mapping[str, str]) -> None:
-        match path:
-            case ["v1", "status"]:
-                caller = self._caller()
-                may = {"admin": caller.admin, "most_weight": caller.most_weight}
-                self._json({**self.server.served.state(), **may})
-            case ["metrics"]:  # for Prometheus, with a node's certificate
-                self._caller()
-                served = self.server.served
-                name = f'adaptdl_unfinished_jobs{{adaptdl_cluster="{served.config.cluster}"}}'
-                number = served.state()["unfinished"]
-                text = f"# TYPE adaptdl_unfinished_jobs gauge\n{name} {number}\n"
-                self._answer(200, text.encode())
-            case ["v1", "blobs", digest]:
-                self._caller().require_node()
-                self._file(self.server.served.blobs.path(digest))
-            case ["v1", "checkpoints", job, checkpoint_id]:
-                self._caller().require_node()
-                self._json({"files": self._checkpoint(job, checkpoint_id)})
-            case ["v1", "checkpoints", job, checkpoint_id, quoted]:
-                self._caller().require_node()
-                name = unquote(quoted)
-                if name not in self._checkpoint(job, checkpoint_id):
-                    self._nothing_here()
-                self._file(self.server.served.directory.checkpoints(job) / checkpoint_id / name)
-            case ["v1", "logs", job]:
-                caller = self._caller()
-                caller.require_owner(job, self.server.served.owner(check_name("job", job)))
-                after = int(query.get("after", 0)) or self._near_the_end(job, int(query.get("tail", 0)))
-                self._json(self._output(job, after, float(query.get("wait", 0))))
-            case _:
-                self._nothing_here()
+    def _status(self, caller: Caller, named: list[str], query: Query) -> None:
+        may = {"admin": caller.admin, "most_weight": caller.most_weight}
+        self._json({**self.server.served.state(), **may})
 
-    def _head(self, path: list[str], query: Mapping[str, str]) -> None:
-        match path:
-            case ["v1", "blobs", digest]:
-                self._caller()
-                self._answer(200 if self.server.served.blobs.has(digest) else 404, b"")
-            case _:
-                self._nothing_here()
+    def _metrics(self, caller: Caller, named: list[str], query: Query) -> None:
+        served = self.server.served
+        name = f'adaptdl_unfinished_jobs{{adaptdl_cluster="{served.config.cluster}"}}'
+        number = served.state()["unfinished"]
+        self._answer(200, f"# TYPE adaptdl_unfinished_jobs gauge\n{name} {number}\n".encode())
 
-    def _put(self, path: list[str], query: Mapping[str, str]) -> None:
-        self.close_connection = True  # the body may not be read to its end
-        match path:
-            case ["v1", "blobs", digest]:
-                self._caller(digest)
-                size = int(self.headers.get("Content-Length") or -1)
-                if not 0 <= size <= MOST_BLOB_BYTES:
-                    raise BlobError(f"an archive of {size} bytes is not accepted")
-                self.server.served.blobs.receive(digest, size, self.rfile.read)
-                self._answer(201, b"")
-            case _:
-                self._nothing_here()
+    def _blob(self, caller: Caller, named: list[str], query: Query) -> None:
+        path = self.server.served.blobs.path(named[0])
+        self._send(path.parent, path.name)
 
-    def _nothing_here(self) -> None:
-        raise DeniedError("this version of adaptdl-elastic does not serve that", 404)
+    def _has_blob(self, caller: Caller, named: list[str], query: Query) -> None:
+        self._answer(200 if self.server.served.blobs.has(named[0]) else 404, b"")
 
-    def _checkpoint(self, job: str, checkpoint_id: str) -> list[str]:
+    def _take_blob(self, caller: Caller, named: list[str], query: Query) -> None:
+        size = int(self.headers.get("Content-Length") or -1)
+        if not 0 <= size <= MOST_BLOB_BYTES:
+            raise BlobError(f"an archive of {size} bytes is not accepted")
+        self.server.served.blobs.receive(named[0], size, self.rfile.read)
+        self._answer(201, b"")
+
+    def _checkpoint(self, caller: Caller, named: list[str], query: Query) -> None:
+        job, checkpoint_id, *name = named
         root = self.server.served.directory.checkpoints(check_name("job", job))
-        if not (files := files_of(root, checkpoint_id)):
+        files = files_of(root, checkpoint_id)
+        if not files or not set(name) <= set(files):
             raise DeniedError("the checkpoint is not on this node", 404)
-        return files
+        if name:
+            self._send(root / checkpoint_id, *name)
+        else:
+            self._json({"files": files})
+
+    def _log(self, caller: Caller, named: list[str], query: Query) -> None:
+        (job,) = named
+        after = int(query.get("after", 0)) or self._near_the_end(job, int(query.get("tail", 0)))
+        self._json(self._output(job, after, float(query.get("wait", 0))))
+
+    def _job_file(self, caller: Caller, named: list[str], query: Query) -> None:
+        served, (job, kind, *path) = self.server.served, named
+        folder = job_files.folder_of(served.directory, kind, job, served.folder(job) or job)
+        if path:
+            self._send(folder, path[0], int(query.get("after", 0)), int(query.get("size", 1 << 62)))
+        else:
+            self._json(job_files.listing(folder, query.get("path", "")))
 
     def _near_the_end(self, job: str, size: int) -> int:
         """Return where the line begins that is about `size` bytes before the output's end; 0: show all."""
@@ -244,16 +242,20 @@ class _Handler(BaseHTTPRequestHandler):
                 text = data.decode(errors="replace")
                 return {"offset": after + len(data), "text": text, "running": running}
 
-    def _file(self, path: Path) -> None:
-        try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            raise DeniedError("it is not on this node", 404) from None
-        with file:
+    def _send(self, folder: Path, path: str, after: int = 0, most: int = 1 << 62) -> None:
+        """Send a file of a folder from an offset on, up to an offset and to its present end."""
+        with job_files.opened(folder, path) as (file, size):
+            left = min(size, most) - after
+            if after < 0 or left < 0:
+                raise ValueError(f"{path} has {size} bytes, and those from {after} on are asked for")
             self.send_response(200)
-            self.send_header("Content-Length", str(path.stat().st_size))
+            self.send_header("Content-Length", str(left))
             self.end_headers()
-            shutil.copyfileobj(file, self.wfile, _CHUNK)
+            file.seek(after)
+            while left and (piece := file.read(min(left, _CHUNK))):
+                self.wfile.write(piece)
+                left -= len(piece)
+            self.close_connection |= left > 0  # it has become shorter
 
     def _json(self, value: Any) -> None:
         self._answer(200, json.dumps(value).encode(), "application/json")
@@ -267,6 +269,59 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+class Who(Enum):
+    """Who may use a route."""
+
+    ANYBODY = "nodes and people of the cluster"
+    NODES = "nodes of the cluster"
+    OWNER = "the job's owner, and administrators"
+
+
+@dataclass(frozen=True)
+class Route:
+    """What the port answers.
+
+    Attributes:
+        method: GET, HEAD or PUT.
+        path: Its parts, parted by slashes; * stands for any. The first one of a route for owners is a job.
+        who: Who may use it.
+        answer: The method of the handler.
+    """
+
+    method: str
+    path: str
+    who: Who
+    answer: Callable[[_Handler, Caller, list[str], Query], None]
+
+    def fits(self, method: str, path: list[str]) -> bool:
+        """Return whether a request is for this route."""
+        own = self.path.split("/")
+        same = len(own) == len(path) and all(
+            mine in ("*", part) for mine, part in zip(own, path, strict=True)
+        )
+        return same and method == self.method
+
+    def names(self, path: list[str]) -> list[str]:
+        """Return the parts of a path that stand where this one has a *."""
+        return [part for own, part in zip(self.path.split("/"), path, strict=True) if own == "*"]
+
+
+ROUTES = (
+    Route("GET", "v1/status", Who.ANYBODY, _Handler._status),
+    # for Prometheus, with a node's certificate
+    Route("GET", "metrics", Who.ANYBODY, _Handler._metrics),
+    Route("HEAD", "v1/blobs/*", Who.ANYBODY, _Handler._has_blob),
+    Route("PUT", "v1/blobs/*", Who.ANYBODY, _Handler._take_blob),
+    Route("GET", "v1/blobs/*", Who.NODES, _Handler._blob),
+    Route("GET", "v1/checkpoints/*/*", Who.NODES, _Handler._checkpoint),
+    Route("GET", "v1/checkpoints/*/*/*", Who.NODES, _Handler._checkpoint),
+    Route("GET", "v1/logs/*", Who.OWNER, _Handler._log),
+    Route("GET", "v1/files/*/*", Who.OWNER, _Handler._job_file),
+    Route("GET", "v1/files/*/*/*", Who.OWNER, _Handler._job_file),
+)
+"""All that the port serves, and to whom."""
 
 
 def read_lines(path: Path, after: int) -> bytes:

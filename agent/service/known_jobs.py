@@ -97,6 +97,11 @@ class KnownJobs:
         known = (self._jobs or {}).get(job)
         return None if known is None else known.read().owner
 
+    def folder(self, job: str) -> str | None:
+        """Return the name of a job's working directory; None: no valid submission of it was seen."""
+        known = (self._jobs or {}).get(job)
+        return None if known is None else known.read().folder
+
     def needed_archives(self) -> set[str]:
         """Return the digests of the archives of jobs that may run, or run again."""
         lasting = [

@@ -101,7 +101,8 @@ class Supervisor:
         self._membership: Membership | None = None
         self._host = self._coordinator_host()
         listening = listen(config.host, parse_ports(config.port_range) if config.port_range else None)
-        served = Served(config, directory, self._blobs, self._known.owner, self._running, self._state)
+        known = self._known
+        served = Served(config, directory, self._blobs, known.owner, known.folder, self._running, self._state)
         self._port = ServicePort(listening, served)
         self._record = ServiceRecord(
             node=config.node,
@@ -173,7 +174,7 @@ class Supervisor:
             while not self._stopping.is_set():
                 if self._etcd is not None and not self._etcd.alive:
                     return  # `run` starts it again
-                problems = self._problems()
+                problems = {**self._agents.unsuited, **self._problems()}
                 news = {"problems": problems, "given_up": self._agents.given_up}
                 registration.write(ServiceRecord(**{**vars(self._record), **news}))
                 self._agents.withdraw(lambda held: held.lease.lost.is_set())
@@ -274,7 +275,7 @@ class Supervisor:
             nodes = membership.store.range(self._keys.nodes).items
             agents_of = {record.version for item in nodes if (record := read_record(NodeRecord, item))}
             try:
-                environments.sweep(self._directory, agents_of, time.time())
+                environments.sweep(self._directory, agents_of, time.time(), self._agents.pythons)
             except OSError as error:  # the next look tries again
                 logger.warning("old versions are not removed: %s", error)
 

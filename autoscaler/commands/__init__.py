@@ -7,6 +7,7 @@
 | `submit`, `cancel`, `resume` | `submit` |
 | `submit --array` | `job_array` (pure) |
 | `logs` | `logs` |
+| `cp`, `tensorboard` | `copy` |
 | `explain` | `explain` |
 | `report` | `report` |
 | `replay` | `replay` |

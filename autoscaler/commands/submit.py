@@ -129,6 +129,16 @@ LEAVE_SECONDS = 30.0
 @click.option(
     "--replace", "replaces", is_flag=True, help="Continue your ended job of this name, with these files."
 )
+@click.option(
+    "--requirements",
+    default="",
+    metavar="FILE",
+    help="Packages to install on the nodes. [default: requirements.txt, uv.lock or pyproject.toml]",
+)
+@click.option(
+    "--node", "nodes", multiple=True, metavar="NODE", help="Only run there; repeatable: on any of them."
+)
+@click.option("--has", multiple=True, metavar="PATH", help="Only run on nodes where PATH exists; repeatable.")
 @click.option("--dry-run", is_flag=True, help="Only say what would happen.")
 @json_option
 @cluster_option
@@ -153,6 +163,10 @@ def submit(
     path = asked["checkpoint_path"]
     if path and "://" not in path and not path.startswith("/"):
         raise OptionError(f"--checkpoint-path {path}: give an absolute path, nodes have other directories")
+    if asked["requirements"] and not (workdir / asked["requirements"]).is_file():
+        raise OptionError(f"--requirements {asked['requirements']}: there is no such file in {workdir}")
+    if relative := next((one for one in asked["has"] if not one.startswith("/")), None):
+        raise OptionError(f"--has {relative}: give an absolute path, nodes have other directories")
     try:
         stem = name_of(job, words[0] if mode != "module" else words[0].rpartition(".")[2])
         members = job_array.expand(stem, words, array)
@@ -181,6 +195,9 @@ def submit(
         fixed = replaces or job is not None
         drafts = [_replacing(one, reader) if replaces else _named(one, found, fixed) for one in drafts]
         _check_after(drafts[0], found)
+        if unknown := set(drafts[0].nodes) - set(found.services):
+            known = ", ".join(sorted(found.services)) or "none"
+            raise OptionError(f"--node {min(unknown)}: no such node is registered; registered are {known}")
         weight = asked["weight"]
         told = weight_problem(weight, job_requests.most_weight(client, found)) if weight > 1 else []
         private = (contexts.config_directory(), Path.home() / ".ssh")

@@ -67,23 +67,20 @@ say gpus "$(ls /proc/driver/nvidia/gpus 2>/dev/null | wc -l)"
 
 
 # Makes an environment at argv[1] of the wheel argv[2] alone, whose version is argv[3], over the packages of
-# the interpreter that runs this. argv[4:] have to be among them. A line of a .pth file that begins with
-# "import" is executed.
+# the interpreter that runs this. argv[4:] have to be among them.
 _LAYER = (
     _own_python.WITHOUT_DIRECTORY
     + """
-import importlib.metadata, pathlib, venv, zipfile
-where, wheel, version, *needs = sys.argv[1:]
+import importlib.metadata, zipfile
+wheel, version, *needs = sys.argv[2:]
 names = (one.metadata["Name"] or "" for one in importlib.metadata.distributions())
 have = {name.lower().replace("_", "-") for name in names}
 if lacks := [one for one in needs if one.lower().replace("_", "-") not in have]:
     sys.exit(f"{sys.executable} lacks {', '.join(lacks)}: install that there, or leave --python away")
-venv.EnvBuilder(symlinks=True, clear=True).create(where)
-(site,) = pathlib.Path(where).glob("lib/python*/site-packages")
+"""
+    + _own_python.LAYER
+    + """
 zipfile.ZipFile(wheel).extractall(site)
-below = [path for path in sys.path if path.endswith("-packages")]
-lines = "; ".join(f"site.addsitedir({path!r})" for path in below)
-(site / "below.pth").write_text(f"import site; {lines}\\n")
 (pathlib.Path(where) / "made.new").write_text(version)
 (pathlib.Path(where) / "made.new").rename(pathlib.Path(where) / "made")
 """

@@ -66,6 +66,8 @@ for epoch in adl.remaining_epochs_until(epochs):
         if number == 0:
             print(f"epoch {{epoch}} begins with {{num_replicas()}} replicas", flush=True)
         time.sleep(0.2 if num_replicas() < 3 else 0)
+if adl.rank() == 0:
+    torch.save(model.state_dict(), "model.pt")
 print(f"{{epochs}} epochs are done on {{socket.gethostname()}}", flush=True)
 """
 # The only Python 3 of a node is the one whose packages the stubs have. A node has no etcd.
@@ -173,7 +175,7 @@ class Desk:
 
 
 def test_three_commands_and_a_second_person(room: Room) -> None:
-    (three,) = blocks("howto/cluster.md", "bash", "test_cluster_on_machines")
+    three, results = blocks("howto/cluster.md", "bash", "test_cluster_on_machines")
     up, submit, logs = three.splitlines()
     in_readme = blocks("../README.md", "bash", "test_cluster_on_machines")
     assert in_readme == [re.sub(" +#.*", "", three)]
@@ -206,6 +208,10 @@ def test_three_commands_and_a_second_person(room: Room) -> None:
     assert set(re.findall(r"10 epochs are done on (\w+)", rest)) == set(NODES)
     assert "epoch 9 begins with 3 replicas" in rest
     assert "done" in desk.type("adaptdl ls --all")
+    desk.type(results)
+    assert "model.pt results saved train.py" in desk.type("echo $(ls)")
+    assert "model.pt train.py" in desk.type("echo $(ls results)")
+    assert "manifest.json" in desk.type("ls saved/*")
 
     # the lines of the page for a second person, on a machine of her own
     (make_key, grant, unpack) = (line.partition("$")[2].strip() for line in people.splitlines())
@@ -221,6 +227,9 @@ def test_three_commands_and_a_second_person(room: Room) -> None:
     # the archive with her password does not travel with her jobs
     assert "submitted hers (1 file" in laptop.type("adaptdl submit --name hers train.py --epochs 0")
     assert "0 epochs are done on node" in laptop.type("adaptdl logs -f hers")
+    # she has no ssh, and gets her model
+    assert "1 files" in laptop.type("adaptdl cp hers:model.pt .")
+    assert "job train belongs to you" in laptop.type("adaptdl cp train:model.pt x", code=1)
     desk.type("adaptdl cluster revoke alice")
     laptop.type("adaptdl ls", code=1)
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.processes  # ssh-keygen
 
 READ_ONLY = {
     *("ls", "queue", "history", "status", "logs", "wait", "explain", "events", "nodes", "doctor", "report"),
-    *("cluster status", "web", "page output", "replay"),
+    *("cluster status", "web", "page output", "replay", "cp", "tensorboard"),
 }
 OF_ONE_S_OWN = {  # job, by `check_owner`; or account of AWS
     *("submit", "scale", "checkpoint", "stop", "resume", "cancel", "cloud pack", "cloud up", "cloud down"),

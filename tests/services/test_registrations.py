@@ -235,3 +235,24 @@ def test_a_job_that_a_node_has_given_up_is_tried_again_when_it_is_resumed(
     assert "Not a gzipped file" in node.agents.problems["job"]
     node.agents.forget("job")  # it is stopped
     assert (node.agents.states(), node.agents.problems) == ({}, {})
+
+
+def test_a_node_that_a_job_is_not_for_is_registered_once_it_is(node: Node, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for changes, why in (
+        ({"nodes": ("n2", "n3")}, "--node n2, n3"),
+        ({"has": ("/tmp", str(data))}, f"there is no {data} (--has)"),
+    ):
+        request = replace(REQUEST, submission=replace(REQUEST.submission, **changes))
+        node.review(request)
+        node.changed.clear()
+        node.agents.start(request, [], node.membership)
+        assert node.changed.wait(60)
+        assert node.agents.unsuited == {"job": why}
+        assert node.agents.problems == {}
+        assert not node.state.alive
+        assert (node.state.failures, node.record) == (0, None)
+    data.mkdir()
+    node.agents.start(request, [], node.membership)
+    until("it never became so", lambda: node.state.standing)
+    assert node.agents.unsuited == {}

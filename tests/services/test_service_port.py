@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import io
 import json
@@ -14,23 +13,23 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from polling import until
 from prometheus_client.parser import text_string_to_metric_families
+from service_world import ID, World, refused, running_world
 from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent.service import checkpoint_copies
-from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import KEPT, CheckpointCopies, copy
-from adaptdl_elastic.agent.service.http_server import Served, ServicePort, line_before_end, read_lines
+from adaptdl_elastic.agent.service.http_server import ROUTES, Who, line_before_end, read_lines
 from adaptdl_elastic.agent.service.lifecycle import unit_text
 from adaptdl_elastic.autoscaler.commands import job_requests
 from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of
@@ -51,16 +50,14 @@ from adaptdl_elastic.rendezvous.schema.submissions import (
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import service_client, signatures
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request
-from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_client import (
     ServiceClient,
     ServiceError,
     ServiceRefusedError,
     Signer,
-    node_context,
     person_context,
 )
-from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
+from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 from adaptdl_elastic.rendezvous.services.signatures import People, Person, SignatureError, UncheckedError
 from adaptdl_elastic.rendezvous.services.submitted import (
     SubmissionReader,
@@ -80,85 +77,24 @@ pytestmark = [
 
 DATA = b"an archive"
 DIGEST = hashlib.sha256(DATA).hexdigest()
-ID = "cluster-id"
-Record = Submission | Cancellation | Resumption
 STATUS = {"node": "n1", "unfinished": 2, "admin": False, "most_weight": 1.0}
-
-
-class World:
-    """A node service's port, and three people: an administrator, a user, and a stranger with a key."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
-        self.context = ClusterContext("lab", ID, person="admin")
-        self.credentials = Credentials(self.context)
-        self.credentials.prepare()
-        self.keys = {"admin": self.context.identity}
-        people = self.credentials.people()
-        for name in ("alice", "stranger"):
-            key = folder / name
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-            self.keys[name] = key
-        public = signatures.public_key((folder / "alice.pub").read_text())
-        self.credentials.write_people({**people, "alice": Person("alice", public)})
-        self.directory = ServiceDirectory(folder / "node")
-        for name, data in self.credentials.node_files("n1", "127.0.0.1").items():
-            path = self.directory.path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.record = ServiceRecord("n1", "127.0.0.1", listening.getsockname()[1], 1)
-        served = Served(
-            ServiceConfig("lab", ID, "n1", "127.0.0.1", "https://127.0.0.1:1"),
-            self.directory,
-            Blobs(self.directory.blobs),
-            {"hers": "alice", "other": "admin"}.get,
-            lambda: ["hers"],
-            lambda: {"node": "n1", "unfinished": 2},
-        )
-        self.port = ServicePort(listening, served)
-        self.port.start()
-
-    def people(self) -> signatures.People:
-        return self.credentials.people()
-
-    def client(self, person: str, key: str = "") -> ServiceClient:
-        return ServiceClient(person_context(self.context.ca), Signer(ID, person, self.keys[key or person]))
-
-    def ask(self, person: str, path: str = "/v1/status", **values: object) -> Any:
-        return self.client(person).get_json(self.record, path, **values)
-
-    def page(self, store: MemoryStore, person: str) -> Actions:
-        return Actions(store.client, Keys("lab"), replace(self.context, person=person), self.client(person))
-
-    def put(self, store: MemoryStore, key: str, record: Record, person: str) -> None:
-        """Sign a record as a person does, and put it into the store."""
-        store.put(key, sign_record(ID, record, person, functools.partial(signatures.sign, self.keys[person])))
-
-    def with_bob(self) -> signatures.People:
-        """Return the people of the cluster with the stranger, who is called bob, as one of them."""
-        self.keys["bob"] = self.keys["stranger"]
-        public = signatures.public_key(self.keys["bob"].with_suffix(".pub").read_text())
-        return {**self.people(), "bob": Person("bob", public)}
-
-    def node(self) -> ServiceClient:
-        return ServiceClient(node_context(self.directory.ca, self.directory.cert, self.directory.key))
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    # on a busy machine either side may be slow to shake hands
-    monkeypatch.setattr("adaptdl_elastic.rendezvous.services.service_client.CONNECT_SECONDS", 100.0)
-    monkeypatch.setattr("adaptdl_elastic.agent.service.http_server.UNKNOWN_SECONDS", 100.0)
-    made = World(tmp_path, monkeypatch)
-    yield made
-    made.port.close()
+    with running_world(tmp_path, monkeypatch) as made:
+        yield made
 
 
-def refused(action: Callable[[], object], status: int, message: str) -> None:
-    with pytest.raises(ServiceRefusedError, match=message) as found:
-        action()
-    assert found.value.status == status
+def test_every_route_is_for_those_of_whom_its_list_says_so(world: World) -> None:
+    unsigned, alice = ServiceClient(person_context(world.context.ca)), world.client("alice")
+    with_query = {Who.NODES: "only nodes of the cluster", Who.OWNER: "belongs to admin"}
+    for route in ROUTES:
+        path = "/" + route.path.replace("*", "other")
+        for client, status, why in ((unsigned, 401, "not signed"), (alice, 403, with_query.get(route.who))):
+            if why is not None and route.method == "GET":
+                refused(partial(client.get_json, world.record, path), status, why)
+    assert len({(route.method, route.path) for route in ROUTES}) == len(ROUTES)
 
 
 def test_people_put_archives_and_only_nodes_get_them(world: World) -> None:

@@ -1,0 +1,195 @@
+"""Files of a job that its owner fetches from a node: `adaptdl cp`. Real TLS, real signatures."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from ports import free_port
+from service_world import ID, World, refused, running_world
+from submitted_jobs import submission_by
+
+from adaptdl_elastic.autoscaler.commands import copy
+from adaptdl_elastic.autoscaler.commands.copy import JobFiles, RemoteFile
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import Cause, Placement, Plan, Transition, encode
+from adaptdl_elastic.rendezvous.services import context as contexts
+from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, ServiceError
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        shutil.which("ssh-keygen") is None or shutil.which("openssl") is None,
+        reason="needs ssh-keygen and openssl",
+    ),
+]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with running_world(tmp_path, monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def work(world: World) -> Path:
+    """A working directory with a file, a folder, a link out of it and a pipe."""
+    folder = world.directory.work("hers@1")
+    (folder / "results").mkdir(parents=True)
+    (folder / "run.sh").write_text("#!/bin/sh")
+    (folder / "run.sh").chmod(0o755)
+    (folder / "results" / "model.pt").write_bytes(b"0123456789" * 1000)
+    (folder / "results" / "secret").symlink_to(world.directory.key)
+    (folder / "results" / "up").symlink_to("../..")
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def test_a_listing_has_the_regular_files_in_the_folder_only(world: World, work: Path) -> None:
+    for person in ("alice", "admin"):
+        said = world.ask(person, "/v1/files/hers/work")
+        assert [(name, size, may) for name, size, _, may in said["files"]] == [
+            ("results/model.pt", 10_000, False),
+            ("run.sh", 9, True),
+        ]
+        assert said["left_out"] == 3
+    (alone,) = world.ask("alice", "/v1/files/hers/work?path=results%2Fmodel.pt")["files"]
+    assert alone[:2] == ["", 10_000]
+
+
+@pytest.mark.parametrize("kind", ["list", "file"])
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        *(("../../pki/node-key.pem", 400), ("/etc/passwd", 400), ("results/secret", 404)),
+        *(("results/up/work", 404), ("results/up/../pki/node-key.pem", 404), ("absent", 404)),
+    ],
+)
+def test_nothing_outside_of_the_folder_is_served(
+    world: World, work: Path, path: str, status: int, kind: str
+) -> None:
+    alice, quoted = world.client("alice"), path.replace("/", "%2F")
+    target = f"/v1/files/hers/work?path={quoted}" if kind == "list" else f"/v1/files/hers/work/{quoted}"
+    refused(lambda: alice.download(world.record, target, lambda data: None), status, "n1 refuses")
+
+
+def test_a_pipe_and_an_offset_beyond_the_end_are_refused_at_once(world: World, work: Path) -> None:
+    alice = world.client("alice")
+    for target, status in (("pipe", 404), ("run.sh?after=10", 400), ("run.sh?after=-1", 400)):
+        where = f"/v1/files/hers/work/{target}"
+        refused(
+            lambda where=where: alice.download(world.record, where, lambda data: None), status, "n1 refuses"
+        )
+
+
+class Broken(ServiceClient):
+    """A client whose connection breaks after some bytes, as often as `left` says."""
+
+    left, after, asked = 1, 4000, 0
+
+    def download(self, service: Any, target: str, write: Callable[[bytes], Any]) -> None:
+        self.asked += 1
+        if self.left:
+            self.left -= 1
+            got = bytearray()
+            super().download(service, target, got.extend)
+            write(bytes(got[: self.after]))
+            raise ServiceError("n1 broke off")
+        super().download(service, target, write)
+
+
+def broken(world: World) -> Broken:
+    client = world.client("alice")
+    client.__class__ = Broken
+    assert isinstance(client, Broken)
+    return client
+
+
+def test_a_copy_goes_on_where_it_was_and_is_not_made_twice(world: World, work: Path, tmp_path: Path) -> None:
+    client, target = broken(world), tmp_path / "mine" / "model.pt"
+    files = JobFiles(client, {"n1": world.record}, "hers", "work")
+    ((file,),) = files.everywhere("results/model.pt").values()
+    with pytest.raises(ServiceError, match="broke off"):
+        files.fetch(["n1"], "results/model.pt", file, target)
+    (part,) = target.parent.iterdir()
+    assert part.stat().st_size == 4000
+    # it grows meanwhile: what was listed is fetched
+    with (work / "results" / "model.pt").open("ab") as more:
+        more.write(b"more")
+    files.fetch(["n1"], "results/model.pt", file, target)
+    assert target.read_bytes() == b"0123456789" * 1000
+    assert [one.name for one in target.parent.iterdir()] == ["model.pt"]
+    assert client.asked == 2
+    files.fetch(["n1"], "results/model.pt", file, target)
+    assert client.asked == 2
+
+
+def test_of_a_checkpoint_another_node_is_asked_when_one_breaks_off(
+    world: World, work: Path, tmp_path: Path
+) -> None:
+    gone = replace(world.record, node="n0", port=free_port())
+    files = JobFiles(broken(world), {"n0": gone, "n1": world.record}, "hers", "work")
+    ((file,),) = files.everywhere("run.sh").values()
+    assert "the service of n0" in files.silent[0]
+    files.fetch(["n0", "n1", "n1"], "run.sh", file, tmp_path / "run.sh")
+    assert os.access(tmp_path / "run.sh", os.X_OK)
+
+
+def test_a_node_that_lists_files_elsewhere_is_not_believed() -> None:
+    for path in ("../x", "/x", "a/../../x"):
+        with pytest.raises(ServiceError, match="nothing is fetched"):
+            RemoteFile(path, 1, 1, False)
+
+
+def cp(world: World, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
+    """Run the command as alice, on a cluster whose plan has rank 0 on n1."""
+    store, keys = MemoryStore(), Keys("lab")
+    world.put(store, keys.submission("hers"), submission_by("alice", "hers"), "alice")
+    store.put(keys.service("n1"), encode(world.record))
+    plan = Plan("hers", "r", 1, (Placement("n1", 1),), Cause.START, Transition.RESTART, "")
+    store.put(keys.job("hers", "plan"), encode(plan))
+    reader = SubmissionReader(store.client(), keys, ID)
+    contexts.save(world.context)
+    monkeypatch.setattr(copy, "open_cluster", lambda context: (reader, store.client(), keys))
+    monkeypatch.setattr(copy, "client_of", lambda context: world.client("alice"))
+    return CliRunner().invoke(copy.cp, arguments, catch_exceptions=False, standalone_mode=False)
+
+
+def test_the_command_copies_folders_files_logs_and_checkpoints(
+    world: World, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = world.directory.log("hers")
+    log.parent.mkdir(parents=True)
+    log.write_text("[rank0]: one\n")
+    saved = world.directory.checkpoints("hers") / "00000001-g00000-abcd" / "manifest.json"
+    saved.parent.mkdir(parents=True)
+    saved.write_text("{}")
+    mine = tmp_path / "mine"
+    said = cp(world, monkeypatch, "hers:results", str(mine))
+    assert "1 files, 0.0 MB, from n1" in said.output
+    assert [path.name for path in mine.iterdir()] == ["model.pt"]
+    cp(world, monkeypatch, "hers:run.sh", str(mine))
+    cp(world, monkeypatch, "--logs", "hers", str(mine / "logs"))
+    cp(world, monkeypatch, "--checkpoints", "hers", str(mine / "saved"))
+    found = {str(path.relative_to(mine)) for path in mine.rglob("*") if path.is_file()}
+    assert found == {"model.pt", "run.sh", "logs/output.log", "saved/00000001-g00000-abcd/manifest.json"}
+
+
+def test_what_is_nowhere_or_cannot_be_written_is_one_line(
+    world: World, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(copy.CommandError, match=r"hers:absent is not on n1"):
+        cp(world, monkeypatch, "hers:absent", str(tmp_path / "x"))
+    with pytest.raises(copy.OptionError, match="--from n7: no such service is registered; registered are n1"):
+        cp(world, monkeypatch, "--from", "n7", "hers:run.sh", str(tmp_path / "x"))
+    (tmp_path / "file").touch()
+    with pytest.raises(copy.CommandError, match=r"cannot be written: .*the same command goes on"):
+        cp(world, monkeypatch, "hers:results", str(tmp_path / "file"))

@@ -1,0 +1,93 @@
+"""Packages that a job names are installed once on a node, over those of the program. Real pip, no index."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from adaptdl_elastic.agent.service import environments, job_packages
+from adaptdl_elastic.agent.service.job_packages import PackagesError, python_with
+from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
+
+pytestmark = pytest.mark.processes
+SHOW = "import thing, numpy, sys; print(thing.NUMBER, numpy.__file__.startswith(sys.prefix))"
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServiceDirectory:
+    """A node for which the only packages of an index are two versions of `thing`."""
+    index = tmp_path / "index"
+    index.mkdir()
+    for number in (1, 2):
+        with zipfile.ZipFile(index / f"thing-{number}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("thing.py", f"NUMBER = {number}\n")
+            about = f"thing-{number}.dist-info"
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: thing\nVersion: {number}\n")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    return ServiceDirectory(tmp_path / "node")
+
+
+def job(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+def shown(python: str) -> str:
+    return subprocess.run([python, "-c", SHOW], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_packages_are_installed_once_for_a_content_over_those_that_are_there(
+    node: ServiceDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = job(tmp_path / "one", requirements_txt="# mine\nthing==1\nnumpy\n")
+    second = job(tmp_path / "two", requirements_txt="thing==1\n\nnumpy\n")
+    with ThreadPoolExecutor() as pool:
+        made = set(pool.map(lambda work: python_with(node, work, "", "", sys.executable), (first, second)))
+    (python,) = made
+    assert shown(python) == "1 False"
+    assert not list(first.glob(".requirements*"))
+    monkeypatch.setattr(job_packages, "_install", None)
+    assert python_with(node, first, "", "", sys.executable) == python
+    # one that was not finished does not count
+    (Path(python).parents[1] / "made").unlink()
+    with pytest.raises(TypeError):
+        python_with(node, first, "", "", sys.executable)
+
+
+def test_a_file_that_is_named_comes_before_the_usual_ones(node: ServiceDirectory, tmp_path: Path) -> None:
+    project = '[project]\nname = "x"\nversion = "1"\ndependencies = ["thing>=2"]\n'
+    work = job(tmp_path / "work", pyproject_toml=project, other_txt="thing<2\n")
+    if sys.version_info >= (3, 11):
+        assert shown(python_with(node, work, "", "", sys.executable)) == "2 False"
+    assert shown(python_with(node, work, "other.txt", "", sys.executable)) == "1 False"
+    assert python_with(node, job(tmp_path / "none"), "", "", "python") == "python"
+
+
+@pytest.mark.parametrize("text", ["absent-package\n", "thing==7\n", "-r nowhere.txt\n"])
+def test_what_cannot_be_installed_is_said_in_the_installers_words(
+    node: ServiceDirectory, tmp_path: Path, text: str
+) -> None:
+    with pytest.raises(PackagesError, match=r"its packages cannot be installed: .*(No matching|nowhere)"):
+        python_with(node, job(tmp_path / "work", requirements_txt=text), "", "", sys.executable)
+    assert not list(node.environments.glob("*/made"))
+
+
+def test_an_environment_stays_while_a_job_may_start_in_it(node: ServiceDirectory, tmp_path: Path) -> None:
+    node.path.mkdir()
+    (node.path / "service.json").touch()
+    python = python_with(node, job(tmp_path / "w", requirements_txt="thing==1\n"), "", "", sys.executable)
+    later = environments.FRESH_SECONDS + 1e10
+    environments.sweep(node, (), later, [python])
+    assert Path(python).exists()
+    environments.sweep(node, (), later)
+    assert not Path(python).exists()
