@@ -199,14 +199,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(201, b"")
 
     def _checkpoint(self, caller: Caller, named: list[str], query: Query) -> None:
-        job, checkpoint_id, *name = named
+        job, checkpoint_id, *names = named
         root = self.server.served.directory.checkpoints(check_name("job", job))
         files = files_of(root, checkpoint_id)
-        if not files or not set(name) <= set(files):
+        if not files or not set(names) <= set(files):
             raise DeniedError("the checkpoint is not on this node", 404)
-        if name:
-            self._send(root / checkpoint_id, *name)
-        else:
+        for name in names:
+            self._send(root / checkpoint_id, name)
+        if not names:
             self._json({"files": files})
 
     def _log(self, caller: Caller, named: list[str], query: Query) -> None:

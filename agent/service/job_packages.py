@@ -111,4 +111,4 @@ def _run(command: Sequence[str], work: Path) -> str:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["the installer says nothing"]
         errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")] or lines[-1:]
         raise PackagesError(f"its packages cannot be installed: {'; '.join(errors[:3])}")
-    return done.stdout
+    return str(done.stdout)

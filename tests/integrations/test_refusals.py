@@ -28,9 +28,8 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 def fit(net, most=None, **options):
     strategy = ElasticStrategy(max_batch_size=most)
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, strategy=strategy, **options
-    )
+    given = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "strategy": strategy}
+    trainer = L.Trainer(max_epochs=1, **given, **options)
     trainer.fit(net, torch.utils.data.DataLoader(torch.randn(4, 2)))
     return trainer
 """

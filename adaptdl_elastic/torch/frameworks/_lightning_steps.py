@@ -63,8 +63,8 @@ class LightningSteps:
 
         The last optimizer step of an epoch completes its steps, and no other one does.
         """
-        loop, loader = self._loop, adl.current_dataloader()
-        assert loader is not None
+        loop = self._loop
+        loader: Any = adl.current_dataloader()
         batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
         left = self._trainer.num_training_batches - (batches.current.ready - 1)
         last = loader.part_done() == 1.0

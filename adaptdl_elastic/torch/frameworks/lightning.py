@@ -200,7 +200,7 @@ class _ElasticEpochLoop(_TrainingEpochLoop):
 
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Step the scheduler; if the batch size is being chosen, for every step that was made."""
-        steps = self.trainer.strategy.steps  # type: ignore[attr-defined]
+        steps = self.trainer.strategy.steps
         paced = steps is not None and interval == "step" and not update_plateau_schedulers
         for _ in steps.each() if paced else (None,):
             super()._update_learning_rates(interval, update_plateau_schedulers)
