@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import insides
@@ -32,12 +33,12 @@ SCALE = 8.0
 class Problem:
     """The regression. δ₀ is where training starts, relative to θ*."""
 
-    features: int = 512
+    features: int = 256
     noise: float = 1.0
     start: float = 0.5  # every component of δ₀
     condition: float = 4.0  # largest over smallest eigenvalue of Λ
 
-    @property
+    @cached_property
     def spectrum(self) -> torch.Tensor:
         """Eigenvalues of Λ (it is diagonal), shape [features], with mean 1."""
         values = torch.logspace(0, 1, self.features) ** math.log10(self.condition)
@@ -89,11 +90,12 @@ class Halves(torch.nn.Module):
 class Run:
     """How the regression is trained. The defaults are SGD at a constant batch, every step measured.
 
-    They are such that five seeds of 500 steps have a standard error of about 2 %.
+    They are such that four seeds of 150 steps have a standard error of about 1 %. A relative error of V shows
+    in |G|² multiplied by V/|G|², 3.5 on one replica at the start and 1.75 on two.
     """
 
     lr: float = 0.0
-    steps: int = 500
+    steps: int = 150
     local: int = 64  # samples of a micro-batch on one replica
     micro_batches: int = 1
     settle: int = 0  # steps that are not compared: 1/P of Adam's first ones has no mean

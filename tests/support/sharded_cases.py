@@ -105,9 +105,10 @@ class Branches(torch.nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-def noises(cases: list[tuple[str, int]], mixed: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def noises(cases: list[tuple[str, int, dict[str, Any]]]) -> list[list[dict[str, Any]]]:
     """Return what was measured of a plain and of a sharded model, for each case."""
-    return [[noise(kind, passes, False, {}), noise(kind, passes, True, mixed)] for kind, passes in cases]
+    plain = {case: noise(*case, False, {}) for case in dict.fromkeys(case[:2] for case in cases)}
+    return [[plain[kind, passes], noise(kind, passes, True, mixed)] for kind, passes, mixed in cases]
 
 
 def noise(kind: str, passes: int, shard: bool, mixed: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def noise(kind: str, passes: int, shard: bool, mixed: dict[str, Any]) -> dict[st
         {"params": [net.last.weight, *net.unused.parameters()]},
     ]
     optimizer: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind](groups, lr=0.01)
-    name = f"{kind} {passes} {shard}"
+    name = f"{kind} {passes} {shard} {mixed}"
     if shard:
         model: Any = adl.AdaptiveFSDP(net, optimizer, name=name)
     else:
