@@ -266,8 +266,8 @@ def _digest(*parts: str) -> str:
 def _installation(facts: NodeFacts, where: str, archive: str) -> str:
     """Return the shell commands that make an environment with the packages that a wheel needs.
 
-    What an interrupted installation has left there is deleted. The packages of venv/, where the release before
-    has this program, are taken over as hard links: its jobs need them, too.
+    What an interrupted installation has left there is deleted. The packages of venv/, where the release
+    before has this program, are taken over as hard links: its jobs need them, too.
     """
     q = shlex.quote
     lib = "lib/python" + ".".join(map(str, facts.version[:2]))

