@@ -99,14 +99,13 @@ def test_nobody_keeps_one_so_we_do_at_once() -> None:
 
 def test_an_agent_of_a_service_leaves_a_key_that_is_free_for_a_moment_to_services() -> None:
     world = World(of_service=True)
-    assert world.update(None, None, leads=False) == []
-    assert world.host.due == 60.0
-    world.now = 50.0
-    assert world.update(FAR, NEIGHBOUR, leads=True) == []
-    world.now = 60.0
-    assert world.update(None, None, leads=False) == []
-    world.now = 120.0
-    assert world.update(None, None, leads=False) == [FIRST]
+    for world.now, first, claimed in (
+        (0.0, None, []),
+        (50.0, FAR, []),
+        (60.0, None, []),
+        (120.0, None, [FIRST]),
+    ):
+        assert world.update(first, first and NEIGHBOUR, leads=False) == claimed
 
 
 def test_where_a_service_leads_nobody_tries(world: World) -> None:
