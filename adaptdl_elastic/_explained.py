@@ -15,7 +15,7 @@ EXPLAINED = [
     *("etcd cannot be reached", "TLS with etcd is refused", "this etcd asks for a user"),
     *("etcd refused the login", "its role needs readwrite on the prefix"),
     *("the client certificate has a common name", "no coordinator has answered"),
-    "of the records, this program knows up to",
+    "of the records, this program reads",
     *("checkpoints cannot be written to", "no checkpoint can be written to", "cannot be read now"),
     *(
         "every checkpoint in",

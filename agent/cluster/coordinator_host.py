@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY, LAST_DELAY = 0.2, 10.0  # seconds between a coordinator's death and the next start
 CLAIM_AGAIN_AFTER = 1.0  # seconds between two requests for a key, while the store does not answer
 SETTLED_AFTER = 10.0  # seconds after an agent's start before it may run a coordinator that stands by
+SERVICE_STARTS_WITHIN = 60.0  # seconds for which an agent of a node service leaves a free key to services
 HEALTHY_AFTER = 30.0  # seconds after which a death does not count as one of a series
 SERIES = 8  # deaths and failed starts in a row after which this agent gives up its key
 REST = 30.0  # seconds for which this agent then runs no coordinator
@@ -187,6 +188,8 @@ class CoordinatorHost:
         settled: when, by `clock`, this agent may run a coordinator that stands by; a starting job is busy
             enough.
         clock: monotonic seconds.
+        of_service: a service of this node runs coordinators, too. It may just be starting again, at an
+            upgrade with another version, so this agent waits for `SERVICE_STARTS_WITHIN` with its claim.
     """
 
     def __init__(
@@ -198,7 +201,9 @@ class CoordinatorHost:
         release: Callable[[str], None],
         settled: float,
         clock: Callable[[], float] = time.monotonic,
+        of_service: bool = False,
     ) -> None:
+        self._patience, self._free_since = of_service * SERVICE_STARTS_WITHIN, float("inf")
         self._me, self._new_child, self._clock = me, child, clock
         self._claim, self._release = claim, release
         self._first, self._second = keys.coordinator_host, keys.coordinator_second
@@ -231,10 +236,11 @@ class CoordinatorHost:
         elif self._child is not None and wanted is None and any(holders):
             child, self._child = self._child, None
             threading.Thread(target=child.close, daemon=True).start()  # closing may take seconds
+        self._free_since = float("inf") if wanted is None else min(now, self._free_since)
         if wanted is None:
             return
         other = self._first if wanted == self._second else self._second
-        at = self._asked + CLAIM_AGAIN_AFTER
+        at = max(self._asked + CLAIM_AGAIN_AFTER, self._free_since + self._patience)
         if wanted == self._second or leader is not None:
             at = max(at, self._settled)
         if now < at:

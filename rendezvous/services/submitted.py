@@ -271,7 +271,8 @@ def why_not_started(found: Submitted, job: str) -> str:
 
 def waits_because(reason: str, found: Submitted, job: str) -> str:
     """Return a waiting job's reason, and what keeps nodes from running it: it may need their slots."""
-    problems = why_not_started(found, job)
+    versions = [f"{node}: {why}" for node, why in found.unused.items() if node not in found.drains]
+    problems = "; ".join(filter(None, [why_not_started(found, job), *versions]))
     if any(job in service.given_up for service in found.services.values()):
         problems += f"; not tried again before adaptdl stop {job} and adaptdl resume {job}"
     return f"{reason}; not on {problems}" if problems else reason

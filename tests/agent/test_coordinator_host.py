@@ -45,6 +45,7 @@ class World:
     """One agent, a clock, and what it does."""
 
     now: float = 0.0
+    of_service: bool = False
     claims: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)
@@ -58,6 +59,7 @@ class World:
             self.released.append,
             SETTLED,
             lambda: self.now,
+            self.of_service,
         )
 
     def _child(self) -> Child:
@@ -93,6 +95,17 @@ def test_nobody_keeps_one_so_we_do_at_once() -> None:
     assert world.update(ME, FAR, leads=True) == []
     assert len(world.children) == 1
     assert world.host.due is None
+
+
+def test_an_agent_of_a_service_leaves_a_key_that_is_free_for_a_moment_to_services() -> None:
+    world = World(of_service=True)
+    for world.now, first, claimed in (
+        (0.0, None, []),
+        (50.0, FAR, []),
+        (60.0, None, []),
+        (120.0, None, [FIRST]),
+    ):
+        assert world.update(first, first and NEIGHBOUR, leads=False) == claimed
 
 
 def test_where_a_service_leads_nobody_tries(world: World) -> None:

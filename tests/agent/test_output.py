@@ -182,6 +182,7 @@ AFTER_A_DEATH = """\
 >[rank1]:[W929 05:54:49.748646065 ProcessGroupNCCL.cpp:1659] [PG ID 0 PG GUID 0 Rank 1] Failed to check \
 the "should dump" flag on TCPStore, (maybe TCPStore server has shut down too early), with error: Broken pipe
 epoch 3
+>[W1130 18:20:32.6 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3
 >[W1127 13:02:42.957642441 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=16, \
 addr=[::ffff:127.0.0.1]:46334, remote=[::ffff:127.0.0.1]:34109): Broken pipe
 >Exception raised from sendBytes at /torch/csrc/distributed/c10d/Utils.hpp:758 (most recent call first):

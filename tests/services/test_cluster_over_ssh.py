@@ -25,6 +25,9 @@ from ssh_nodes import NoSshError, SshNodes
 
 from adaptdl_elastic import _program
 from adaptdl_elastic.autoscaler.cli import adaptdl
+from adaptdl_elastic.autoscaler.provisioning import nodes
+from adaptdl_elastic.autoscaler.provisioning.nodes import NodeFacts, NodeReport
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 from adaptdl_elastic.rendezvous.store.base import StoreAuthError
@@ -33,6 +36,7 @@ from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
+FILES = _program.files
 TRAIN = Path(__file__).parents[1] / "agent" / "scripts" / "train.py"
 PATIENCE = 200.0  # seconds that a slow and busy machine may need for anything
 
@@ -150,6 +154,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
         made = Lab(nodes, tmp_path)
         monkeypatch.chdir(made.work)
         stack.callback(made.kill)
+        stack.callback(_program.version.cache_clear)
         yield made
 
 
@@ -475,7 +480,17 @@ def test_a_failed_job_goes_on_with_mended_code_under_its_name(lab: Lab) -> None:
     assert lab.processes() == []
 
 
-def test_a_job_from_before_an_upgrade_grows_and_survives_a_death_with_its_old_version(
+def _another_build(lab: Lab, monkeypatch: pytest.MonkeyPatch, path: str, text: str) -> str:
+    """Have the commands be of a build with another content of this file; return its version."""
+    changed = lab.work / path.replace("/", "-")
+    changed.write_text(text)
+    files = {**FILES(), path: changed}
+    monkeypatch.setattr(_program, "files", lambda: files)
+    _program.version.cache_clear()
+    return _program.version()
+
+
+def test_a_job_from_before_two_upgrades_grows_and_survives_deaths_with_its_own_version(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab.up("node1", "node2")
@@ -483,29 +498,61 @@ def test_a_job_from_before_an_upgrade_grows_and_survives_a_death_with_its_old_ve
     lab.wait_for(lambda: lab.job("job")["state"] == "running")
     lab.run("scale", "job", "--replicas", "1", "--wait")
     lab.wait_for(lambda: len(lab.agents("job")) == 1)
-    old = _program.version()
-    # the same version number, and a library that the running script cannot use
-    changed = lab.work / "changed.py"
-    changed.write_text("raise ImportError('a module of another version')")
-    files = {**_program.files(), "adaptdl_elastic/torch/__init__.py": changed}
-    monkeypatch.setattr(_program, "files", lambda: files)
-    _program.version.cache_clear()
-    new = _program.version()
-    said = lab.up("node1", "node2")
-    assert old != new
-    assert said.count(": started at") == 2
-    assert lab.up("node1", "node2").count(": unchanged at") == 2
-    lab.wait_for(lambda: len(lab.states()) == 2 and all(state == "up" for _, state, _ in lab.states()))
-    assert len(lab.agents("job")) == 1, "the other node is only registered"
+    before = _program.version()
+
+    def versions() -> set[str]:
+        return {str(one["version"]) for one in json.loads(lab.run("nodes", "--json"))}
+
+    def trains(replicas: int) -> bool:
+        job = lab.job("job")
+        return (job["state"], job["replicas"]) == ("running", replicas)
+
+    # the same version number, and a library that the running script cannot use; node2 does not get so far
+    broken = "raise ImportError('a module of another version')"
+    same_number = _another_build(lab, monkeypatch, "adaptdl_elastic/torch/__init__.py", broken)
+    starts, service, agents = nodes.start_service, lab.service("node2"), lab.agents("job")
+
+    def ends_before_the_second(ssh: Ssh, facts: NodeFacts, python: str, etcd: bool) -> NodeReport:
+        if etcd:
+            return starts(ssh, facts, python, etcd)
+        raise ProvisionError(f"{facts.node}: ssh ended")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nodes, "start_service", ends_before_the_second)
+        assert "node2: ssh ended" in lab.up(code=1)
+    os.kill(service, signal.SIGKILL)  # what keeps it starts the version that it had
+    lab.wait_for(lambda: lab.service("node2") != service)
+    lab.wait_for(lambda: {row[1] for row in lab.states()} == {"up"})
+    (problem,) = (problem for _, _, problem in lab.states() if problem)
+    assert problem.endswith(": adaptdl cluster up")
+    assert {before, same_number} == set(re.findall(r"\S+\+\w{8}", problem))
+    assert trains(1)
+    assert lab.agents("job") == agents
+    mended = lab.up()
+    assert ("node1: unchanged" in mended, "node2: started" in mended) == (True, True)
+    assert lab.up().count(": unchanged at") == 2
     lab.run("scale", "job", "--replicas", "2", "--wait")  # on both nodes, of a slot each
-    assert [problem for _, _, problem in lab.states()] == ["", ""]
-    agents = json.loads(lab.run("nodes", "--json"))
-    assert {one["version"] for one in agents} == {old}
-    victim = next(iter(lab.agents("job").values()))
-    replicas = psutil.Process(victim).children(recursive=True)
+    lab.wait_for(lambda: [row[1:] for row in lab.states()] == [("up", "")] * 2)
+    assert versions() == {before}
+
+    # another version number, after which a replica and a whole agent are killed
+    text = FILES()["adaptdl_elastic/__init__.py"].read_text().replace(f'"{_program.__version__}"', '"9.9.9"')
+    monkeypatch.setattr(_program, "__version__", "9.9.9")
+    new = _another_build(lab, monkeypatch, "adaptdl_elastic/__init__.py", text)
+    assert lab.up().count(": started at") == 2
+    node, victim = next(iter(lab.agents("job").items()))
+    generation = int(str(lab.job("job")["generation"]))
+    # a replica is a child of the server that the agent forks from
+    replicas = [one for one in psutil.Process(victim).children(recursive=True) if one.ppid() != victim]
     max(replicas, key=lambda process: process.create_time()).kill()
-    lab.wait_for(lambda: lab.job("job")["state"] == "running" and lab.job("job")["replicas"] == 2)
+    lab.wait_for(lambda: int(str(lab.job("job")["generation"])) > generation and trains(2))
+    os.killpg(victim, signal.SIGKILL)
+    lab.wait_for(lambda: lab.agents("job").get(node, victim) != victim and trains(2))
+    assert versions() == {before}
     assert lab.job("job")["restarts_used"] == 0
-    lab.run("checkpoint", "job", "--wait")  # a coordinator of the new version decides
+    of_agents = [one for pid in lab.agents("job").values() for one in psutil.Process(pid).children()]
+    assert not [one for one in of_agents if "coordinator" in one.cmdline()], "those of the services decide"
     lab.run("stop", "job", "--wait")
-    _program.version.cache_clear()
+    assert "job is resumed" in lab.run("resume", "job")
+    lab.wait_for(lambda: lab.job("job")["state"] == "running")
+    assert versions() == {new}

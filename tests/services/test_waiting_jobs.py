@@ -8,6 +8,8 @@ from adaptdl_elastic.autoscaler.cli import CommandError
 from adaptdl_elastic.autoscaler.cluster_view import ClusterCache, view_of
 from adaptdl_elastic.autoscaler.commands.tables import find_job
 from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
+from adaptdl_elastic.rendezvous.services.submitted import Submitted, waits_because
 from adaptdl_elastic.rendezvous.store.base import Change
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -20,6 +22,12 @@ def test_a_job_that_waits_is_told_from_one_that_does_not_exist() -> None:
         find_job(view, "waits", "lab")
     with pytest.raises(CommandError, match="there is no job 'other' in cluster 'lab', and no other"):
         find_job(view, "other", "lab")
+
+
+def test_a_job_that_waits_names_the_nodes_of_another_version() -> None:
+    nodes = {"a": ServiceRecord("a", "h", 1, 2, version="2"), "b": ServiceRecord("b", "h", 1, 1, version="1")}
+    why = waits_because("none is registered for this job", Submitted(nodes, (), {}), "job")
+    assert why.endswith("job; not on b: has adaptdl-elastic 1, most slots 2: adaptdl cluster up")
 
 
 def test_submissions_are_followed() -> None:
