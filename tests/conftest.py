@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,12 @@ os.environ["XDG_RUNTIME_DIR"] = _RUNTIME
 # it asks for more.
 _SOFT, _HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_SOFT, min(_HARD, 16384)), _HARD))
+
+
+def pytest_collection_finish() -> None:
+    # several processes run tests on the same cores, where threads that wait for each other would spin
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
