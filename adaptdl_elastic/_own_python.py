@@ -39,4 +39,9 @@ def module(name: str, *arguments: str, python: str = sys.executable) -> list[str
         python: The interpreter.
     """
     run = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
-    return [python, "-c", WITHOUT_DIRECTORY + run, *arguments]
+    return code(run, *arguments, python=python)
+
+
+def code(text: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Return a command line that runs Python code likewise."""
+    return [python, "-c", WITHOUT_DIRECTORY + text, *arguments]

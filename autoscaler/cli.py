@@ -58,8 +58,8 @@ _OWN: dict[str, tuple[str, str]] = {
     "replay": (f"{_HERE}.commands.replay:replay", "Decide again what was recorded of a job's decisions."),
 }
 HEADINGS = {
-    "Jobs": "submit ls queue history status logs wait explain scale checkpoint stop resume cancel",
-    "Results": "cp tensorboard",
+    "Jobs": "submit ls queue history status logs wait cp tensorboard explain scale checkpoint stop resume "
+    "cancel",
     "Cluster": "cluster coordinator events web doctor",
     "Nodes": "nodes drain",
     "Cloud": "cloud autoscale",

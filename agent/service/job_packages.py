@@ -60,7 +60,7 @@ def python_with(directory: ServiceDirectory, work: Path, named: str, content: st
     made, own = where / "made", str(where / "bin" / "python")
     with _installing:
         if not made.exists():
-            _run([python, "-c", _own_python.WITHOUT_DIRECTORY + _own_python.LAYER, str(where)], work)
+            _run(_own_python.code(_own_python.LAYER, str(where), python=python), work)
             _install(own, lines, work)
             made.write_text(f"packages {digest}")
     return own
@@ -78,7 +78,8 @@ def _install(python: str, lines: Sequence[str], work: Path) -> None:
 
 
 def _has_pip(python: str) -> bool:
-    asked = subprocess.run([python, "-I", "-c", "import pip"], capture_output=True, check=False)
+    command = _own_python.code("import pip", python=python)
+    asked = subprocess.run(command, capture_output=True, check=False)
     return asked.returncode == 0
 
 
@@ -93,7 +94,7 @@ def _requirements(work: Path, named: str, python: str) -> str:
         if name == "requirements.txt":
             return path.read_text()
         if name == "pyproject.toml":
-            return _run([python, "-I", "-c", _DEPENDENCIES, str(path)], work).strip()
+            return _run(_own_python.code(_DEPENDENCIES, str(path), python=python), work).strip()
         if (uv := shutil.which("uv")) is None:
             raise PackagesError("uv.lock needs uv on this node")
         return _run([uv, "export", "-q", "--frozen", "--no-emit-project", "--no-hashes"], work)

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import click
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, echo
 from adaptdl_elastic.autoscaler.commands.cluster_setup import (
     client_of,
@@ -242,11 +243,11 @@ def tensorboard(name: str | None, jobs: tuple[str, ...], port: int) -> None:
     reader, store, _ = open_cluster(context)
     with store, tempfile.TemporaryDirectory(prefix="adaptdl-events-") as place:
         folder = Path(place)
-        command = [sys.executable, "-m", "tensorboard.main", f"--logdir={folder}", "--host=127.0.0.1"]
+        options = f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}"
         client = client_of(context)
         for job in jobs:
             find(reader.read(None), context, job)
-        shown = subprocess.Popen([*command, f"--port={port}"])
+        shown = subprocess.Popen(_own_python.module("tensorboard.main", *options))
         try:
             while shown.poll() is None:
                 found = reader.read(None)

@@ -74,7 +74,6 @@ class LightningSteps:
         for tracker in (batches.total, batches.current, steps.total, steps.current):
             for name in vars(tracker):
                 setattr(tracker, name, getattr(tracker, name) + self.made - 1)
-        loop._batches_that_stepped += self.made - 1
         batches.is_last_batch = last
 
     def each(self) -> Iterator[None]:

@@ -504,6 +504,7 @@ class ElasticStrategy(SingleDeviceStrategy):
             raise _StepFailedError
         if self.steps is not None:
             self.steps.count()
+            self._trainer.fit_loop.epoch_loop._batches_that_stepped += self.steps.made - 1
         return result
 
     def _on_device(self, batch: Any) -> Any:

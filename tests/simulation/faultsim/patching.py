@@ -56,6 +56,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "DecisionRecorder": Decisions,
     },
     "adaptdl_elastic.agent.runtime.replica_starter": {"ReplicaHandle": node.Handle, "Path": files.Path},
+    "adaptdl_elastic.rendezvous.local.tcp_store": {"Path": pathlib.Path},
     # simulated scripts are no files: their code is never known
     "adaptdl_elastic.agent.runtime.code_version": {"Path": pathlib.Path},
     "adaptdl_elastic.agent.runtime.failure_reporter": {"DirectoryStorage": None},  # the world's checkpoints
