@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptdl_elastic._private import private_directory
-from adaptdl_elastic.agent.cluster import ended_run, job_joining, link_probe, run_secret
+from adaptdl_elastic._private import RuntimeFileError, private_directory
+from adaptdl_elastic.agent.cluster import allocation_store, ended_run, job_joining, link_probe, run_secret
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
@@ -49,6 +49,7 @@ from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobState, JobStatus
+from adaptdl_elastic.rendezvous.services.service_config import ServiceConfigError
 from adaptdl_elastic.rendezvous.store import local_socket
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -94,13 +95,24 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             _lock_job(announcement, options.job)
         check_checkpoint_path(options.checkpoint_path)
         _lock_folder(options, stack)
+        try:
+            of_step = _of_step(options, stack)
+        except ended_run.JobEndedError as ended:
+            say(str(ended))
+            return ended.exit_code
+        if of_step is not None:
+            options = replace(options, endpoint=of_step.endpoint)
         events = _open_event_log(options, say)
         stack.callback(events.close)
         share = SharePath(os.environ, options.job)
         stack.callback(share.close)
         fork_server = start_fork_server()  # imports torch while the rest of the agent starts
         stack.callback(fork_server.close)
-        access = _store(options, os.environ, stack, announcement.restore)
+        environ = {**os.environ, **(of_step.directory.store_environment() if of_step else {})}
+        access = _store(options, environ, stack, announcement.restore)
+        if of_step is not None:
+            agents = partial(job_joining.live_agents, access.store, Keys(options.cluster), options.job)
+            stack.callback(of_step.wait_for_others, agents)
         display = Display(options.job, options.summary, say)
         events.listeners.append(display.event)
         events.say = display.say
@@ -134,8 +146,12 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
                 {"time": time.time(), "event": "exit", "exit_code": ended.exit_code, "reason": str(ended)}
             )
             display.say(str(ended))
-            return ended.exit_code
-        return run_agent(options, found, parts)
+            code = ended.exit_code
+        else:
+            code = run_agent(options, found, parts)
+        if of_step is not None:
+            of_step.exit_code = code
+        return code
 
 
 @dataclass(frozen=True)
@@ -176,11 +192,14 @@ def _lock_job(announcement: runtime_file.Announcement, job: str) -> None:
 
 def _lock_folder(options: RunOptions, stack: ExitStack) -> None:
     """Make sure that no other job writes to this job's folder of checkpoints."""
-    folder, alone = options.checkpoint_path.removeprefix("file://"), options.endpoint is None
+    folder = options.checkpoint_path.removeprefix("file://")
+    alone = options.endpoint is None and not options.of_step
     if "://" in folder:
         return
     path = Path(folder) / LOCK
     name = f"job {options.job!r}" + ("" if alone else f" of cluster {options.cluster!r}")
+    if options.of_step and options.allocation:
+        name += f" in step {options.allocation.step} of Slurm"
     try:
         other = stack.enter_context(file_lock.held(path, name, shared=not alone))
     except OSError as error:
@@ -190,6 +209,23 @@ def _lock_folder(options: RunOptions, stack: ExitStack) -> None:
             f"a job that writes to {folder} runs already ({other}): `adaptdl stop` ends it, another "
             f"--checkpoint-path runs beside it; if that process has ended, remove {path}"
         )
+
+
+def _of_step(options: RunOptions, stack: ExitStack) -> allocation_store.AllocationStore | None:
+    """Serve or find the store of this step of Slurm; None if the job has another store."""
+    if options.allocation is None or not options.of_step:
+        return None
+    folder = options.checkpoint_path.removeprefix("file://")
+    if "://" in folder:
+        folder = options.allocation.directory
+    try:
+        return stack.enter_context(
+            allocation_store.of_step(
+                options.allocation, Path(folder), options.local_addr, options.port_range, options.cluster
+            )
+        )
+    except (allocation_store.AllocationStoreError, RuntimeFileError, ServiceConfigError, OSError) as error:
+        raise LaunchError(f"the store of this step of Slurm: {error}") from None
 
 
 @dataclass(frozen=True)
