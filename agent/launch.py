@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptdl_elastic._private import RuntimeFileError, private_directory
+from adaptdl_elastic._private import private_directory
 from adaptdl_elastic.agent.cluster import allocation_store, ended_run, job_joining, link_probe, run_secret
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
@@ -49,7 +49,8 @@ from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobState, JobStatus
-from adaptdl_elastic.rendezvous.services.service_config import ServiceConfigError
+from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
+from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 from adaptdl_elastic.rendezvous.store import local_socket
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -96,23 +97,24 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         check_checkpoint_path(options.checkpoint_path)
         _lock_folder(options, stack)
         try:
-            of_step = _of_step(options, stack)
+            step = _step_directory(options, stack)
         except ended_run.JobEndedError as ended:
             say(str(ended))
             return ended.exit_code
-        if of_step is not None:
-            options = replace(options, endpoint=of_step.endpoint)
         events = _open_event_log(options, say)
         stack.callback(events.close)
         share = SharePath(os.environ, options.job)
         stack.callback(share.close)
         fork_server = start_fork_server()  # imports torch while the rest of the agent starts
         stack.callback(fork_server.close)
-        environ = {**os.environ, **(of_step.directory.store_environment() if of_step else {})}
+        environ = {**os.environ}
+        if step is not None:
+            environ |= step.store_environment()
+            options = replace(options, endpoint=step.read_config().endpoint)
         access = _store(options, environ, stack, announcement.restore)
-        if of_step is not None:
+        if step is not None and options.allocation is not None and options.allocation.first:
             agents = partial(job_joining.live_agents, access.store, Keys(options.cluster), options.job)
-            stack.callback(of_step.wait_for_others, agents)
+            stack.callback(allocation_store.wait_for_others, agents)
         display = Display(options.job, options.summary, say)
         events.listeners.append(display.event)
         events.say = display.say
@@ -146,12 +148,8 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
                 {"time": time.time(), "event": "exit", "exit_code": ended.exit_code, "reason": str(ended)}
             )
             display.say(str(ended))
-            code = ended.exit_code
-        else:
-            code = run_agent(options, found, parts)
-        if of_step is not None:
-            of_step.exit_code = code
-        return code
+            return ended.exit_code
+        return run_agent(options, found, parts)
 
 
 @dataclass(frozen=True)
@@ -211,20 +209,17 @@ def _lock_folder(options: RunOptions, stack: ExitStack) -> None:
         )
 
 
-def _of_step(options: RunOptions, stack: ExitStack) -> allocation_store.AllocationStore | None:
+def _step_directory(options: RunOptions, stack: ExitStack) -> ServiceDirectory | None:
     """Serve or find the store of this step of Slurm; None if the job has another store."""
-    if options.allocation is None or not options.of_step:
+    found = options.allocation
+    if found is None or not options.of_step:
         return None
     folder = options.checkpoint_path.removeprefix("file://")
-    if "://" in folder:
-        folder = options.allocation.directory
+    place = Path(found.directory if "://" in folder else folder)
+    how = options.local_addr, options.port_range, options.cluster
     try:
-        return stack.enter_context(
-            allocation_store.of_step(
-                options.allocation, Path(folder), options.local_addr, options.port_range, options.cluster
-            )
-        )
-    except (allocation_store.AllocationStoreError, RuntimeFileError, ServiceConfigError, OSError) as error:
+        return stack.enter_context(allocation_store.of_step(found, place, *how))
+    except (EtcdError, OSError) as error:
         raise LaunchError(f"the store of this step of Slurm: {error}") from None
 
 

@@ -10,7 +10,7 @@ import socket
 import time
 from pathlib import Path
 
-from adaptdl_elastic.agent.machine.kept_process import KeptProcess, last_line
+from adaptdl_elastic.agent.machine.kept_process import KeptProcess, end_with_parent, last_line
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError, EtcdGateway
 from adaptdl_elastic.rendezvous.services.service_config import (
@@ -113,9 +113,8 @@ class EtcdServer:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         command = [self._etcd.binary, *(f"--{key}={value}" for key, value in options.items())]
         try:
-            self._process = KeptProcess.start(
-                command, self._note, self._log, self._place, environment, self._tied
-            )
+            how = {"preexec_fn": end_with_parent} if self._tied else {}
+            self._process = KeptProcess.start(command, self._note, self._log, self._place, environment, **how)
         except OSError as error:
             raise EtcdError(f"{self._etcd.binary} cannot be started: {error.strerror}") from None
 

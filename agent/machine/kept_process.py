@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -49,17 +49,9 @@ class KeptProcess:
 
     @classmethod
     def start(
-        cls,
-        command: Sequence[str],
-        note: Path,
-        log: Path,
-        cwd: Path,
-        env: Mapping[str, str],
-        tied: bool = False,
+        cls, command: Sequence[str], note: Path, log: Path, cwd: Path, env: Mapping[str, str], **how: Any
     ) -> KeptProcess:
-        """Start a command in a session of its own; its output is appended to `log`.
-
-        If it is `tied`, the kernel kills it when the thread that calls this ends.
+        """Start a command in a session of its own, as `how` tells Popen; its output is appended to `log`.
 
         Raises:
             OSError: it cannot be started.
@@ -74,7 +66,7 @@ class KeptProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent if tied else None,
+                **how,
             )
         return cls.noted(child, note)
 
@@ -147,7 +139,7 @@ class KeptProcess:
         self.note.unlink(missing_ok=True)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Request SIGKILL for when the parent's thread ends; called between fork and exec (Linux, prctl(2))."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
