@@ -76,7 +76,7 @@ class Slurm:
         self.run("slurmctld", "-f", str(self._conf))
         for node in NODES:
             self.run("slurmd", "-f", str(self._conf), "-N", node)
-        until("nodes are not idle", lambda: self.run("sinfo", "-h", "-o", "%T").split() == ["idle"] * 2)
+        until("nodes are not idle", lambda: self.run("sinfo", "-h", "-o", "%T").split() == ["idle"])
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
         """Run a command of Slurm, and return what it prints."""
