@@ -67,12 +67,17 @@ def meeting_place(batch: Path, job: str, restart: int = 0) -> ServiceDirectory:
     return ServiceDirectory(batch.parent / ".adaptdl" / f"slurm-{job}" / ".slurm" / f"{job}.0.{restart}")
 
 
+def agents(place: ServiceDirectory, job: str) -> int:
+    """Return how many agents are registered in the store of a step."""
+    with connect(place.read_config().endpoint, options=place.store_options()) as store:
+        return len(live_agents(store, Keys("default"), f"slurm-{job}"))
+
+
 def trains_on(batch: Path, job: str, nodes: int, restart: int = 0) -> ServiceDirectory:
     """Wait until so many agents have joined and an epoch is over; return where they meet."""
     place = meeting_place(batch, job, restart)
     until("the store is not served", (place.path / "service.json").exists)
-    with connect(place.read_config().endpoint, options=place.store_options()) as store:
-        until("agents are absent", lambda: len(live_agents(store, Keys("default"), f"slurm-{job}")) == nodes)
+    until("agents are absent", lambda: agents(place, job) == nodes, pause=0.2)
     until("no epoch is over", lambda: any(line[0] == restart for line in epochs(batch)))
     return place
 
@@ -84,10 +89,14 @@ def epochs(batch: Path) -> list[tuple[int, int]]:
     return [(int(line.split()[0]), int(line.split()[1])) for line in lines]
 
 
+def etcds() -> list[psutil.Process]:
+    """Return the etcds of steps that run."""
+    return [one for one in psutil.process_iter(["cmdline"]) if "/adaptdl-step-" in str(one.info["cmdline"])]
+
+
 def left(place: ServiceDirectory) -> list[str]:
     """Return what is left in a meeting place, and the etcds of steps that run."""
-    etcds = [one for one in psutil.process_iter(["cmdline"]) if "/adaptdl-step-" in str(one.info["cmdline"])]
-    return [path.name for path in place.path.iterdir()] + [str(one) for one in etcds]
+    return [path.name for path in place.path.iterdir()] + [str(one) for one in etcds()]
 
 
 def test_a_requeued_job_goes_on_and_comes_to_its_end(slurm: Slurm, batch: Path) -> None:
@@ -97,6 +106,11 @@ def test_a_requeued_job_goes_on_and_comes_to_its_end(slurm: Slurm, batch: Path) 
     without = StoreOptions(ca=place.ca, cert=place.cert, key=place.key)
     with pytest.raises(StoreAuthError):
         connect(place.read_config().endpoint, options=without)
+    ended = etcds()
+    for etcd in ended:
+        etcd.terminate()
+    until("etcd has not ended", lambda: not any(one.is_running() for one in ended))
+    until("etcd is not started again", etcds)
     slurm.run("scontrol", "requeue", job)
     again = trains_on(batch, job, nodes=3, restart=1)
     seen = epochs(batch)
@@ -106,12 +120,24 @@ def test_a_requeued_job_goes_on_and_comes_to_its_end(slurm: Slurm, batch: Path) 
     assert left(again) == ["ended"]
 
 
-def test_a_cancelled_job_saves_with_the_store_that_got_the_signal_too(slurm: Slurm, batch: Path) -> None:
+def test_the_first_node_serves_the_store_until_the_last_one_has_left(slurm: Slurm, batch: Path) -> None:
     job = slurm.submit(batch, "--nodes=2")
     place = trains_on(batch, job, nodes=2)
+    first = next(one for one in psutil.process_iter(["cmdline"]) if is_agent(one, job, "0"))
+    first.terminate()
+    until("the first agent has not left", lambda: agents(place, job) == 1, pause=0.2)
+    before = len(epochs(batch))
+    until("the other node does not go on", lambda: len(epochs(batch)) > before + 1)
     slurm.run("scancel", job)
     until("the job has not ended", lambda: "CANCELLED" in slurm.state(job))
-    until("agents have not left", (place.path / "ended").exists)
     until("the step is not over", lambda: left(place) == ["ended"])
-    checkpoints = [path.name for path in place.path.parents[1].glob("0*")]
-    assert checkpoints, [path.name for path in place.path.parents[1].iterdir()]
+    assert list(place.path.parents[1].glob("0*")), "no checkpoint was saved"
+
+
+def is_agent(process: psutil.Process, job: str, task: str) -> bool:
+    """Return whether this is the agent of a task of a job."""
+    words = process.info["cmdline"] or [""]
+    if not any(word.endswith("/adaptdl-run") for word in words[:2]):
+        return False
+    found = process.environ()
+    return (found.get("SLURM_JOB_ID"), found.get("SLURM_PROCID")) == (job, task) and "srun" not in words[0]
