@@ -9,7 +9,7 @@ PIP     = -m pip install $(shell [ -t 2 ] || echo --quiet) --disable-pip-version
 # without byte code a run of the tests costs a minute of CPU time more
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-integrations demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants docs dist quick test test-all test-integrations rooms matrix lint clean
+.PHONY: help install install-integrations demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants docs dist quick test test-all test-integrations slurm-test rooms matrix lint clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -99,6 +99,9 @@ install-integrations: $(INTEGRATIONS)/.installed ## a virtual environment with t
 
 test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others (torchdata, datasets, transformers, accelerate, lightning), and of the page in a browser
 	@$(INTEGRATIONS)/bin/python -m pytest tests/integrations -n 3 --dist worksteal --durations=10
+
+slurm-test: $(STAMP) ## batch jobs on three nodes of a real Slurm (as root; apt-get install slurmctld slurmd slurm-client munge)
+	@$(BIN)/python -m pytest tests/slurm
 
 rooms: $(STAMP) ## tests that touch files, users, clocks and terminals in rooms unlike this one (as root)
 	@$(BIN)/python tests/support/rooms.py

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptdl_elastic._private import private_directory
-from adaptdl_elastic.agent.cluster import ended_run, job_joining, link_probe, run_secret
+from adaptdl_elastic.agent.cluster import allocation_store, ended_run, job_joining, link_probe, run_secret
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
@@ -49,6 +49,8 @@ from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobState, JobStatus
+from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
+from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 from adaptdl_elastic.rendezvous.store import local_socket
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -94,13 +96,25 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             _lock_job(announcement, options.job)
         check_checkpoint_path(options.checkpoint_path)
         _lock_folder(options, stack)
+        try:
+            step = _step_directory(options, stack)
+        except ended_run.JobEndedError as ended:
+            say(str(ended))
+            return ended.exit_code
         events = _open_event_log(options, say)
         stack.callback(events.close)
         share = SharePath(os.environ, options.job)
         stack.callback(share.close)
         fork_server = start_fork_server()  # imports torch while the rest of the agent starts
         stack.callback(fork_server.close)
-        access = _store(options, os.environ, stack, announcement.restore)
+        environ = {**os.environ}
+        if step is not None:
+            environ |= step.store_environment()
+            options = replace(options, endpoint=step.read_config().endpoint)
+        access = _store(options, environ, stack, announcement.restore)
+        if step is not None and options.allocation is not None and options.allocation.first:
+            agents = partial(job_joining.live_agents, access.store, Keys(options.cluster), options.job)
+            stack.callback(allocation_store.wait_for_others, agents)
         display = Display(options.job, options.summary, say)
         events.listeners.append(display.event)
         events.say = display.say
@@ -176,11 +190,14 @@ def _lock_job(announcement: runtime_file.Announcement, job: str) -> None:
 
 def _lock_folder(options: RunOptions, stack: ExitStack) -> None:
     """Make sure that no other job writes to this job's folder of checkpoints."""
-    folder, alone = options.checkpoint_path.removeprefix("file://"), options.endpoint is None
+    folder = options.checkpoint_path.removeprefix("file://")
+    alone = options.endpoint is None and not options.of_step
     if "://" in folder:
         return
     path = Path(folder) / LOCK
     name = f"job {options.job!r}" + ("" if alone else f" of cluster {options.cluster!r}")
+    if options.of_step and options.allocation:
+        name += f" in step {options.allocation.step} of Slurm"
     try:
         other = stack.enter_context(file_lock.held(path, name, shared=not alone))
     except OSError as error:
@@ -190,6 +207,20 @@ def _lock_folder(options: RunOptions, stack: ExitStack) -> None:
             f"a job that writes to {folder} runs already ({other}): `adaptdl stop` ends it, another "
             f"--checkpoint-path runs beside it; if that process has ended, remove {path}"
         )
+
+
+def _step_directory(options: RunOptions, stack: ExitStack) -> ServiceDirectory | None:
+    """Serve or find the store of this step of Slurm; None if the job has another store."""
+    found = options.allocation
+    if found is None or not options.of_step:
+        return None
+    folder = options.checkpoint_path.removeprefix("file://")
+    place = Path(found.directory if "://" in folder else folder)
+    how = options.local_addr, options.port_range, options.cluster
+    try:
+        return stack.enter_context(allocation_store.of_step(found, place, *how))
+    except (EtcdError, OSError) as error:
+        raise LaunchError(f"the store of this step of Slurm: {error}") from None
 
 
 @dataclass(frozen=True)

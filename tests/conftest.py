@@ -27,7 +27,7 @@ settings.register_profile("explore", settings.get_profile("suite"), derandomize=
 settings.load_profile("suite")
 
 # torch's and our variables of a surrounding run would decide what the tests see
-_FOREIGN = ("ADAPTDL_", "TORCHELASTIC_", "AWS_")
+_FOREIGN = ("ADAPTDL_", "TORCHELASTIC_", "AWS_", "SLURM_")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -11,5 +11,7 @@
 | How busy are a node's processors, GPUs and memory? | `usage_reporter` |
 | Where do the checkpoints of a finished job go? | `checkpoint_archive` |
 | Which secret do the agents and replicas of a run share? | `run_secret` |
+| How is etcd started, with users and passwords? | `etcd_server` |
+| Who serves the store of an allocation of Slurm, and how do its other nodes find it? | `allocation_store` |
 | Which agent runs a coordinator as its child process? | `coordinator_host` |
 """

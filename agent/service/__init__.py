@@ -5,7 +5,7 @@
 | How is it started, kept and stopped? | `lifecycle`, `__main__` |
 | What does it do all the time? | `supervisor` |
 | Which agents does it start and stop? | `decisions` (pure) |
-| How does an agent get its files, and outlive the service? | `agents`, `blobs`, `archives`, `kept_process` |
+| How does an agent get its files, and outlive the service? | `agents`, `blobs`, `archives` |
 | How is an agent forked from a process that has imported torch? | `agent_forker` |
 | Who registers the node for a job that has no agent here? | `stand_in` |
 | How does it follow all jobs of the store? | `job_records` |
@@ -16,7 +16,6 @@
 | Where are the packages of a job installed? | `job_packages` |
 | Who may ask it for what? | `http_server` (its list of routes), `access`, `connections` |
 | Which files of a job does it hand out? | `job_files` |
-| How is the cluster's etcd started, with users and passwords? | `etcd` |
 
 An agent that it starts is `adaptdl-run` as a person would start it: the service decides nothing about a
 generation. Killing the service ends neither an agent nor etcd; the next service finds them.

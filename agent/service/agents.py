@@ -23,6 +23,7 @@ from adaptdl_elastic import _own_python, _program
 from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.agent.cluster.ended_run import JobEndedError
 from adaptdl_elastic.agent.cluster.job_joining import live_agents
+from adaptdl_elastic.agent.machine.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service import environments
 from adaptdl_elastic.agent.service.agent_forker import AgentForker, can_fork
 from adaptdl_elastic.agent.service.archives import read_private, unpack
@@ -30,7 +31,6 @@ from adaptdl_elastic.agent.service.blobs import AbsentError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import AgentState, Step
 from adaptdl_elastic.agent.service.job_packages import python_with
-from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET

@@ -23,11 +23,11 @@ from typing import Any
 
 from adaptdl_elastic import _own_python, _program
 from adaptdl_elastic._whole_file import write_whole
+from adaptdl_elastic.agent.cluster.etcd_server import EtcdServer
+from adaptdl_elastic.agent.machine.kept_process import KeptProcess
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.decisions import STOP_SECONDS
-from adaptdl_elastic.agent.service.etcd import EtcdServer
-from adaptdl_elastic.agent.service.kept_process import KeptProcess
 from adaptdl_elastic.agent.service.supervisor import Supervisor
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError

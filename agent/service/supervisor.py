@@ -25,6 +25,7 @@ from adaptdl_elastic.agent.cluster.coordinator_host import (
     CoordinatorHost,
     Holder,
 )
+from adaptdl_elastic.agent.cluster.etcd_server import EtcdServer
 from adaptdl_elastic.agent.cluster.store_link import Watcher, claim, release
 from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
 from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
@@ -33,7 +34,6 @@ from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies
 from adaptdl_elastic.agent.service.decisions import Step, decide, hopeless
-from adaptdl_elastic.agent.service.etcd import EtcdServer
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort
 from adaptdl_elastic.agent.service.job_records import JobRecords
 from adaptdl_elastic.agent.service.known_jobs import KnownJobs, LostListError

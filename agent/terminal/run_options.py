@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
+from adaptdl_elastic.agent.machine import slurm
 from adaptdl_elastic.agent.terminal.run_parser import OptionError, parser
 from adaptdl_elastic.agent.terminal.torchrun_options import WITHOUT_MEANING
 from adaptdl_elastic.protocol import environment
@@ -89,11 +90,17 @@ class RunOptions(JobSpec):
     role: str = "default"
     cores: int = 0  # divided among the replicas of the node; 0: the environment sets OMP_NUM_THREADS
     virtual_local_rank: bool = False
+    allocation: slurm.Allocation | None = None  # of Slurm, if this is a task of a step
     signals: tuple[signal.Signals, ...] = ()  # signals at which the agent saves and leaves
     directory: Path = Path()  # that the script's path is relative to
     notes: tuple[str, ...] = ()  # one line each, to print for the user
     typed: tuple[str, ...] = ()  # the arguments as they were given
     version: str = ""  # of this program that the job's agents have; "": this one
+
+    @property
+    def of_step(self) -> bool:
+        """Whether the first task of a step of Slurm serves the store."""
+        return self.allocation is not None and self.endpoint is None and not self.standalone
 
     @property
     def of_one_machine(self) -> bool:
@@ -121,7 +128,8 @@ def parse(
     typed = list(sys.argv[1:] if arguments is None else arguments)
     if typed[:1] != ["--spec"] or len(typed) == 1:
         args, given = parser().parse(typed)
-        return replace(check(args, given, environ), typed=tuple(typed))
+        found = _within_slurm(args, given, environ)
+        return replace(check(args, given, environ, allocation=found), typed=tuple(typed))
     try:
         job = decode(Submission, Path(typed[1]).read_text(), typed[1])
     except (OSError, ValueError) as error:
@@ -134,8 +142,37 @@ def parse(
     return replace(check(args, given, environ), typed=tuple(typed), **vars(job))
 
 
+def _within_slurm(
+    args: argparse.Namespace, given: set[str], environ: Mapping[str, str]
+) -> slurm.Allocation | None:
+    """Set the options that were not given to what Slurm has given to this task, and return that."""
+    words = given | {name for name in vars(args) if environ.get(f"PET_{name.upper()}")}
+    if args.etcd or environ.get(environment.ETCD):
+        words |= {"rdzv_endpoint"}
+    try:
+        found = slurm.allocation(environ, len(os.sched_getaffinity(0)), words)
+    except slurm.SlurmError as error:
+        raise OptionError(str(error)) from None
+    if found is None or args.standalone:
+        return None
+    path = Path(found.directory, ".adaptdl", args.rdzv_id if "rdzv_id" in words else found.job)
+    defaults = {
+        "nnodes": f"1:{found.max_nodes}",
+        "nproc_per_node": f"1:{found.slots}",
+        "rdzv_id": found.job,
+        "node_name": found.node,
+        "checkpoint_path": environ.get(environment.CHECKPOINT_PATH) or str(path),
+    }
+    vars(args).update({name: value for name, value in defaults.items() if name not in words})
+    return found
+
+
 def check(
-    args: argparse.Namespace, given: set[str], environ: Mapping[str, str], slots_of: Any = None
+    args: argparse.Namespace,
+    given: set[str],
+    environ: Mapping[str, str],
+    slots_of: Any = None,
+    allocation: slurm.Allocation | None = None,
 ) -> RunOptions:
     """Return the checked options of a namespace. The only I/O is to look at the files that it names."""
     mode = _mode(args)
@@ -156,12 +193,12 @@ def check(
             f"HOST:PORT of an etcd instead of --standalone"
         )
     standalone = bool(args.standalone) or (endpoint is None and max_nodes == 1)
-    if endpoint is None and not standalone:
+    if endpoint is None and not standalone and allocation is None:
         raise OptionError(
             f"--nnodes={args.nnodes} needs an etcd that all nodes reach: --rdzv-endpoint HOST:PORT"
         )
-    if not standalone:
-        _check_endpoint(endpoint or "", max_nodes)
+    if endpoint is not None and not standalone:
+        _check_endpoint(endpoint, max_nodes)
     if args.once + args.anew + args.extend > 1:
         raise OptionError("--once, --anew and --extend exclude each other: give the one that is meant")
     point = _meeting_point(args, given, environ, max_nodes)
@@ -170,6 +207,7 @@ def check(
         path = str(Path(path).absolute())
     replicas = parse_range("--replicas", args.replicas) if args.replicas else None
     fewest = min_nodes * min_slots
+    cores = allocation.cores if allocation else len(os.sched_getaffinity(0))
     if replicas is not None and replicas[0] < fewest:
         notes.append(
             f"--replicas={args.replicas} never means fewer than {fewest} replicas, also after a death: "
@@ -200,7 +238,8 @@ def check(
         "log_dir": Path(args.log_dir) if args.log_dir else None,
         "local_ranks_filter": _ranks(args.local_ranks_filter),
         "line_prefix": args.log_line_prefix_template or None,
-        "cores": 0 if "OMP_NUM_THREADS" in environ else len(os.sched_getaffinity(0)),
+        "cores": 0 if "OMP_NUM_THREADS" in environ else cores,
+        "allocation": allocation,
         "signals": parse_signals(args.signals_to_handle),
         "notes": (*notes, *_notes(args, given, point is not None, slots)),
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptdl_elastic.agent.service.kept_process import KeptProcess
+from adaptdl_elastic.agent.machine.kept_process import KeptProcess
 
 PARENT = """
 import json, signal, subprocess, sys

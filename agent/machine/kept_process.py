@@ -1,8 +1,9 @@
-"""A process that outlives the service that has started it, and that the next service finds."""
+"""A process that outlives the one that has started it, and that the next service finds."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -11,11 +12,25 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 
 from adaptdl_elastic._whole_file import write_whole
-from adaptdl_elastic.agent.service.agent_forker import ForkedAgent
+
+
+class Child(Protocol):
+    """A process that this one has started; `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Return its process id."""
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+
+    def wait(self, seconds: float, /) -> object:
+        """Wait for its end; TimeoutExpired if it has not ended after so many seconds."""
 
 
 @dataclass
@@ -30,13 +45,13 @@ class KeptProcess:
 
     pid: int
     note: Path
-    child: subprocess.Popen[bytes] | ForkedAgent | None = None
+    child: Child | None = None
 
     @classmethod
     def start(
-        cls, command: Sequence[str], note: Path, log: Path, cwd: Path, env: Mapping[str, str]
+        cls, command: Sequence[str], note: Path, log: Path, cwd: Path, env: Mapping[str, str], **how: Any
     ) -> KeptProcess:
-        """Start a command in a session of its own; its output is appended to `log`.
+        """Start a command in a session of its own, as `how` tells Popen; its output is appended to `log`.
 
         Raises:
             OSError: it cannot be started.
@@ -51,11 +66,12 @@ class KeptProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                **how,
             )
         return cls.noted(child, note)
 
     @classmethod
-    def noted(cls, child: subprocess.Popen[bytes] | ForkedAgent, note: Path) -> KeptProcess:
+    def noted(cls, child: Child, note: Path) -> KeptProcess:
         """Remember a process that was started in a session of its own; kill it if it cannot be noted."""
         created = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
@@ -121,6 +137,11 @@ class KeptProcess:
     def forget(self) -> None:
         """Delete the note."""
         self.note.unlink(missing_ok=True)
+
+
+def end_with_parent() -> None:
+    """Request SIGKILL for when the parent's thread ends; called between fork and exec (Linux, prctl(2))."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _is_alive(pid: int, created: float) -> bool:

@@ -8,8 +8,9 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
-from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
+from adaptdl_elastic.agent.machine.kept_process import KeptProcess, end_with_parent, last_line
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError, EtcdGateway
 from adaptdl_elastic.rendezvous.services.service_config import (
@@ -35,12 +36,23 @@ _LOOK_SECONDS = 0.05
 
 
 class EtcdServer:
-    """The etcd of this node. A service that finds it running leaves it as it is."""
+    """The etcd of this node. A service that finds it running leaves it as it is.
 
-    def __init__(self, config: ServiceConfig, etcd: EtcdConfig, directory: ServiceDirectory) -> None:
+    Args:
+        config: of the node.
+        etcd: which etcd runs at which port.
+        directory: holds its certificate and passwords.
+        place: directory of this machine for its data, log and socket; etcd then ends with the thread that
+            starts it. None: `directory`, and it outlives this process.
+    """
+
+    def __init__(
+        self, config: ServiceConfig, etcd: EtcdConfig, directory: ServiceDirectory, place: Path | None = None
+    ) -> None:
         self._config, self._etcd, self._directory = config, etcd, directory
-        self._log = directory.path / "etcd.log"
-        self._note = directory.state / "etcd.json"
+        self._tied, self._place = place is not None, place or directory.path
+        self._log = self._place / "etcd.log"
+        self._note = (self._place if place else directory.state) / "etcd.json"
         self._process = KeptProcess.find(self._note)
 
     def ensure(self) -> None:
@@ -82,7 +94,7 @@ class EtcdServer:
         directory = self._directory
         options = {
             "name": "adaptdl",
-            "data-dir": str(directory.path / "etcd"),
+            "data-dir": str(self._place / "etcd"),
             "listen-client-urls": url,
             "advertise-client-urls": url,
             "listen-peer-urls": _PEER,
@@ -101,7 +113,8 @@ class EtcdServer:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         command = [self._etcd.binary, *(f"--{key}={value}" for key, value in options.items())]
         try:
-            self._process = KeptProcess.start(command, self._note, self._log, directory.path, environment)
+            how = {"preexec_fn": end_with_parent} if self._tied else {}
+            self._process = KeptProcess.start(command, self._note, self._log, self._place, environment, **how)
         except OSError as error:
             raise EtcdError(f"{self._etcd.binary} cannot be started: {error.strerror}") from None
 

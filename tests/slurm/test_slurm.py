@@ -1,0 +1,143 @@
+"""`srun adaptdl-run` in a real Slurm: the batch file of docs/howto/slurm.md, on three nodes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from polling import until
+
+from adaptdl_elastic.agent.cluster.job_joining import live_agents
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
+from adaptdl_elastic.rendezvous.store.base import StoreAuthError
+from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
+
+if TYPE_CHECKING:
+    from slurm.conftest import Slurm
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.slow, pytest.mark.exhaustive]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TRAIN = """
+import os, time
+from pathlib import Path
+import torch
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import collective
+
+adl.init_process_group("gloo")
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model = adl.AdaptiveDataParallel(model, optimizer)
+loader = adl.AdaptiveDataLoader(data, batch_size=8, shuffle=True)
+for epoch in adl.remaining_epochs_until(100_000):
+    for a, b in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(a), b).backward()
+        optimizer.step()
+        time.sleep(0.02)
+    if os.environ["RANK"] == "0":
+        with Path("epochs").open("a") as file:
+            print(os.environ.get("SLURM_RESTART_COUNT", "0"), epoch, file=file)
+    if collective.broadcast(Path("finish").exists()):
+        break
+"""
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    """The batch file of the page, beside a script."""
+    page = (ROOT / "docs" / "howto" / "slurm.md").read_text()
+    text = re.search(r"^```bash test=test_slurm\n(#!.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    assert len(text.splitlines()) <= 8
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "train.sbatch").write_text(text)
+    return tmp_path / "train.sbatch"
+
+
+def meeting_place(batch: Path, job: str, restart: int = 0) -> ServiceDirectory:
+    return ServiceDirectory(batch.parent / ".adaptdl" / f"slurm-{job}" / ".slurm" / f"{job}.0.{restart}")
+
+
+def agents(place: ServiceDirectory, job: str) -> int:
+    """Return how many agents are registered in the store of a step."""
+    with connect(place.read_config().endpoint, options=place.store_options()) as store:
+        return len(live_agents(store, Keys("default"), f"slurm-{job}"))
+
+
+def trains_on(batch: Path, job: str, nodes: int, restart: int = 0) -> ServiceDirectory:
+    """Wait until so many agents have joined and an epoch is over; return where they meet."""
+    place = meeting_place(batch, job, restart)
+    until("the store is not served", (place.path / "service.json").exists)
+    until("agents are absent", lambda: agents(place, job) == nodes, pause=0.2)
+    until("no epoch is over", lambda: any(line[0] == restart for line in epochs(batch)))
+    return place
+
+
+def epochs(batch: Path) -> list[tuple[int, int]]:
+    """Return the number of restarts and the epoch of each epoch that is over."""
+    file = batch.parent / "epochs"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(int(line.split()[0]), int(line.split()[1])) for line in lines]
+
+
+def etcds() -> list[psutil.Process]:
+    """Return the etcds of steps that run."""
+    return [one for one in psutil.process_iter(["cmdline"]) if "/adaptdl-step-" in str(one.info["cmdline"])]
+
+
+def left(place: ServiceDirectory) -> list[str]:
+    """Return what is left in a meeting place, and the etcds of steps that run."""
+    return [path.name for path in place.path.iterdir()] + [str(one) for one in etcds()]
+
+
+def test_a_requeued_job_goes_on_and_comes_to_its_end(slurm: Slurm, batch: Path) -> None:
+    job = slurm.submit(batch)
+    place = trains_on(batch, job, nodes=3)
+    assert {path.stat().st_mode & 0o077 for path in (place.path, *place.path.glob("*password"))} == {0}
+    without = StoreOptions(ca=place.ca, cert=place.cert, key=place.key)
+    with pytest.raises(StoreAuthError):
+        connect(place.read_config().endpoint, options=without)
+    ended = etcds()
+    for etcd in ended:
+        etcd.terminate()
+    until("etcd has not ended", lambda: not any(one.is_running() for one in ended))
+    until("etcd is not started again", etcds)
+    slurm.run("scontrol", "requeue", job)
+    again = trains_on(batch, job, nodes=3, restart=1)
+    seen = epochs(batch)
+    assert [epoch for _, epoch in seen] == sorted({epoch for _, epoch in seen}), "an epoch was repeated"
+    (batch.parent / "finish").touch()
+    until("the job has not ended", lambda: slurm.state(job) == "COMPLETED 0:0")
+    assert left(again) == ["ended"]
+
+
+def test_the_first_node_serves_the_store_until_the_last_one_has_left(slurm: Slurm, batch: Path) -> None:
+    job = slurm.submit(batch, "--nodes=2")
+    place = trains_on(batch, job, nodes=2)
+    first = next(one for one in psutil.process_iter(["cmdline"]) if is_agent(one, job, "0"))
+    first.terminate()
+    until("the first agent has not left", lambda: agents(place, job) == 1, pause=0.2)
+    before = len(epochs(batch))
+    until("the other node does not go on", lambda: len(epochs(batch)) > before + 1)
+    slurm.run("scancel", job)
+    until("the job has not ended", lambda: "CANCELLED" in slurm.state(job))
+    until("the step is not over", lambda: left(place) == ["ended"])
+    assert list(place.path.parents[1].glob("0*")), "no checkpoint was saved"
+
+
+def is_agent(process: psutil.Process, job: str, task: str) -> bool:
+    """Return whether this is the agent of a task of a job."""
+    words = process.info["cmdline"] or [""]
+    if not any(word.endswith("/adaptdl-run") for word in words[:2]):
+        return False
+    found = process.environ()
+    return (found.get("SLURM_JOB_ID"), found.get("SLURM_PROCID")) == (job, task) and "srun" not in words[0]
