@@ -221,20 +221,25 @@ class Agents:
     def _stand_in(self, request: Request, peers: Sequence[ServiceRecord], membership: Membership) -> None:
         submission = request.submission
         job, path = submission.job, self._checkpoint_path(submission)
-        if why := why_unsuited(submission, self._config.node):
-            self.unsuited[job] = why
-            return self._failed(job, "", counts=False)
-        self.unsuited.pop(job, None)
         try:
+            if why := why_unsuited(submission, self._config.node):
+                self.unsuited[job] = why
+                return self._failed(job, "", counts=False)
+            self.unsuited.pop(job, None)
             given, environment = self.fetch(submission, peers)
             write_spec(request, path, self._spec(job))
             options = agent_options(self._config, self._slots, self._spec(job))
             work = self._directory.work(submission.folder)
             stand_in = StandIn(submission, work, given, options, environment, membership)
             stand_in = self._of_its_version(stand_in, request)
+            self.unsuited[job] = "it installs its packages"
             named, content = submission.requirements, submission.bundle
-            python = python_with(self._directory, work, named, content, stand_in.python)
-            stand_in = replace(stand_in, python=python)
+            variables = {**_of_others(os.environ), **given}
+            python = python_with(self._directory, work, named, content, stand_in.python, variables)
+            self.unsuited.pop(job, None)
+            if python != stand_in.python:
+                place = os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)])
+                stand_in = replace(stand_in, python=python, variables={**environment, "PATH": place})
             # this process has neither the job's variables nor what was imported under them
             if not can_fork(given) or ("://" in path and submission.environment is not None):
                 return self._start(stand_in)
@@ -376,7 +381,9 @@ def why_unsuited(submission: Submission, node: str) -> str:
     """
     if submission.nodes and node not in submission.nodes:
         return f"--node {', '.join(submission.nodes)}"
-    return next((f"there is no {path} (--has)" for path in submission.has if not Path(path).exists()), "")
+    # one that cannot be looked at is not there
+    missing = (path for path in submission.has if not os.path.exists(path))  # noqa: PTH110
+    return next((f"there is no {path} (--has)" for path in missing), "")
 
 
 def _followed(request: Request) -> str:

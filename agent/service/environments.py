@@ -55,6 +55,9 @@ def sweep(
         fresh = now - note.stat().st_mtime < FRESH_SECONDS
         return not (fresh or note.read_text() in versions or any(where in text for text in users))
 
+    for left in directory.environments.glob("job-*"):  # by an installation that was broken off
+        if not (left / "made").exists() and now - left.stat().st_mtime > 2 * FRESH_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
     for note in made:
         if unused(note):
             note.unlink()  # what is left if this is interrupted does not count as an environment

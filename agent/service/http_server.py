@@ -135,8 +135,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         parts = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        found = [unquote(part) for part in parts.path.strip("/").split("/")]
+        # names of files need not be UTF-8
+        given = parse_qs(parts.query, errors="surrogateescape")
+        query = {name: values[-1] for name, values in given.items()}
+        found = [unquote(part, errors="surrogateescape") for part in parts.path.strip("/").split("/")]
         self.close_connection |= self.command == "PUT"  # the body may not be read to its end
         try:
             route = next((one for one in ROUTES if one.fits(self.command, found)), None)
@@ -218,7 +220,8 @@ class _Handler(BaseHTTPRequestHandler):
         served, (job, kind, *path) = self.server.served, named
         folder = job_files.folder_of(served.directory, kind, job, served.folder(job) or job)
         if path:
-            self._send(folder, path[0], int(query.get("after", 0)), int(query.get("size", 1 << 62)))
+            numbers = {name: int(query[name]) for name in ("after", "size", "changed") if name in query}
+            self._send(folder, path[0], **numbers)
         else:
             self._json(job_files.listing(folder, query.get("path", "")))
 
@@ -242,20 +245,29 @@ class _Handler(BaseHTTPRequestHandler):
                 text = data.decode(errors="replace")
                 return {"offset": after + len(data), "text": text, "running": running}
 
-    def _send(self, folder: Path, path: str, after: int = 0, most: int = 1 << 62) -> None:
-        """Send a file of a folder from an offset on, up to an offset and to its present end."""
-        with job_files.opened(folder, path) as (file, size):
-            left = min(size, most) - after
+    def _send(
+        self, folder: Path, path: str, after: int = 0, size: int = 1 << 62, changed: int | None = None
+    ) -> None:
+        """Send a file of a folder from an offset on, up to an offset and to its present end.
+
+        Break off before the end if it has another time of change than `changed`.
+        """
+        with job_files.opened(folder, path) as (file, found):
+            left = min(size, found.st_size) - after
+            if changed not in (None, found.st_mtime_ns):
+                raise DeniedError(f"{path} has changed", 409)
             if after < 0 or left < 0:
-                raise ValueError(f"{path} has {size} bytes, and those from {after} on are asked for")
+                raise ValueError(f"{path} has {found.st_size} bytes, and those from {after} on are asked for")
             self.send_response(200)
             self.send_header("Content-Length", str(left))
             self.end_headers()
             file.seek(after)
             while left and (piece := file.read(min(left, _CHUNK))):
+                if changed not in (None, os.fstat(file.fileno()).st_mtime_ns):
+                    break
                 self.wfile.write(piece)
                 left -= len(piece)
-            self.close_connection |= left > 0  # it has become shorter
+            self.close_connection |= left > 0
 
     def _json(self, value: Any) -> None:
         self._answer(200, json.dumps(value).encode(), "application/json")

@@ -76,8 +76,8 @@ def _below(top: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def opened(folder: Path, path: str) -> Iterator[tuple[IO[bytes], int]]:
-    """Open a file in a folder; yield it, and its size in bytes.
+def opened(folder: Path, path: str) -> Iterator[tuple[IO[bytes], os.stat_result]]:
+    """Open a file in a folder; yield it, and what is known of it.
 
     Raises:
         DeniedError: it is no regular file in the folder.
@@ -96,4 +96,4 @@ def opened(folder: Path, path: str) -> Iterator[tuple[IO[bytes], int]]:
         real = Path(f"/proc/self/fd/{number}").readlink()
         if not stat.S_ISREG(found.st_mode) or not real.is_relative_to(os.path.realpath(folder)):
             raise DeniedError(f"{path} is no file in this folder", 404)
-        yield file, found.st_size
+        yield file, found

@@ -2,18 +2,25 @@
 
 It lies over the environment of the program, so that torch and what else is there already is shared. pip
 installs only what is missing or has another version there.
+
+Each attempt has a directory of its own: what a service that was stopped has left half made, and an installer
+that outlived it, disturb nobody. `environments.sweep` removes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.service.archives import inside
@@ -22,94 +29,152 @@ from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 INSTALL_SECONDS = 3600.0
 """Most seconds that an installation may take."""
 
+NOTHING = "none"
+"""The name of a file of requirements that stands for no packages."""
+
 _DEPENDENCIES = """
-import sys, tomllib
+import sys
+try:
+    import tomllib
+except ImportError:
+    from pip._vendor import tomli as tomllib
 with open(sys.argv[1], "rb") as file:
     print(*tomllib.load(file).get("project", {}).get("dependencies", []), sep="\\n")
 """
+# requirements that lead to no other file
+_PLAIN = re.compile(r"\s*([A-Za-z0-9][\w.-]*(\[[\w, .-]*\])?\s*[^/@]*)?(#.*)?")
 
-_installing = threading.Lock()
+_installing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
 
 class PackagesError(Exception):
     """The packages of a job cannot be installed; the message has the installer's words."""
 
 
-def python_with(directory: ServiceDirectory, work: Path, named: str, content: str, python: str) -> str:
+def python_with(
+    directory: ServiceDirectory,
+    work: Path,
+    named: str,
+    content: str,
+    python: str,
+    environ: Mapping[str, str] = os.environ,
+) -> str:
     """Return an interpreter that has the packages of a job; make its environment if it is not there.
 
     Args:
         directory: Of the service.
         work: The working directory of the job.
-        named: Its file of requirements, relative to that; "": the usual ones, if there are some.
+        named: Its file of requirements, relative to that; "": the usual ones, if there are some; `NOTHING`.
         content: Digest of the working directory, to which requirements may lead.
         python: The interpreter below, which is returned if the job names no packages.
+        environ: The variables of the job.
 
     Raises:
         PackagesError: they cannot be installed.
         BlobError: the file is outside of the working directory.
     """
-    text = _requirements(work, named, python)
-    lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
-    if not lines:
+    run = _Installer(work, environ)
+    text, file = run.requirements(named, python)
+    lines = text.decode(errors="replace").splitlines()
+    if not any(line.strip() and not line.lstrip().startswith("#") for line in lines):
         return python
-    # options and paths may lead to other files
-    beside = content if any(line[0] in "-./" or "@" in line for line in lines) else ""
-    digest = hashlib.sha256("\0".join([python, beside, *lines]).encode()).hexdigest()
-    where = directory.environments / f"job-{digest[:16]}"
-    made, own = where / "made", str(where / "bin" / "python")
-    with _installing:
-        if not made.exists():
-            _run(_own_python.code(_own_python.LAYER, str(where), python=python), work)
-            _install(own, lines, work)
-            made.write_text(f"packages {digest}")
-    return own
+    beside = "" if all(_PLAIN.fullmatch(line) and not _is_archive(line) for line in lines) else content
+    digest = hashlib.sha256(b"\0".join([python.encode(), beside.encode(), text])).hexdigest()
+    note = f"packages {digest}"
+    with _installing[digest]:
+        if (found := _made(directory, note)) is None:
+            directory.environments.mkdir(parents=True, exist_ok=True)
+            found = Path(tempfile.mkdtemp(prefix=f"job-{digest[:12]}-", dir=directory.environments))
+            try:
+                run.install(found, text, file, python)
+                (found / "made").write_text(note)
+            except BaseException:
+                shutil.rmtree(found, ignore_errors=True)
+                raise
+    return str(found / "bin" / "python")
 
 
-def _install(python: str, lines: Sequence[str], work: Path) -> None:
-    """Install requirements into an environment; paths in them are relative to the working directory."""
-    if (uv := shutil.which("uv")) is not None and not _has_pip(python):
-        _run([uv, "pip", "install", "-q", "-p", python, "pip"], work)
-    with tempfile.NamedTemporaryFile("w", dir=work, prefix=".requirements-", suffix=".txt") as file:
-        file.write("\n".join(lines))
-        file.flush()
-        options = "install", "-q", "--disable-pip-version-check", "--no-input", "-r", file.name
-        _run(_own_python.module("pip", *options, python=python), work)
+def _made(directory: ServiceDirectory, note: str) -> Path | None:
+    for made in directory.environments.glob("job-*/made"):
+        with contextlib.suppress(OSError):
+            if made.read_text() == note:
+                os.utime(made)  # the sweep takes it for fresh
+                return made.parent
+    return None
 
 
-def _has_pip(python: str) -> bool:
-    command = _own_python.code("import pip", python=python)
-    asked = subprocess.run(command, capture_output=True, check=False)
-    return asked.returncode == 0
+def _is_archive(line: str) -> bool:
+    return line.split("#")[0].strip().endswith((".whl", ".gz", ".zip"))
 
 
-def _requirements(work: Path, named: str, python: str) -> str:
-    """Return what is to be installed, as pip reads it; "": nothing."""
-    if named:
-        return (work / inside(named)).read_text()
-    for name in ("requirements.txt", "uv.lock", "pyproject.toml"):
-        path = work / name
-        if not path.is_file():
-            continue
-        if name == "requirements.txt":
-            return path.read_text()
-        if name == "pyproject.toml":
-            return _run(_own_python.code(_DEPENDENCIES, str(path), python=python), work).strip()
-        if (uv := shutil.which("uv")) is None:
-            raise PackagesError("uv.lock needs uv on this node")
-        return _run([uv, "export", "-q", "--frozen", "--no-emit-project", "--no-hashes"], work)
-    return ""
+class _Installer:
+    """Runs installers in a job's directory, with the job's variables."""
 
+    def __init__(self, work: Path, environ: Mapping[str, str]) -> None:
+        self._work, self._environ = work, environ
 
-def _run(command: Sequence[str], work: Path) -> str:
-    """Run a command in a job's directory and return its output; PackagesError with what it says else."""
-    options: dict[str, Any] = {"cwd": work, "stdin": subprocess.DEVNULL, "timeout": INSTALL_SECONDS}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    except subprocess.TimeoutExpired:
-        raise PackagesError(f"its packages were not installed within {INSTALL_SECONDS:g} s") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["the installer says nothing"]
-        errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")] or lines[-1:]
-        raise PackagesError(f"its packages cannot be installed: {'; '.join(errors[:3])}")
-    return str(done.stdout)
+    def requirements(self, named: str, python: str) -> tuple[bytes, Path | None]:
+        """Return what is to be installed, and the file that says so; None: another kind of file does."""
+        if named == NOTHING:
+            return b"", None
+        path = self._work / (inside(named) if named else "requirements.txt")
+        if named or path.is_file():
+            try:
+                return path.read_bytes(), path
+            except OSError as error:
+                raise PackagesError(f"--requirements {named}: {error.strerror}") from None
+        uv = shutil.which("uv")
+        if uv is not None and (self._work / "uv.lock").is_file():
+            command = [uv, "export", "-q", "--frozen", "--no-dev", "--no-emit-project", "--no-hashes"]
+            return self.run(command), None
+        if (path := self._work / "pyproject.toml").is_file():
+            return self.run(_own_python.code(_DEPENDENCIES, str(path), python=python)).strip(), None
+        return b"", None
+
+    def install(self, where: Path, text: bytes, file: Path | None, python: str) -> None:
+        """Make an environment over that of an interpreter, and install requirements into it."""
+        self.run(_own_python.code(_own_python.LAYER, str(where), python=python))
+        own = str(where / "bin" / "python")
+        if file is None:
+            file = where / "requirements.txt"
+            file.write_bytes(text)
+        try:
+            self.run(_own_python.code("import pip", python=own))
+        except PackagesError:
+            # uv made the environment below
+            self.run([shutil.which("uv") or "uv", "pip", "install", "-q", "-p", own, "pip"])
+        options = "install", "-q", "--disable-pip-version-check", "--no-input", "-r", str(file)
+        self.run(_own_python.module("pip", *options, python=own))
+        if any(where.glob("lib/python*/site-packages/torch")):  # another one than the program's
+            self.run(_own_python.code("import adaptdl_elastic.torch", python=own))
+
+    def run(self, command: Sequence[str]) -> bytes:
+        """Run a command and return its output; PackagesError with what it says if it fails."""
+        with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as out:
+            try:
+                child = subprocess.Popen(
+                    command,
+                    cwd=self._work,
+                    env=dict(self._environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=said,
+                    start_new_session=True,
+                )
+                code = child.wait(INSTALL_SECONDS)
+            except OSError as error:
+                raise PackagesError(
+                    f"its packages cannot be installed: {command[0]}: {error.strerror}"
+                ) from None
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+                raise PackagesError(f"its packages were not installed within {INSTALL_SECONDS:g} s") from None
+            said.seek(0)
+            out.seek(0)
+            text, lines = out.read(), said.read().decode(errors="replace").splitlines()
+        if code:
+            lines = [line.strip() for line in lines if line.strip()] or ["the installer says nothing"]
+            errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
+            raise PackagesError(f"its packages cannot be installed: {'; '.join((errors or lines[-1:])[:3])}")
+        return text

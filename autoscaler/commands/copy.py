@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import IO
 from urllib.parse import quote
 
 import click
@@ -35,8 +38,10 @@ from adaptdl_elastic.rendezvous.services.service_client import (
     ServiceRefusedError,
 )
 from adaptdl_elastic.rendezvous.store.base import Store, read_record
+from adaptdl_elastic.rendezvous.text import printable
 
 _LOOK_SECONDS = 10.0  # between two looks for new events
+_STATES = 3  # of a file that changes while it is fetched
 _EVENTS = "tfevents"  # in the names of TensorBoard's files
 
 
@@ -51,8 +56,8 @@ class RemoteFile:
 
     def __post_init__(self) -> None:
         path = PurePosixPath(self.path)
-        if path.is_absolute() or ".." in path.parts or self.size < 0:
-            raise ServiceError(f"a node lists a file {self.path!r} of {self.size} bytes: nothing is fetched")
+        if path.is_absolute() or ".." in path.parts or "\0" in self.path or self.size < 0:
+            raise ValueError(f"it lists a file {printable(self.path)} of {self.size} bytes")
 
 
 class JobFiles:
@@ -69,11 +74,14 @@ class JobFiles:
         self, client: ServiceClient, services: Mapping[str, ServiceRecord], job: str, kind: str
     ) -> None:
         self._client, self._services, self._route = client, services, f"/v1/files/{job}/{kind}"
-        self.silent: list[str] = []
-        """What nodes said that did not answer, or refused."""
+        self.silent: dict[str, str] = {}
+        """Why nodes could not be asked, by node."""
+        self.left_out: dict[str, int] = {}
+        """How many links and others that are no files each node has there."""
 
     def everywhere(self, path: str) -> dict[str, list[RemoteFile]]:
-        """Return what each node has at a path, without nodes that have nothing there."""
+        """Return what each node has at a path, without nodes that have no file there."""
+        self.silent.clear()
         with ThreadPoolExecutor(max_workers=16) as pool:
             said = pool.map(lambda node: self._on(node, path), self._services)
             found = dict(zip(self._services, said, strict=True))
@@ -81,17 +89,29 @@ class JobFiles:
 
     def _on(self, node: str, path: str) -> list[RemoteFile]:
         try:
-            where = f"{self._route}?path={quote(path, safe='')}"
+            where = f"{self._route}?path={_quoted(path)}"
             said = self._client.get_json(self._services[node], where)
+            self.left_out[node] = int(said["left_out"])
+            return [
+                RemoteFile(str(name), int(size), int(changed), bool(may))
+                for name, size, changed, may in said["files"]
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            self.silent[node] = f"{node} answers with something else than a list of files: {error}"
         except ServiceError as error:
-            if getattr(error, "status", 0) != 404:
-                self.silent.append(str(error))
-            return []
-        if said["left_out"]:
-            echo(f"adaptdl: {node}: {said['left_out']} links and other entries are left out", err=True)
-        return [RemoteFile(*one) for one in said["files"]]
+            # a node of an older version serves no files
+            if getattr(error, "status", 0) != 404 or "does not serve" in str(error):
+                self.silent[node] = str(error)
+        return []
 
-    def fetch(self, nodes: Sequence[str], path: str, file: RemoteFile, target: Path) -> None:
+    def fetch(
+        self,
+        nodes: Sequence[str],
+        path: str,
+        file: RemoteFile,
+        target: Path,
+        moved: Callable[[int], None] = lambda size: None,
+    ) -> None:
         """Fetch a file unless it is there already; go on with one that was fetched in part.
 
         Args:
@@ -99,41 +119,73 @@ class JobFiles:
             path: The path that was listed.
             file: The file.
             target: Where it is written.
+            moved: Called with the number of bytes that have come.
+
+        Raises:
+            ServiceError: no node sends it.
+            ChangedError: it has changed since it was listed.
+            OSError: it cannot be written.
         """
         if target.is_file() and (target.stat().st_size, target.stat().st_mtime_ns) == (
             file.size,
             file.changed,
         ):
-            return
+            return moved(file.size)
         target.parent.mkdir(parents=True, exist_ok=True)
         # of another state of the file nothing can be used
-        part = target.with_name(f".{target.name}.{file.size}-{file.changed}.part")
-        for node in nodes:
-            try:
-                self._fetch(node, str(PurePosixPath(path, file.path)), file.size, part)
-                break
-            except ServiceRefusedError:
-                raise
-            except ServiceError:
-                if node == nodes[-1]:
+        mark = hashlib.sha256(f"{target.name}\0{file.size}\0{file.changed}".encode(errors="replace"))
+        part = target.with_name(f".adaptdl-{mark.hexdigest()[:16]}.part")
+        with part.open("ab") as out:
+            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if out.tell() > file.size:
+                out.seek(out.truncate(0))
+            moved(out.tell())
+            for node in nodes:
+                try:
+                    self._fetch(node, str(PurePosixPath(path, file.path)), file, out, moved)
+                    break
+                except ChangedError:
+                    part.unlink()
                     raise
+                except ServiceError:
+                    if node == nodes[-1]:
+                        raise
         part.chmod(0o755 if file.executable else 0o644)
         os.utime(part, ns=(file.changed, file.changed))
         part.replace(target)
 
-    def _fetch(self, node: str, path: str, size: int, part: Path) -> None:
-        with part.open("ab") as out:
-            where = f"{self._route}/{quote(path, safe='')}?after={out.tell()}&size={size}"
-            self._client.download(self._services[node], where, out.write)
-            if out.tell() != size:
-                raise ServiceRefusedError(f"{node}: {path} has changed meanwhile: try again", 409)
+    def _fetch(
+        self, node: str, path: str, file: RemoteFile, out: IO[bytes], moved: Callable[[int], None]
+    ) -> None:
+        def write(data: bytes) -> None:
+            if out.tell() + len(data) > file.size:
+                raise ServiceError(f"{node} sends more of {printable(path)} than it has listed")
+            moved(out.write(data))
 
-    def append(self, node: str, path: str, target: Path) -> None:
-        """Fetch what a file that only grows has more than before."""
+        where = f"{self._route}/{_quoted(path)}?after={out.tell()}&size={file.size}&changed={file.changed}"
+        try:
+            self._client.download(self._services[node], where, write)
+        except ServiceRefusedError as error:
+            raise ChangedError(str(error)) if error.status == 409 else error from None
+        if out.tell() != file.size:
+            raise ServiceError(f"{node} has sent {out.tell()} of {file.size} bytes of {printable(path)}")
+
+    def append(self, node: str, path: str, size: int, target: Path) -> None:
+        """Fetch what a file that only grows has more than before, up to `size`."""
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab") as out:
-            where = f"{self._route}/{quote(path, safe='')}?after={out.tell()}"
-            self._client.download(self._services[node], where, out.write)
+            left = size - out.tell()
+            where = f"{self._route}/{_quoted(path)}?after={out.tell()}&size={size}"
+            self._client.download(self._services[node], where, lambda data: out.write(data[:left]))
+
+
+class ChangedError(ServiceError):
+    """A file has changed since it was listed."""
+
+
+def _quoted(path: str) -> str:
+    # names need not be UTF-8
+    return quote(path, safe="", errors="surrogateescape")
 
 
 @click.command()
@@ -163,11 +215,13 @@ def cp(name: str | None, source: str, target: Path, kind: str | None, node: str 
     files = JobFiles(client_of(context), found.services, job, kind or "work")
     listed = files.everywhere(path)
     chosen = _choose(listed, node or first, must=node is not None)
-    if chosen is None:
-        silent = f"; not every node answers: {'; '.join(files.silent)}" if files.silent else ""
-        several = f": it is on {', '.join(sorted(listed))}, choose one by --from" if listed else ""
+    if chosen is None or (node is None and first in files.silent):
+        silent = "".join(f"; {why}" for why in files.silent.values())
+        several = f"; {', '.join(sorted(listed))} has it (--from)" if listed else ""
         raise CommandError(f"{source} is not on {node or first or 'any node'}{several}{silent}")
     mine = listed[chosen]
+    if files.left_out[chosen]:
+        echo(f"adaptdl: {files.left_out[chosen]} links and other entries are left out", err=True)
     single = mine[0].path == ""
     if single and target.is_dir():
         target /= PurePosixPath(path).name
@@ -216,14 +270,37 @@ def _fetch_all(
             ]
             place = target / file.path if file.path else target
             try:
-                files.fetch([node, *others], path, file, place)
-            except OSError as error:
+                _fetch_newest(files, [node, *others], path, file, place, bar.update)
+            except BlockingIOError:
+                raise CommandError(f"{place} is being written by another adaptdl cp") from None
+            except (OSError, ValueError) as error:
+                why = getattr(error, "strerror", None) or error
                 raise CommandError(
-                    f"{place} cannot be written: {error.strerror}; the same command goes on from there"
+                    f"{place} cannot be written: {why}; the same command goes on from there"
                 ) from None
             except ServiceError as error:
                 raise CommandError(f"{error}; the same command goes on from there") from None
-            bar.update(file.size)
+
+
+def _fetch_newest(
+    files: JobFiles,
+    nodes: Sequence[str],
+    path: str,
+    file: RemoteFile,
+    place: Path,
+    moved: Callable[[int], None],
+) -> None:
+    """Fetch a file; if it changes meanwhile, its new state."""
+    for _ in range(_STATES):
+        try:
+            return files.fetch(nodes, path, file, place, moved)
+        except ChangedError:
+            listed = files.everywhere(str(PurePosixPath(path, file.path)))
+            found = next(iter(listed.get(nodes[0], ())), None)
+            if found is None:
+                raise
+            file = replace(found, path=file.path)
+    raise ServiceError(f"{printable(str(place))} changes all the time on {nodes[0]}")
 
 
 @click.command()
@@ -247,30 +324,35 @@ def tensorboard(name: str | None, jobs: tuple[str, ...], port: int) -> None:
         client = client_of(context)
         for job in jobs:
             find(reader.read(None), context, job)
+        told = set[str]()
         shown = subprocess.Popen(_own_python.module("tensorboard.main", *options))
         try:
             while shown.poll() is None:
                 found = reader.read(None)
                 own = [one.submission.job for one in found.requests if one.submission.owner == context.person]
                 for job in jobs or own:
-                    _update(JobFiles(client, found.services, job, "work"), folder / job)
+                    update_events(JobFiles(client, found.services, job, "work"), folder / job, told)
                 time.sleep(_LOOK_SECONDS)
         finally:
             shown.terminate()
     click.get_current_context().exit(shown.wait())
 
 
-def _update(files: JobFiles, folder: Path) -> None:
-    """Fetch what TensorBoard's files of a job have more than those here."""
+def update_events(files: JobFiles, folder: Path, told: set[str]) -> None:
+    """Fetch what TensorBoard's files of a job have more than those here; say each problem once."""
+    problems = list[str]()
     for node, listed in files.everywhere("").items():
         for file in listed:
             # the archive of the job may have some, too: every node has those
             target = folder / file.path
             if _EVENTS in PurePosixPath(file.path).name and file.size > _size(target):
                 try:
-                    files.append(node, file.path, target)
+                    files.append(node, file.path, file.size, target)
                 except ServiceError as error:
-                    echo(f"adaptdl: {error}; tried again", err=True)
+                    problems.append(str(error))
+    for problem in {*problems, *files.silent.values()} - told:
+        echo(f"adaptdl: {problem}; tried again", err=True)
+        told.add(problem)
 
 
 def _size(path: Path) -> int:

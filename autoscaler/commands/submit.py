@@ -163,8 +163,10 @@ def submit(
     path = asked["checkpoint_path"]
     if path and "://" not in path and not path.startswith("/"):
         raise OptionError(f"--checkpoint-path {path}: give an absolute path, nodes have other directories")
-    if asked["requirements"] and not (workdir / asked["requirements"]).is_file():
-        raise OptionError(f"--requirements {asked['requirements']}: there is no such file in {workdir}")
+    named = Path(asked["requirements"] or "none")
+    within = not named.is_absolute() and ".." not in named.parts and (workdir / named).is_file()
+    if str(named) != "none" and not within:
+        raise OptionError(f"--requirements {named}: there is no such file in {workdir}")
     if relative := next((one for one in asked["has"] if not one.startswith("/")), None):
         raise OptionError(f"--has {relative}: give an absolute path, nodes have other directories")
     try:

@@ -113,6 +113,11 @@ def ran(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
             marks=pytest.mark.needs("lightning"),
         ),
         pytest.param(
+            LIGHTNING + "fit(Net(), 64, reload_dataloaders_every_n_epochs=1)",
+            "reload_dataloaders_every_n_epochs with max_batch_size: leave one of them out",
+            marks=pytest.mark.needs("lightning"),
+        ),
+        pytest.param(
             LIGHTNING + "fit(Net(), 64, limit_train_batches=2)",
             "limit_train_batches or overfit_batches with max_batch_size",
             marks=pytest.mark.needs("lightning"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -121,9 +122,6 @@ def test_a_copy_goes_on_where_it_was_and_is_not_made_twice(world: World, work: P
         files.fetch(["n1"], "results/model.pt", file, target)
     (part,) = target.parent.iterdir()
     assert part.stat().st_size == 4000
-    # it grows meanwhile: what was listed is fetched
-    with (work / "results" / "model.pt").open("ab") as more:
-        more.write(b"more")
     files.fetch(["n1"], "results/model.pt", file, target)
     assert target.read_bytes() == b"0123456789" * 1000
     assert [one.name for one in target.parent.iterdir()] == ["model.pt"]
@@ -132,20 +130,84 @@ def test_a_copy_goes_on_where_it_was_and_is_not_made_twice(world: World, work: P
     assert client.asked == 2
 
 
+def test_of_a_file_that_is_written_again_the_new_state_is_fetched(
+    world: World, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, found, model = broken(world), list[int](), work / "results" / "model.pt"
+    listed = JobFiles.everywhere
+
+    def write_again(files: JobFiles, path: str) -> dict[str, list[RemoteFile]]:
+        said = listed(files, path)
+        if not found:
+            model.write_bytes(b"new state" * 2000)
+        found.append(len(said))
+        return said
+
+    client.left = 0
+    monkeypatch.setattr(JobFiles, "everywhere", write_again)
+    cp(world, monkeypatch, "hers:results", str(tmp_path / "mine"))
+    assert found == [1, 1]
+    assert [path.read_bytes() for path in (tmp_path / "mine").iterdir()] == [b"new state" * 2000]
+
+
+def test_two_copies_of_one_file_at_once_and_one_that_is_too_long_spoil_nothing(
+    world: World, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, target = JobFiles(broken(world), {"n1": world.record}, "hers", "work"), tmp_path / "model.pt"
+    ((file,),) = files.everywhere("results/model.pt").values()
+    with pytest.raises(ServiceError, match="broke off"):
+        files.fetch(["n1"], "results/model.pt", file, target)
+    (part,) = tmp_path.glob(".adaptdl-*")
+    with part.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(copy.CommandError, match="is being written by another adaptdl cp"):
+            cp(world, monkeypatch, "hers:results/model.pt", str(target))
+        other.write(b"x" * 20_000)
+    files.fetch(["n1"], "results/model.pt", file, target)
+    assert target.read_bytes() == b"0123456789" * 1000
+    short = replace(file, size=5000)
+    # a node that sends more than it was asked for
+    monkeypatch.setattr(Broken, "download", lambda *given: given[-1](b"x" * 6000))
+    with pytest.raises(ServiceError, match="sends more of"):
+        files.fetch(["n1"], "results/model.pt", short, tmp_path / "short")
+
+
+def test_a_name_that_is_not_utf_8_travels(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = world.directory.work("hers@1")
+    folder.mkdir(parents=True)
+    odd = os.fsdecode(b"caf\xe9 \n%2F")
+    (folder / odd).write_text("odd")
+    cp(world, monkeypatch, "hers", str(tmp_path / "mine"))
+    assert (tmp_path / "mine" / odd).read_text() == "odd"
+
+
+def test_a_file_of_events_is_fetched_as_far_as_it_has_grown(world: World, tmp_path: Path) -> None:
+    folder, mine = world.directory.work("hers@1") / "runs", tmp_path / "mine"
+    folder.mkdir(parents=True)
+    files = JobFiles(world.client("alice"), {"n1": world.record}, "hers", "work")
+    for text in ("one", "two"):
+        with (folder / "events.out.tfevents.1").open("a") as file:
+            file.write(text)
+        copy.update_events(files, mine, set())
+    assert [path.read_text() for path in mine.rglob("*tfevents*")] == ["onetwo"]
+
+
 def test_of_a_checkpoint_another_node_is_asked_when_one_breaks_off(
     world: World, work: Path, tmp_path: Path
 ) -> None:
     gone = replace(world.record, node="n0", port=free_port())
     files = JobFiles(broken(world), {"n0": gone, "n1": world.record}, "hers", "work")
     ((file,),) = files.everywhere("run.sh").values()
-    assert "the service of n0" in files.silent[0]
+    assert "the service of n0" in files.silent["n0"]
     files.fetch(["n0", "n1", "n1"], "run.sh", file, tmp_path / "run.sh")
     assert os.access(tmp_path / "run.sh", os.X_OK)
 
 
 def test_a_node_that_lists_files_elsewhere_is_not_believed() -> None:
     for path in ("../x", "/x", "a/../../x"):
-        with pytest.raises(ServiceError, match="nothing is fetched"):
+        with pytest.raises(ValueError, match="it lists a file"):
             RemoteFile(path, 1, 1, False)
 
 

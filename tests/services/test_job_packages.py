@@ -8,10 +8,12 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
+from polling import until
 
 from adaptdl_elastic.agent.service import environments, job_packages
-from adaptdl_elastic.agent.service.job_packages import PackagesError, python_with
+from adaptdl_elastic.agent.service.job_packages import NOTHING, PackagesError, python_with
 from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 
 pytestmark = pytest.mark.processes
@@ -50,27 +52,43 @@ def test_packages_are_installed_once_for_a_content_over_those_that_are_there(
     node: ServiceDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = job(tmp_path / "one", requirements_txt="# mine\nthing==1\nnumpy\n")
-    second = job(tmp_path / "two", requirements_txt="thing==1\n\nnumpy\n")
+    second = job(tmp_path / "two", requirements_txt="# mine\nthing==1\nnumpy\n")
     with ThreadPoolExecutor() as pool:
         made = set(pool.map(lambda work: python_with(node, work, "", "", sys.executable), (first, second)))
     (python,) = made
     assert shown(python) == "1 False"
-    assert not list(first.glob(".requirements*"))
-    monkeypatch.setattr(job_packages, "_install", None)
-    assert python_with(node, first, "", "", sys.executable) == python
-    # one that was not finished does not count
-    (Path(python).parents[1] / "made").unlink()
-    with pytest.raises(TypeError):
-        python_with(node, first, "", "", sys.executable)
+    assert [path.name for path in first.iterdir()] == ["requirements.txt"]
+    with monkeypatch.context() as broken:
+        broken.setenv("PIP_FIND_LINKS", "/nowhere")
+        assert python_with(node, first, "", "", sys.executable) == python
+        # one that was not finished does not count
+        (Path(python).parents[1] / "made").unlink()
+        with pytest.raises(PackagesError):
+            python_with(node, first, "", "", sys.executable)
+    assert python_with(node, first, "", "", sys.executable) != python
 
 
 def test_a_file_that_is_named_comes_before_the_usual_ones(node: ServiceDirectory, tmp_path: Path) -> None:
     project = '[project]\nname = "x"\nversion = "1"\ndependencies = ["thing>=2"]\n'
     work = job(tmp_path / "work", pyproject_toml=project, other_txt="thing<2\n")
-    if sys.version_info >= (3, 11):
-        assert shown(python_with(node, work, "", "", sys.executable)) == "2 False"
+    assert shown(python_with(node, work, "", "", sys.executable)) == "2 False"
     assert shown(python_with(node, work, "other.txt", "", sys.executable)) == "1 False"
     assert python_with(node, job(tmp_path / "none"), "", "", "python") == "python"
+    assert python_with(node, work, NOTHING, "", "python") == "python"
+
+
+@pytest.mark.exhaustive
+def test_a_file_beside_the_requirements_makes_the_environment_one_of_the_directory(
+    node: ServiceDirectory, tmp_path: Path
+) -> None:
+    folder = tmp_path / "index"
+    for text in ("thing-1-py3-none-any.whl", "-r other.txt", "thing @ file:///x"):
+        work = job(tmp_path / "work", requirements_txt=text, other_txt="thing==1\n")
+        (work / "thing-1-py3-none-any.whl").write_bytes((folder / "thing-1-py3-none-any.whl").read_bytes())
+        if "@" not in text:
+            made = {python_with(node, work, "", content, sys.executable) for content in ("a", "b")}
+            assert len(made) == 2, text
+            assert {shown(one) for one in made} == {"1 False"}
 
 
 @pytest.mark.parametrize("text", ["absent-package\n", "thing==7\n", "-r nowhere.txt\n"])
@@ -79,9 +97,28 @@ def test_what_cannot_be_installed_is_said_in_the_installers_words(
 ) -> None:
     with pytest.raises(PackagesError, match=r"its packages cannot be installed: .*(No matching|nowhere)"):
         python_with(node, job(tmp_path / "work", requirements_txt=text), "", "", sys.executable)
-    assert not list(node.environments.glob("*/made"))
+    assert not list(node.environments.glob("*"))
 
 
+@pytest.mark.exhaustive
+def test_an_installation_that_hangs_is_ended_with_all_its_processes(
+    node: ServiceDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = job(tmp_path / "work", requirements_txt="./hangs\n")
+    hangs = job(
+        work / "hangs",
+        pyproject_toml='[build-system]\nrequires = []\nbuild-backend = "b"\nbackend-path = ["."]\n',
+    )
+    (hangs / "b.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    monkeypatch.setattr(job_packages, "INSTALL_SECONDS", 20.0)
+    with pytest.raises(PackagesError, match="were not installed within 20 s"):
+        python_with(node, work, "", "", sys.executable)
+    until("it lives on", lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+
+
+@pytest.mark.exhaustive
 def test_an_environment_stays_while_a_job_may_start_in_it(node: ServiceDirectory, tmp_path: Path) -> None:
     node.path.mkdir()
     (node.path / "service.json").touch()

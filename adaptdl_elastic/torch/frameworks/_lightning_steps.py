@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ProgressBar
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic.torch.frameworks._callback_states import FRAMEWORKS
@@ -33,13 +33,17 @@ class LightningSteps:
         self._follow(trainer, "log_every_n_steps")
         for one in trainer.loggers:
             self._follow(one, "_flush_logs_every_n_steps")
+        own = [one for one in trainer.callbacks if not type(one).__module__.startswith(FRAMEWORKS)]
         for one in trainer.callbacks:
-            if isinstance(one, ModelCheckpoint):
+            if one not in own:
+                # of ModelCheckpoint and EMAWeightAveraging
                 self._follow(one, "_every_n_train_steps")
+                self._follow(one, "update_every_n_steps")
+            if isinstance(one, ProgressBar):
+                one.__class__ = type(type(one).__name__, (_Bar, type(one)), {})
         for one in trainer.strategy.lr_scheduler_configs:
             if one.reduce_on_plateau and one.interval == "step":
                 self._follow(one, "frequency")
-        own = [one for one in trainer.callbacks if not type(one).__module__.startswith(FRAMEWORKS)]
         if own and adl.rank() == 0:
             logger.warning(
                 "global_step and batch_idx may advance by more than 1 in a step: in %s, a test such as "
@@ -96,3 +100,13 @@ class _Interval(int):
     def __rmod__(self, count: int) -> int:
         interval = int(self)
         return 0 if count // interval > (count - self.steps.made) // interval else 1
+
+
+class _Bar(ProgressBar):
+    """Show the last step that a batch counts for, instead of the first."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = trainer.fit_loop.epoch_loop.batch_idx
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, now)

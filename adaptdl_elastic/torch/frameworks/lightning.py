@@ -107,7 +107,7 @@ class _Counters(checkpoint.TensorState):
             part.load_state_dict(state_dict[name])
         self._loop.epoch_loop._batches_that_stepped = state_dict["stepped"]
         if self._steps is not None:
-            self._steps.made = state_dict["made"]
+            self._steps.made = state_dict.get("made", 0)
 
     def begin(self, epochs: int) -> None:
         """Set the counters of epochs to `epochs` finished ones."""
@@ -310,6 +310,10 @@ class ElasticStrategy(SingleDeviceStrategy):
                 raise ValueError(
                     "limit_train_batches or overfit_batches with max_batch_size, by which an epoch has no "
                     "certain number of batches: give max_steps"
+                )
+            if self._most is not None and trainer.reload_dataloaders_every_n_epochs:
+                raise ValueError(
+                    "reload_dataloaders_every_n_epochs with max_batch_size: leave one of them out"
                 )
             self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
             trainer.fit_loop.epoch_loop.__class__ = _ElasticEpochLoop

@@ -121,6 +121,13 @@ class Watch(L.Callback):
         self.logged, self.updates = list(state["logged"]), state["updates"]
 
 
+class Bar(L.pytorch.callbacks.TQDMProgressBar):
+    """Writes nothing, and knows where it is at each epoch's end."""
+
+    def on_train_epoch_end(self, trainer, module):
+        assert self.train_progress_bar.n == self.train_progress_bar.total == SIZE // 4
+
+
 def plain():
     """The settings and the checkpoint of a Trainer that is started again by a launcher."""
     last = OUT / "kept" / "last.ckpt"
@@ -163,12 +170,14 @@ def main():
     watch, net = Watch(), Net()
     saved = L.pytorch.callbacks.ModelCheckpoint(None if average else OUT / "kept", save_last=True, **saves)
     callbacks = [watch, saved]
+    if MOST:
+        callbacks.append(Bar())
     if average:
         callbacks.append(L.pytorch.callbacks.EMAWeightAveraging(decay=0.9))
     strategy, last = plain() if PLAIN else ({"strategy": elastic()}, os.environ.get("RESUME"))
     settings |= {
         "accelerator": "cpu", "callbacks": callbacks, "default_root_dir": str(OUT),
-        "enable_progress_bar": False, "gradient_clip_val": 5.0,
+        "enable_progress_bar": bool(MOST), "gradient_clip_val": 5.0,
     }  # fmt: skip
     if "CLI" in os.environ:
         cli = elastic_cli(strategy, settings, batch)
