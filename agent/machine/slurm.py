@@ -1,15 +1,19 @@
-"""Read what Slurm has given to a task of a job step, from the variables that it sets.
+"""Read what Slurm has given to a task of a job step, from the variables that it sets, and how its job ends.
 
 Nothing is read outside of a step that `srun` has started: a batch script itself is no task of one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 """Steps from here on are Slurm's own: a batch script, the shell of `salloc`, a container of ssh sessions."""
+
+EARLY_SECONDS = 60.0
+"""Slurm may send the signal of `--signal` so much earlier than it was asked to."""
 
 _NO_GPU = ("", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES of a task without a GPU
 
@@ -24,6 +28,8 @@ class Allocation:
 
     Attributes:
         job: Name of the job: the same after a requeue, and another one for each task of an array.
+        number: What Slurm's commands call the job.
+        restarts: How often Slurm has requeued it.
         step: Name of the step: another one after a requeue.
         node: Name of this node.
         first: Whether this is the first task of the step.
@@ -32,9 +38,12 @@ class Allocation:
         slots: Number of GPUs that this task has, or else of its cores.
         directory: The directory in which the job was submitted.
         reached_by: Addresses by which the nodes of the step reach the command `srun`.
+        times: When the job began and when its time limit ends, in seconds since the epoch; None: not said.
     """
 
     job: str
+    number: str
+    restarts: int
     step: str
     node: str
     first: bool
@@ -43,6 +52,7 @@ class Allocation:
     slots: int
     directory: str
     reached_by: tuple[str, ...]
+    times: tuple[float, float] | None
 
 
 def allocation(environ: Mapping[str, str], cores: int, given: Collection[str] = ()) -> Allocation | None:
@@ -76,12 +86,15 @@ def allocation(environ: Mapping[str, str], cores: int, given: Collection[str] = 
     name, array = environ["SLURM_JOB_ID"], environ.get("SLURM_ARRAY_JOB_ID")
     if array:
         name = f"{array}_{environ.get('SLURM_ARRAY_TASK_ID', '0')}"
+    restarts = _number(environ, "SLURM_RESTART_COUNT", 0)
     reached_by = (environ.get(one, "") for one in ("SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST"))
     for variable in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
         cores = min(cores, _number(environ, variable, cores))
     return Allocation(
         job=f"slurm-{name}",
-        step=f"{environ['SLURM_JOB_ID']}.{step}.{_number(environ, 'SLURM_RESTART_COUNT', 0)}",
+        number=environ["SLURM_JOB_ID"],
+        restarts=restarts,
+        step=f"{environ['SLURM_JOB_ID']}.{step}.{restarts}",
         node=environ["SLURMD_NODENAME"],
         first=_number(environ, "SLURM_PROCID", 0) == 0,
         max_nodes=max(nodes, _number(environ, "SLURM_JOB_NUM_NODES", nodes)),
@@ -89,7 +102,66 @@ def allocation(environ: Mapping[str, str], cores: int, given: Collection[str] = 
         slots=_gpus(environ) or cores,
         directory=environ.get("SLURM_SUBMIT_DIR", ""),
         reached_by=tuple(address for address in reached_by if address),
+        times=_times(environ.get("SLURM_JOB_START_TIME", ""), environ.get("SLURM_JOB_END_TIME", "")),
     )
+
+
+@dataclass(frozen=True)
+class ShownJob:
+    """What `scontrol show job` says of a job, with times in seconds since the epoch.
+
+    Attributes:
+        state: Such as RUNNING; COMPLETING until all processes have ended, for whatever reason they end.
+        reason: Why it is in this state; of a job that was cancelled None.
+        restarts: How often it was requeued.
+        preempted: Whether Slurm takes its nodes away for another job.
+        times: When it began and when its time limit ends; None: it has no limit.
+    """
+
+    state: str
+    reason: str
+    restarts: int
+    preempted: bool
+    times: tuple[float, float] | None
+
+
+def parse_job(text: str) -> ShownJob:
+    """Return what `scontrol show job` says, if SLURM_TIME_FORMAT is %s."""
+    found = dict(re.findall(r"(\w+)=(\S*)", text))
+    return ShownJob(
+        found.get("JobState", ""),
+        found.get("Reason", ""),
+        _number(found, "Restarts", 0),
+        found.get("PreemptTime", "").isdecimal(),
+        _times(found.get("StartTime", ""), found.get("EndTime", "")),
+    )
+
+
+def notice_time(times: tuple[float, float], seconds: float) -> float:
+    """Return when nodes are to be left: so many seconds before the limit, or in the middle of a short job."""
+    start, end = times
+    return max(end - seconds, (start + end) / 2)
+
+
+def is_to_requeue(job: ShownJob, restarts: int, seconds: float, now: float) -> bool:
+    """Return whether a job whose training has been left is to go on later: it was not cancelled.
+
+    Args:
+        job: What Slurm says now.
+        restarts: How often it had requeued the job when this run began.
+        seconds: How long before the limit nodes are left.
+        now: The time.
+    """
+    if job.restarts > restarts:
+        return False
+    if job.preempted or job.reason == "TimeLimit":
+        return True
+    near = job.times is not None and now >= notice_time(job.times, seconds + EARLY_SECONDS)
+    return near and job.state == "RUNNING"
+
+
+def _times(start: str, end: str) -> tuple[float, float] | None:
+    return (float(start), float(end)) if start.isdecimal() and end.isdecimal() else None
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
