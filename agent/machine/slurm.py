@@ -5,6 +5,7 @@ Nothing is read outside of a step that `srun` has started: a batch script itself
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Allocation:
         slots: Number of GPUs that this task has, or else of its cores.
         directory: The directory in which the job was submitted.
         reached_by: Addresses by which the nodes of the step reach the command `srun`.
-        times: When the job began and when its time limit ends, in seconds since the epoch; None: not said.
+        end: When the job's time limit ends, in seconds since the epoch; None: not said.
     """
 
     job: str
@@ -52,7 +53,7 @@ class Allocation:
     slots: int
     directory: str
     reached_by: tuple[str, ...]
-    times: tuple[float, float] | None
+    end: float | None
 
 
 def allocation(environ: Mapping[str, str], cores: int, given: Collection[str] = ()) -> Allocation | None:
@@ -102,7 +103,7 @@ def allocation(environ: Mapping[str, str], cores: int, given: Collection[str] = 
         slots=_gpus(environ) or cores,
         directory=environ.get("SLURM_SUBMIT_DIR", ""),
         reached_by=tuple(address for address in reached_by if address),
-        times=_times(environ.get("SLURM_JOB_START_TIME", ""), environ.get("SLURM_JOB_END_TIME", "")),
+        end=float(_number(environ, "SLURM_JOB_END_TIME", 0)) or None,
     )
 
 
@@ -115,14 +116,16 @@ class ShownJob:
         reason: Why it is in this state; of a job that was cancelled None.
         restarts: How often it was requeued.
         preempted: Whether Slurm takes its nodes away for another job.
-        times: When it began and when its time limit ends; None: it has no limit.
+        start: When it began.
+        end: When its time limit ends; infinite if it has none.
     """
 
     state: str
     reason: str
     restarts: int
     preempted: bool
-    times: tuple[float, float] | None
+    start: float
+    end: float
 
 
 def parse_job(text: str) -> ShownJob:
@@ -133,13 +136,13 @@ def parse_job(text: str) -> ShownJob:
         found.get("Reason", ""),
         _number(found, "Restarts", 0),
         found.get("PreemptTime", "").isdecimal(),
-        _times(found.get("StartTime", ""), found.get("EndTime", "")),
+        _number(found, "StartTime", 0),
+        _number(found, "EndTime", 0) or math.inf,
     )
 
 
-def notice_time(times: tuple[float, float], seconds: float) -> float:
-    """Return when nodes are to be left: so many seconds before the limit, or in the middle of a short job."""
-    start, end = times
+def notice_time(start: float, end: float, seconds: float) -> float:
+    """Return when nodes are to be left: `seconds` before the limit, or in the middle of a short time."""
     return max(end - seconds, (start + end) / 2)
 
 
@@ -156,12 +159,7 @@ def is_to_requeue(job: ShownJob, restarts: int, seconds: float, now: float) -> b
         return False
     if job.preempted or job.reason == "TimeLimit":
         return True
-    near = job.times is not None and now >= notice_time(job.times, seconds + EARLY_SECONDS)
-    return near and job.state == "RUNNING"
-
-
-def _times(start: str, end: str) -> tuple[float, float] | None:
-    return (float(start), float(end)) if start.isdecimal() and end.isdecimal() else None
+    return job.state == "RUNNING" and now >= notice_time(job.start, job.end, seconds + EARLY_SECONDS)
 
 
 def _gpus(environ: Mapping[str, str]) -> int:

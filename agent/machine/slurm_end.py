@@ -65,20 +65,16 @@ class JobEnd:
             self._say(f"job {found.number} of Slurm is requeued, and goes on from its checkpoint")
 
     def _watch(self, found: Allocation, post: Callable[[object], None]) -> None:
-        times = found.times
-        due = 0.0 if times is None else notice_time(times, self._seconds)
+        began, end = time.time(), found.end
+        due = began if end is None else notice_time(began, end, self._seconds)
         while not self._left.wait(min(max(0.0, due - time.time()), _LONGEST_WAIT)):
-            now = time.time()
             try:
-                times = _show(found).times  # a person may have changed the limit
+                end = _show(found).end  # a person may have changed the limit
+                due = notice_time(began, end, self._seconds)
             except (OSError, subprocess.SubprocessError):
-                due = now + _ASK_AGAIN_SECONDS if times is None else due
-            else:
-                if times is None:
-                    return
-                due = notice_time(times, self._seconds)
-            if times is not None and due <= now:
-                post(Notice(NoticeKind.TIME_LIMIT, "the time limit of Slurm's job", times[1]))
+                due = time.time() + _ASK_AGAIN_SECONDS if end is None else due
+            if end is not None and due <= time.time():
+                post(Notice(NoticeKind.TIME_LIMIT, "the time limit of Slurm's job", end))
                 return
 
 

@@ -130,13 +130,13 @@ def test_a_job_is_requeued_unless_a_person_has_ended_it(
 
 
 def test_a_short_job_trains_for_half_of_its_time() -> None:
-    assert notice_time((1000, 5000), 150) == 4850
-    assert notice_time((1000, 1060), 150) == 1030
+    assert notice_time(1000, 5000, 150) == 4850
+    assert notice_time(1000, 1060, 150) == 1030
 
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `scontrol` that shows the first of these files, and refuses to requeue; it notes how it was called."""
+    """A `scontrol` that shows one file after another, and refuses to requeue; it notes its calls."""
     program = tmp_path / "bin" / "scontrol"
     program.parent.mkdir()
     program.write_text(
@@ -150,18 +150,18 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def limited(end: float) -> str:
-    """Return what `scontrol` says of a job that ends then, 4,000 seconds after its start."""
-    return shown({"StartTime=1000": f"StartTime={end - 4000:.0f}", "EndTime=5000": f"EndTime={end:.0f}"})
+    """Return what `scontrol` says of a job whose time limit ends then."""
+    return shown({"EndTime=5000": f"EndTime={end:.0f}"})
 
 
 def test_a_limit_that_was_put_off_meanwhile_is_waited_for(scontrol: Path) -> None:
     now, told = int(time.time()), Queue()
-    (scontrol / "shown1").write_text(limited(now + 152))
-    (scontrol / "shown2").write_text(limited(now + 100))
-    times = {"SLURM_JOB_START_TIME": str(now - 4000), "SLURM_JOB_END_TIME": str(now)}
-    JobEnd(allocation({**STEP, **times}, cores=4), "train", 120, told.put).watch(told.put)
+    (scontrol / "shown1").write_text(limited(now + 5))
+    (scontrol / "shown2").write_text(limited(now))
+    found = allocation({**STEP, "SLURM_JOB_END_TIME": str(now)}, cores=4)
+    JobEnd(found, "train", 120, told.put).watch(told.put)
     notice = told.get(timeout=60)
-    assert (notice.kind, notice.drain, notice.deadline) == (NoticeKind.TIME_LIMIT, True, now + 100)
+    assert (notice.kind, notice.drain, notice.deadline) == (NoticeKind.TIME_LIMIT, True, now)
     assert (scontrol / "calls").read_text() == "show %s\n" * 2
 
 
@@ -169,7 +169,7 @@ def test_a_limit_that_was_put_off_meanwhile_is_waited_for(scontrol: Path) -> Non
 def test_one_line_says_why_slurm_refuses_a_requeue(
     scontrol: Path, task: str, unfinished: bool, lines: int
 ) -> None:
-    (scontrol / "shown").write_text(limited(time.time() + 100))
+    (scontrol / "shown").write_text(limited(time.time()))
     said: list[str] = []
     end = JobEnd(allocation({**STEP, "SLURM_PROCID": task}, cores=4), "train", 120, said.append)
     end.left(unfinished)
