@@ -39,7 +39,7 @@ class Allocation:
         slots: Number of GPUs that this task has, or else of its cores.
         directory: The directory in which the job was submitted.
         reached_by: Addresses by which the nodes of the step reach the command `srun`.
-        end: When the job's time limit ends, in seconds since the epoch; None: not said.
+        end: When the job's time limit ends, in seconds since the epoch; 0: not said.
     """
 
     job: str
@@ -53,7 +53,7 @@ class Allocation:
     slots: int
     directory: str
     reached_by: tuple[str, ...]
-    end: float | None
+    end: float
 
 
 def allocation(environ: Mapping[str, str], cores: int, given: Collection[str] = ()) -> Allocation | None:
@@ -103,42 +103,18 @@ def allocation(environ: Mapping[str, str], cores: int, given: Collection[str] = 
         slots=_gpus(environ) or cores,
         directory=environ.get("SLURM_SUBMIT_DIR", ""),
         reached_by=tuple(address for address in reached_by if address),
-        end=float(_number(environ, "SLURM_JOB_END_TIME", 0)) or None,
+        end=_number(environ, "SLURM_JOB_END_TIME", 0),
     )
 
 
-@dataclass(frozen=True)
-class ShownJob:
-    """What `scontrol show job` says of a job, with times in seconds since the epoch.
-
-    Attributes:
-        state: Such as RUNNING; COMPLETING until all processes have ended, for whatever reason they end.
-        reason: Why it is in this state; of a job that was cancelled None.
-        restarts: How often it was requeued.
-        preempted: Whether Slurm takes its nodes away for another job.
-        start: When it began.
-        end: When its time limit ends; infinite if it has none.
-    """
-
-    state: str
-    reason: str
-    restarts: int
-    preempted: bool
-    start: float
-    end: float
+def parse_job(text: str) -> dict[str, str]:
+    """Return what `scontrol show job` says, by name."""
+    return dict(re.findall(r"(\w+)=(\S*)", text))
 
 
-def parse_job(text: str) -> ShownJob:
-    """Return what `scontrol show job` says, if SLURM_TIME_FORMAT is %s."""
-    found = dict(re.findall(r"(\w+)=(\S*)", text))
-    return ShownJob(
-        found.get("JobState", ""),
-        found.get("Reason", ""),
-        _number(found, "Restarts", 0),
-        found.get("PreemptTime", "").isdecimal(),
-        _number(found, "StartTime", 0),
-        _number(found, "EndTime", 0) or math.inf,
-    )
+def limit_of(job: Mapping[str, str]) -> float:
+    """Return when a job's time limit ends, if SLURM_TIME_FORMAT was %s; infinite if it has none."""
+    return _number(job, "EndTime", 0) or math.inf
 
 
 def notice_time(start: float, end: float, seconds: float) -> float:
@@ -146,8 +122,10 @@ def notice_time(start: float, end: float, seconds: float) -> float:
     return max(end - seconds, (start + end) / 2)
 
 
-def is_to_requeue(job: ShownJob, restarts: int, seconds: float, now: float) -> bool:
-    """Return whether a job whose training has been left is to go on later: it was not cancelled.
+def is_to_requeue(job: Mapping[str, str], restarts: int, seconds: float, now: float) -> bool:
+    """Return whether a job whose training was left is to go on later: no person has ended it.
+
+    A job that is COMPLETING has been cancelled, unless something else is said.
 
     Args:
         job: What Slurm says now.
@@ -155,11 +133,12 @@ def is_to_requeue(job: ShownJob, restarts: int, seconds: float, now: float) -> b
         seconds: How long before the limit nodes are left.
         now: The time.
     """
-    if job.restarts > restarts:
+    if _number(job, "Restarts", 0) > restarts:
         return False
-    if job.preempted or job.reason == "TimeLimit":
+    if job.get("Reason") == "TimeLimit" or _number(job, "PreemptTime", 0):
         return True
-    return job.state == "RUNNING" and now >= notice_time(job.start, job.end, seconds + EARLY_SECONDS)
+    near = notice_time(_number(job, "StartTime", 0), limit_of(job), seconds + EARLY_SECONDS)
+    return job.get("JobState") == "RUNNING" and now >= near
 
 
 def _gpus(environ: Mapping[str, str]) -> int:

@@ -10,6 +10,7 @@ from queue import Queue
 
 import pytest
 
+from adaptdl_elastic.agent.machine import slurm_end
 from adaptdl_elastic.agent.machine.interruption import NoticeKind
 from adaptdl_elastic.agent.machine.slurm import (
     SlurmError,
@@ -18,7 +19,6 @@ from adaptdl_elastic.agent.machine.slurm import (
     notice_time,
     parse_job,
 )
-from adaptdl_elastic.agent.machine.slurm_end import JobEnd
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 
@@ -159,22 +159,17 @@ def test_a_limit_that_was_put_off_meanwhile_is_waited_for(scontrol: Path) -> Non
     (scontrol / "shown1").write_text(limited(now + 5))
     (scontrol / "shown2").write_text(limited(now))
     found = allocation({**STEP, "SLURM_JOB_END_TIME": str(now)}, cores=4)
-    JobEnd(found, "train", 120, told.put).watch(told.put)
+    slurm_end.watch(found, 120, told.put)
     notice = told.get(timeout=60)
     assert (notice.kind, notice.drain, notice.deadline) == (NoticeKind.TIME_LIMIT, True, now)
     assert (scontrol / "calls").read_text() == "show %s\n" * 2
 
 
-@pytest.mark.parametrize(("task", "unfinished", "lines"), [("0", True, 1), ("0", False, 0), ("1", True, 0)])
-def test_one_line_says_why_slurm_refuses_a_requeue(
-    scontrol: Path, task: str, unfinished: bool, lines: int
-) -> None:
+def test_one_line_says_why_slurm_refuses_a_requeue(scontrol: Path) -> None:
     (scontrol / "shown").write_text(limited(time.time()))
     said: list[str] = []
-    end = JobEnd(allocation({**STEP, "SLURM_PROCID": task}, cores=4), "train", 120, said.append)
-    end.left(unfinished)
-    end.requeue()
-    assert said == lines * [
+    slurm_end.requeue(allocation(STEP, cores=4), "train", 120, said.append)
+    assert said == [
         "not requeued: it is disabled; --rdzv-id=train in another job goes on from its checkpoint"
     ]
 
