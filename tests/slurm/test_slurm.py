@@ -173,6 +173,7 @@ def test_the_first_node_serves_the_store_until_the_last_one_has_left(slurm: Slur
     until("the job has not ended", lambda: "CANCELLED" in slurm.state(job))
     until("the step is not over", lambda: left(place) == ["ended"])
     assert list(place.path.parents[1].glob("0*")), "no checkpoint was saved"
+    assert "requeued" not in printed(batch)
 
 
 def is_agent(process: psutil.Process, job: str, task: str) -> bool:
