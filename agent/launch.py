@@ -24,7 +24,7 @@ from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
 from adaptdl_elastic.agent.core.states import AgentIdentity
-from adaptdl_elastic.agent.machine import interruption
+from adaptdl_elastic.agent.machine import interruption, slurm_end
 from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
 from adaptdl_elastic.agent.own_records import job_spec, node_record
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
@@ -90,6 +90,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         redirects = Streams.parse("--redirects", options.redirects)
         tee = Streams.parse("--tee", options.tee)
         private_directory(say=say)
+        at_end = stack.enter_context(ExitStack())
         announcement = runtime_file.Announcement(options.job)
         stack.callback(announcement.release)
         if options.of_one_machine:
@@ -140,7 +141,8 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         # Import torch before a lease is taken: while it is loaded no other thread of this process runs, on a
         # busy machine for longer than a lease lasts.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
-        parts = AgentParts(access, Keys(options.cluster), fork_server, output, events, display, share)
+        keys = Keys(options.cluster)
+        parts = AgentParts(access, keys, fork_server, output, events, display, share, at_end)
         try:
             found = _join(options, parts)
         except ended_run.JobEndedError as ended:
@@ -174,6 +176,7 @@ class AgentParts:
     events: EventLog
     display: Display
     share: SharePath
+    at_end: ExitStack  # what is done when all else is closed
 
 
 def _lock_job(announcement: runtime_file.Announcement, job: str) -> None:
@@ -460,6 +463,7 @@ def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
     watcher = None
     if found.identity is not None:
         watcher = interruption.watch(found.identity, lambda notice: agent.post(notice))
+    over = slurm_end.watch(options.allocation, options.checkpoint_timeout, agent.post)
     registration = found.registration
     record, store = registration.record, parts.access.store
     looks = (agent.code.refusal, DeviceWatch(found.gpus, agent.post, record.unusable).look)
@@ -471,6 +475,7 @@ def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
         usage.close()
         if watcher is not None:
             watcher.stop()
+        over.set()
         try:
             # before the registration is closed: another agent must not move aside what this one is about to
             # note
@@ -478,6 +483,10 @@ def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
         finally:
             found.registration.close()
             parts.share.close(agent.job_done)
+    unfinished = agent.exit_code in (0, STOPPED) and not agent.job_done
+    if unfinished and agent.state.departure and options.allocation and options.allocation.first:
+        how = options.allocation, options.job, options.checkpoint_timeout, complain
+        parts.at_end.callback(slurm_end.requeue, *how)
     output = parts.output
     output.keep = output.keep or agent.exit_code not in (0, STOPPED)
     recorder.flush()

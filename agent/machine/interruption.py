@@ -59,6 +59,7 @@ class NoticeKind(str, Enum):
 
     SPOT = "spot"  # spot instance taken back: stopped, hibernated or terminated
     LIFECYCLE = "lifecycle"  # removed by its auto-scaling group
+    TIME_LIMIT = "time limit"  # of a batch system
     REBALANCE = "rebalance"  # at risk; nothing is decided yet
 
 

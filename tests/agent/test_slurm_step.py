@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
-from adaptdl_elastic.agent.machine.slurm import SlurmError, allocation
+from adaptdl_elastic.agent.machine import slurm_end
+from adaptdl_elastic.agent.machine.interruption import NoticeKind
+from adaptdl_elastic.agent.machine.slurm import (
+    SlurmError,
+    allocation,
+    is_to_requeue,
+    notice_time,
+    parse_job,
+)
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 
@@ -25,6 +35,20 @@ STEP = {
     "SLURM_SUBMIT_DIR": "/shared/me",
 }
 """Of the second task of `srun` on two nodes of an allocation of three."""
+
+SHOWN = """JobId=77 JobName=train
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   StartTime=1000 EndTime=5000 Deadline=N/A
+   PreemptEligibleTime=1000 PreemptTime=None
+"""
+"""What `scontrol show job` of Slurm 22.05 says while a job runs, without most lines."""
+
+PREEMPTED = {"PreemptTime=None": "PreemptTime=2000"}
+COMPLETING = {"JobState=RUNNING": "JobState=COMPLETING"}
+TIME_LIMIT = {**COMPLETING, "Reason=None": "Reason=TimeLimit"}
+NO_LIMIT = {"EndTime=5000": "EndTime=Unknown"}
+REQUEUED = {"Restarts=0": "Restarts=1"}
 
 ARRAY = {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"}
 
@@ -68,6 +92,86 @@ def test_a_layout_without_a_meaning_is_refused_unless_options_give_one(
     with pytest.raises(SlurmError, match=line):
         allocation({**STEP, **more}, cores=16)
     allocation({**STEP, **more}, cores=16, given=by_hand)
+
+
+def shown(changes: Mapping[str, str]) -> str:
+    text = SHOWN
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("changes", "now", "expected"),
+    [
+        pytest.param({}, 2000, False, id="the agent got a signal from a person"),
+        pytest.param({}, 4850, True, id="the agent left before the limit"),
+        pytest.param({}, 4795, True, id="Slurm sent the signal of --signal early"),
+        pytest.param(NO_LIMIT, 4850, False, id="no limit is near"),
+        pytest.param(TIME_LIMIT, 5010, True, id="the limit is over"),
+        pytest.param({**COMPLETING, "EndTime=5000": "EndTime=2000"}, 2001, False, id="scancel"),
+        pytest.param(
+            {**COMPLETING, "EndTime=5000": "EndTime=4900"}, 4901, False, id="scancel near the limit"
+        ),
+        pytest.param(
+            {"JobState=RUNNING": "JobState=CANCELLED"}, 4901, False, id="scancel, and all has ended"
+        ),
+        pytest.param({**PREEMPTED, **NO_LIMIT}, 2001, True, id="preemption with GraceTime"),
+        pytest.param({**PREEMPTED, **COMPLETING}, 2001, True, id="PreemptMode=CANCEL"),
+        pytest.param({**COMPLETING, **REQUEUED}, 2001, False, id="Slurm itself has requeued it"),
+        pytest.param({**TIME_LIMIT, **REQUEUED}, 5010, False, id="it was requeued already"),
+    ],
+)
+def test_a_job_is_requeued_unless_a_person_has_ended_it(
+    changes: Mapping[str, str], now: float, expected: bool
+) -> None:
+    assert is_to_requeue(parse_job(shown(changes)), restarts=0, seconds=150, now=now) is expected
+
+
+def test_a_short_job_trains_for_half_of_its_time() -> None:
+    assert notice_time(1000, 5000, 150) == 4850
+    assert notice_time(1000, 1060, 150) == 1030
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `scontrol` that shows one file after another, and refuses to requeue; it notes its calls."""
+    program = tmp_path / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!/bin/sh\ncd {tmp_path}\necho $1 $SLURM_TIME_FORMAT >>calls\n"
+        "[ $1 = show ] || { echo 'it is disabled' >&2; exit 1; }\n"
+        "set -- shown*; cat $1; [ $# = 1 ] || rm $1\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    return tmp_path
+
+
+def limited(end: float) -> str:
+    """Return what `scontrol` says of a job whose time limit ends then."""
+    return shown({"EndTime=5000": f"EndTime={end:.0f}"})
+
+
+def test_a_limit_that_was_put_off_meanwhile_is_waited_for(scontrol: Path) -> None:
+    now, told = int(time.time()), Queue()
+    (scontrol / "shown1").write_text(limited(now + 5))
+    (scontrol / "shown2").write_text(limited(now))
+    found = allocation({**STEP, "SLURM_JOB_END_TIME": str(now)}, cores=4)
+    slurm_end.watch(found, 120, told.put)
+    notice = told.get(timeout=60)
+    assert (notice.kind, notice.drain, notice.deadline) == (NoticeKind.TIME_LIMIT, True, now)
+    assert (scontrol / "calls").read_text() == "show %s\n" * 2
+
+
+def test_one_line_says_why_slurm_refuses_a_requeue(scontrol: Path) -> None:
+    (scontrol / "shown").write_text(limited(time.time()))
+    said: list[str] = []
+    slurm_end.requeue(allocation(STEP, cores=4), "train", 120, said.append)
+    assert said == [
+        "not requeued: it is disabled; --rdzv-id=train in another job goes on from its checkpoint"
+    ]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from etcd_server import EtcdServer
 from polling import until
 
 from adaptdl_elastic.agent.cluster.job_joining import live_agents
@@ -120,6 +121,46 @@ def test_a_requeued_job_goes_on_and_comes_to_its_end(slurm: Slurm, batch: Path) 
     assert left(again) == ["ended"]
 
 
+def test_a_job_is_requeued_before_its_time_limit(slurm: Slurm, batch: Path) -> None:
+    job = slurm.submit(batch, "--nodes=2", "--time=2")
+    until("the job was not requeued", lambda: len({restart for restart, _ in epochs(batch)}) > 1)
+    (batch.parent / "finish").touch()
+    until("the job has not ended", lambda: slurm.state(job) == "COMPLETED 0:0")
+    seen = [epoch for _, epoch in epochs(batch)]
+    assert seen == sorted(set(seen)), "an epoch was repeated"
+    assert "this node will be gone: the time limit" in printed(batch)
+
+
+def test_a_preempted_job_is_requeued_while_another_one_trains(slurm: Slurm, batch: Path) -> None:
+    text = batch.read_text().replace("adaptdl-run", "adaptdl-run --rdzv-id=shared --nnodes=1:3")
+    batch.write_text(text)
+    with EtcdServer() as etcd, connect(etcd.endpoint) as store:
+        how = "--nodes=1", f"--export=ALL,ADAPTDL_ETCD={etcd.endpoint}"
+        jobs = [slurm.submit(batch, *how) for _ in range(2)]
+
+        def joined(nodes: int) -> bool:
+            return len(live_agents(store, Keys("default"), "shared")) == nodes
+
+        until("agents are absent", lambda: joined(2), pause=0.2)
+        until("no epoch is over", lambda: epochs(batch))
+        (batch.parent / "owner").write_text("#!/bin/sh\nuntil [ -e ended ]; do sleep 0.1; done\n")
+        slurm.submit(batch.parent / "owner", "--partition=owner", "--nodes=2")
+        until("no job was preempted", lambda: "is requeued" in printed(batch), pause=0.2)
+        until("its agent has not left", lambda: joined(1), pause=0.2)
+        before = len(epochs(batch))
+        until("the other job does not go on", lambda: len(epochs(batch)) > before + 1)
+        (batch.parent / "ended").touch()
+        until("the job does not come back", lambda: joined(2), pause=0.2)
+        (batch.parent / "finish").touch()
+        until("jobs have not ended", lambda: {*map(slurm.state, jobs)} == {"COMPLETED 0:0"}, pause=0.2)
+    assert printed(batch).count("is requeued") == 1
+
+
+def printed(batch: Path) -> str:
+    """Return what all jobs have printed."""
+    return "".join(file.read_text() for file in batch.parent.glob("train-*.out"))
+
+
 def test_the_first_node_serves_the_store_until_the_last_one_has_left(slurm: Slurm, batch: Path) -> None:
     job = slurm.submit(batch, "--nodes=2")
     place = trains_on(batch, job, nodes=2)
@@ -132,6 +173,7 @@ def test_the_first_node_serves_the_store_until_the_last_one_has_left(slurm: Slur
     until("the job has not ended", lambda: "CANCELLED" in slurm.state(job))
     until("the step is not over", lambda: left(place) == ["ended"])
     assert list(place.path.parents[1].glob("0*")), "no checkpoint was saved"
+    assert "requeued" not in printed(batch)
 
 
 def is_agent(process: psutil.Process, job: str, task: str) -> bool:
