@@ -50,7 +50,7 @@ from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobState, JobStatus
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
-from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
+from adaptdl_elastic.rendezvous.services.service_config import ServiceConfigError, ServiceDirectory
 from adaptdl_elastic.rendezvous.store import local_socket
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -200,7 +200,7 @@ def _lock_folder(options: RunOptions, stack: ExitStack) -> None:
     path = Path(folder) / LOCK
     name = f"job {options.job!r}" + ("" if alone else f" of cluster {options.cluster!r}")
     if options.of_step and options.allocation:
-        name += f" in step {options.allocation.step} of Slurm"
+        name += f" in step {options.allocation.lasting_step} of Slurm"
     try:
         other = stack.enter_context(file_lock.held(path, name, shared=not alone))
     except OSError as error:
@@ -222,7 +222,7 @@ def _step_directory(options: RunOptions, stack: ExitStack) -> ServiceDirectory |
     how = options.local_addr, options.port_range, options.cluster
     try:
         return stack.enter_context(allocation_store.of_step(found, place, *how))
-    except (EtcdError, OSError) as error:
+    except (EtcdError, OSError, ServiceConfigError) as error:
         raise LaunchError(f"the store of this step of Slurm: {error}") from None
 
 

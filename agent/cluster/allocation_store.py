@@ -8,6 +8,7 @@ an empty file stands in the meeting place of the rest, for a task that comes lat
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import secrets
 import shutil
 import subprocess
@@ -39,7 +40,8 @@ WAIT_SECONDS = 180.0
 _LOOK_SECONDS = 0.2
 _SCRATCH = "adaptdl-step-"
 _ENDED = "ended"
-_ANYWHERE = "192.0.2.1"  # an address of documentation: the route to it is the default one
+_SINCE = "since"  # when the certificate was made, by the first node's clock
+_ANYWHERE = "192.0.2.1", "2001:db8::1"  # addresses of documentation: the route to them is the default one
 
 
 @contextmanager
@@ -63,13 +65,20 @@ def of_step(
     directory = ServiceDirectory(place / ".slurm" / found.step)
     with ExitStack() as stack:
         if found.first:
-            host = host or address_towards(tuple(f"http://{one}" for one in (*found.reached_by, _ANYWHERE)))
-            directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_private(directory.path)
+            towards = (*found.reached_by, *_ANYWHERE)
+            host = host or address_towards(
+                tuple(f"http://[{a}]" if ":" in a else f"http://{a}" for a in towards)
+            )
+            if host.startswith("127.") or host == "::1":
+                raise EtcdError("this node has no address that others reach: give --local-addr")
+            for path in (directory.path.parent, directory.path):
+                path.mkdir(mode=0o700, exist_ok=True)
+                check_private(path)
             stack.callback(_leave, directory.path)
             _serve(directory, found.node, host, ports, cluster, stack)
         else:
             _wait(directory.path)
+        directory.read_config()
         yield directory
 
 
@@ -92,6 +101,9 @@ def _serve(
     sweep(_SCRATCH)
     scratch = Scratch(_SCRATCH)
     stack.callback(scratch.close)
+    # of an earlier command in this step
+    for name in (_ENDED, "service.json"):
+        (directory.path / name).unlink(missing_ok=True)
     _make_credentials(directory, host)
     port = stack.enter_context(reserve(host, ports)).getsockname()[1]
     name, etcd = f"[{host}]" if ":" in host else host, EtcdConfig(binary, port)
@@ -103,6 +115,7 @@ def _serve(
     stack.callback(keeper.join)
     stack.callback(closing.set)
     keeper.start()
+    write_whole(directory.path / _SINCE, str(time.time()))
     write_whole(directory.path / "service.json", encode_config(config))
 
 
@@ -110,7 +123,7 @@ def _keep(server: EtcdServer, closing: threading.Event) -> None:
     """Start etcd again when it ends: Slurm's SIGTERM ends it with the agents, which need it to leave."""
     while not closing.wait(_LOOK_SECONDS):
         if not server.alive:
-            with suppress(EtcdError):
+            with suppress(Exception):  # the next look tries again
                 server.ensure()
 
 
@@ -130,7 +143,7 @@ def _make_credentials(directory: ServiceDirectory, host: str) -> None:
     # without a common name: etcd's gateway refuses a client certificate that has one while it has users
     command = (
         *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-        *("-days", "3650", "-subj", "/O=adaptdl", "-addext", f"subjectAltName=IP:{host}"),
+        *("-days", "3650", "-subj", "/O=adaptdl", "-addext", f"subjectAltName={_kind(host)}:{host}"),
         *("-addext", "extendedKeyUsage=serverAuth,clientAuth"),
         *("-addext", "keyUsage=critical,digitalSignature,keyCertSign"),
         *("-keyout", str(directory.key), "-out", str(directory.ca)),
@@ -140,6 +153,14 @@ def _make_credentials(directory: ServiceDirectory, host: str) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         raise EtcdError(f"openssl (1.1.1 or later), which makes its key, fails: {error}") from None
     shutil.copyfile(directory.ca, directory.cert)
+
+
+def _kind(host: str) -> str:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return "DNS"
+    return "IP"
 
 
 def _leave(path: Path) -> None:
@@ -153,14 +174,19 @@ def _leave(path: Path) -> None:
 
 def _wait(path: Path) -> None:
     """Wait until the first task serves the store."""
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline, before = time.monotonic() + WAIT_SECONDS, (path / _ENDED).exists()
     while not (path / "service.json").exists():
-        if (path / _ENDED).exists():
+        late = time.monotonic() > deadline
+        # it may have been there since an earlier command in this step
+        if (path / _ENDED).exists() and (late or not before):
             raise JobEndedError("the agent of the step's first node has ended, and the store with it", 0)
-        if time.monotonic() > deadline:
+        if late:
             raise EtcdError(
                 f"the first node has written nothing into {path} for {WAIT_SECONDS:g} s: do all nodes see "
                 f"this directory, and what has that node printed?"
             )
         time.sleep(_LOOK_SECONDS)
     check_private(path)
+    # by a clock that is behind the certificate is not valid yet
+    while time.time() < float((path / _SINCE).read_text()) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)

@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY, LAST_DELAY = 0.2, 10.0  # seconds between a coordinator's death and the next start
 CLAIM_AGAIN_AFTER = 1.0  # seconds between two requests for a key, while the store does not answer
 SETTLED_AFTER = 10.0  # seconds after an agent's start before it may run a coordinator that stands by
-SERVICE_STARTS_WITHIN = 60.0  # seconds for which an agent of a node service leaves a free key to services
+# seconds for which an agent of a node service leaves a free key to services; less than `REST`, after which a
+# service takes it again whose coordinator has failed
+SERVICE_STARTS_WITHIN = 25.0
 HEALTHY_AFTER = 30.0  # seconds after which a death does not count as one of a series
 SERIES = 8  # deaths and failed starts in a row after which this agent gives up its key
 REST = 30.0  # seconds for which this agent then runs no coordinator

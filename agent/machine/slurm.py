@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 """Steps from here on are Slurm's own: a batch script, the shell of `salloc`, a container of ssh sessions."""
@@ -16,7 +17,7 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 EARLY_SECONDS = 60.0
 """Slurm may send the signal of `--signal` so much earlier than it was asked to."""
 
-_NO_GPU = ("", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES of a task without a GPU
+_NO_GPU = ("", "NoDevFiles", "none", "void")  # in CUDA_VISIBLE_DEVICES: no GPU
 
 
 class SlurmError(ValueError):
@@ -53,6 +54,12 @@ class Allocation:
     slots: int
     directory: str
     reached_by: tuple[str, ...]
+
+    @property
+    def lasting_step(self) -> str:
+        """Name of the step without what a requeue changes. The run before has ended then."""
+        return self.step.rpartition(".")[0]
+
     end: float
 
 
@@ -146,7 +153,9 @@ def _gpus(environ: Mapping[str, str]) -> int:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return _number(environ, "SLURM_GPUS_ON_NODE", 0)
-    return 0 if visible in _NO_GPU else len(visible.split(","))
+    # what follows one that is no device does not count, as for CUDA
+    names = (name.strip() for name in visible.split(","))
+    return len(list(takewhile(lambda name: name not in _NO_GPU and not name.startswith("-"), names)))
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

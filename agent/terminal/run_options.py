@@ -146,6 +146,8 @@ def _within_slurm(
     args: argparse.Namespace, given: set[str], environ: Mapping[str, str]
 ) -> slurm.Allocation | None:
     """Set the options that were not given to what Slurm has given to this task, and return that."""
+    if args.standalone:
+        return None
     words = given | {name for name in vars(args) if environ.get(f"PET_{name.upper()}")}
     if args.etcd or environ.get(environment.ETCD):
         words |= {"rdzv_endpoint"}
@@ -153,7 +155,7 @@ def _within_slurm(
         found = slurm.allocation(environ, len(os.sched_getaffinity(0)), words)
     except slurm.SlurmError as error:
         raise OptionError(str(error)) from None
-    if found is None or args.standalone:
+    if found is None:
         return None
     path = Path(found.directory, ".adaptdl", args.rdzv_id if "rdzv_id" in words else found.job)
     defaults = {
