@@ -140,8 +140,7 @@ class Run:
                 self.generations.append(Generation(**event))
             case "batch_size":
                 self.batch_sizes.append(BatchSize(**event))
-            # older versions said too little
-            case "goodput" if self.history and "init_batch_size" in event:
+            case "goodput" if self.history:
                 self.samples.append(_sample(event))
             case "metrics":
                 self.final_metrics |= (values := numbers(event))

@@ -73,7 +73,8 @@ def bring_up(
     pythons = _environments(context, ssh, facts, say)
     etcd = _etcd_of(context, ssh, first, wanted, say)
     left_now = tuple(node for node in left if node not in context.nodes)
-    context = replace(context, endpoint=f"https://{_bracketed(first.host)}:{etcd.port}", left=left_now)
+    host = f"[{first.host}]" if ":" in first.host else first.host
+    context = replace(context, endpoint=f"https://{host}:{etcd.port}", left=left_now)
     contexts.save(context)  # saved before anything runs, so that `cluster down` finds it
 
     def install(node: str) -> None:
@@ -231,7 +232,3 @@ def send_people(context: ClusterContext) -> None:
         nodes.send_files(ssh, nodes.probe(ssh, node, wanted), {"people.json": data})
 
     on_every(context.nodes, send)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
