@@ -140,7 +140,8 @@ class Run:
                 self.generations.append(Generation(**event))
             case "batch_size":
                 self.batch_sizes.append(BatchSize(**event))
-            case "goodput" if self.history:
+            # older versions said too little
+            case "goodput" if self.history and "init_batch_size" in event:
                 self.samples.append(_sample(event))
             case "metrics":
                 self.final_metrics |= (values := numbers(event))

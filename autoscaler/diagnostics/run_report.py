@@ -104,7 +104,7 @@ def report(run: Run, price: float | None = None) -> Report:
         price: Price of one replica for an hour, in any currency; None: no cost is computed.
 
     Raises:
-        RunLogError: the job has never trained.
+        RunLogError: the job has never trained, or an older version has written the log.
     """
     samples = sorted(run.samples, key=lambda sample: sample.time)
     if not samples:
@@ -147,6 +147,8 @@ def report(run: Run, price: float | None = None) -> Report:
 
 def _nothing(kinds: set[str]) -> str:
     """Return why there is nothing to report on, and the remedy."""
+    if "goodput" in kinds:
+        return "an older version has written this log: it has no gradient statistics to report on"
     if "batch_size" in kinds and not kinds & {"started", "generation"}:
         return (
             "a script without an agent has written this log: it has no gradient statistics "

@@ -350,6 +350,7 @@ def test_a_line_that_was_cut_short_at_the_end_is_left_out(tmp_path: Path) -> Non
         ("", "the log is empty; has the job begun to train?"),
         ('{"time": 1.0, "event": "started"}\nnonsense\n{}\n', "line 2 is no event of adaptdl-run"),
         ('{"time": 1.0, "event": "started"}\n', "the job has reported nothing yet"),
+        ('{"time": 1.0, "event": "goodput", "goodput": 3.0}\n', "an older version has written this log"),
     ],
 )
 def test_a_log_that_cannot_be_used_gets_one_line(tmp_path: Path, text: str, why: str) -> None:
