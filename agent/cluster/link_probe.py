@@ -80,8 +80,10 @@ def _serve(server: socket.socket, key: bytes) -> None:
                     sock.sendall(data if sock.recv(1) else b"")
 
 
-def measured_links(store: Store, keys: Keys, job: str, key: bytes | None, node: str) -> tuple[Link, ...]:
-    """Return the links from agents of a job to this node, as far as measured within `SECONDS`.
+def measured_links(
+    store: Store, keys: Keys, job: str, key: bytes | None, node: str, known: Sequence[Link] = ()
+) -> tuple[Link, ...]:
+    """Return `known`, and the links from further agents of a job to this node, within `SECONDS`.
 
     Args:
         store: The store.
@@ -89,12 +91,13 @@ def measured_links(store: Store, keys: Keys, job: str, key: bytes | None, node: 
         job: The job.
         key: Key that the agents of the job share; None: nothing is measured.
         node: Name of this node.
+        known: Links that are known already.
     """
-    found: list[Link] = []
+    found, there = list(known), {node, *(link.node for link in known)}
     if key is None:
-        return ()
+        return tuple(found)
     with suppress(StoreError):  # whatever needs the store next reports it
-        agents = [one for one in live_agents(store, keys, job) if one.link_port and one.node != node]
+        agents = [one for one in live_agents(store, keys, job) if one.link_port and one.node not in there]
         peers = sorted(agents, key=lambda one: one.joined)[-_PEERS:]
         plan = read_record(Plan, store.get(keys.job(job, "plan"))) if peers else None
         if peers and (plan is None or plan.nodes < 2 or plan.run != peers[0].run):
