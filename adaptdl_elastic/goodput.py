@@ -133,7 +133,7 @@ class GoodputFunction:
         nodes, replicas, atomic, accum = (
             np.asarray(x, dtype=float) for x in (num_nodes, num_replicas, atomic_bsz, accum_steps)
         )
-        t_grad = _grad_time(self._perf_params, atomic)
+        t_grad = np.asarray(self._perf_params.alpha_c + self._perf_params.beta_c * atomic)
         t_opt = _optim_time(self._perf_params, t_grad, _net_time(self._perf_params, nodes, replicas))
         return _in_kind(replicas * atomic * (accum + 1) / (accum * t_grad + t_opt))
 
@@ -293,10 +293,6 @@ def _candidates(
         atomic = np.maximum(np.ceil(local - _EPS), low)
     share = np.ceil(np.divide(largest, replicas * (accum + 1)) - _EPS)  # largest atomic batch by the total
     return atomic, accum, np.broadcast_to(feasible, local.shape) & (atomic <= np.minimum(high, share))
-
-
-def _grad_time(params: PerfParams, atomic_bsz: Array) -> Array:
-    return np.asarray(params.alpha_c + params.beta_c * atomic_bsz)
 
 
 def _net_time(params: PerfParams, nodes: Array, replicas: Array) -> Array:

@@ -173,9 +173,6 @@ class _LazyGroup(click.Group):
                 at = int(option == "cluster" and isinstance(command, click.Group))
                 rest[at:at] = [] if value is None else [f"--{option}={value}"]
             return found, command, rest
-        if name == "sweep":  # of version 0.1
-            does = "examples/optuna_search.py does it, with adaptdl submit or adaptdl-run"
-            raise OptionError(f"adaptdl sweep is gone: {does}")
         close = difflib.get_close_matches(name, COMMANDS.names(), 1)
         raise OptionError(f"there is no command {name!r}" + (f" (did you mean {close[0]}?)" if close else ""))
 
@@ -365,18 +362,6 @@ def store_options(command: F) -> F:
 def json_option(command: F) -> F:
     """Add `--json`, as the parameter `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(command)
-
-
-def gone(option: str, instead: str) -> Callable[[F], F]:
-    """Add an option of version 0.1, hidden, that is refused with what to use instead."""
-
-    def refuse_it(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> None:
-        if given:
-            raise OptionError(f"{option} is gone: {instead}")
-
-    return click.option(
-        option, multiple=True, hidden=True, help="Gone.", expose_value=False, callback=refuse_it
-    )
 
 
 def main() -> None:

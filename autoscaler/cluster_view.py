@@ -115,9 +115,8 @@ class View:
 
     now: float
     wall: float  # seconds since the epoch, for users
-    nodes: Mapping[str, Mapping[str, Observed[records.NodeRecord]]] = field(
-        default_factory=_empty
-    )  # job → node → registration
+    # job → node → registration
+    nodes: Mapping[str, Mapping[str, Observed[records.NodeRecord]]] = field(default_factory=_empty)
     jobs: Mapping[str, JobView] = field(default_factory=_empty)
     drains: Mapping[str, Observed[records.DrainRequest]] = field(default_factory=_empty)
     submitted: frozenset[str] = frozenset()  # names in the keys of submissions, which are not read here

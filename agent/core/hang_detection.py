@@ -40,7 +40,7 @@ def limit(state: State) -> float:
 
 def due(state: State, held: LocalGeneration) -> list[float]:
     """Return the times at which to check again."""
-    half = _limit(state) / 2
+    half = limit(state) / 2
     times = [
         half + (r.heard if r.pinged is None else r.pinged)
         for r in _watched(held)
@@ -51,14 +51,14 @@ def due(state: State, held: LocalGeneration) -> list[float]:
 
 def watch(state: State, now: float) -> Step:
     """Ping replicas that have been silent, and kill those that do not answer, or take no step."""
-    half, held = _limit(state) / 2, state.held
+    half, held = limit(state) / 2, state.held
     if held is None or held.end is not None or half <= 0:
         return state, []
     actions: list[Action] = []
     silent = [r for r in _watched(held) if r.heard is not None and now >= r.heard + half]
     for replica in silent:
         if replica.pinged is not None and now >= replica.pinged + half:
-            why = f"does not answer for {_limit(state):g} s: it hangs, or is stopped (--hang-timeout)"
+            why = f"does not answer for {limit(state):g} s: it hangs, or is stopped (--hang-timeout)"
             held = held.update(replica.local_rank, hanging=why)
             actions += [Say(f"replica {replica.rank} {why}"), Kill((replica.local_rank,), why)]
     asked = tuple(replica.local_rank for replica in silent if replica.pinged is None)
@@ -86,11 +86,6 @@ def kill_reported(state: State, held: LocalGeneration, local_rank: int, reason: 
         return state, []
     held = held.update(local_rank, hanging=reason)
     return replace(state, held=held), [Say(f"killed: {reason} (--hang-timeout)"), Kill((local_rank,), reason)]
-
-
-def _limit(state: State) -> float:
-    """Return the seconds that a replica may be silent; 0: without a limit."""
-    return SILENCE if state.me.hang_timeout is None else state.me.hang_timeout
 
 
 def _patience(state: State) -> float:

@@ -13,14 +13,12 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic._explained import DOCS
 from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     Finite,
     OptionError,
     Where,
     echo,
-    gone,
     refuse,
     store_options,
 )
@@ -31,7 +29,6 @@ from adaptdl_elastic.rendezvous.text import log_to_stderr
 logger = logging.getLogger(__name__)
 
 _OF_ASG = ("region", "profile", "queue_url")
-_NODES_HERE = "start adaptdl-run yourself, or give a provider of another package by --provider NAME"
 
 
 @click.command()
@@ -120,13 +117,6 @@ _NODES_HERE = "start adaptdl-run yourself, or give a provider of another package
 @click.option(
     "--take-over", "seize", is_flag=True, help="Change the groups even if they belong to another cluster."
 )
-@gone(
-    "--set",
-    instead="stop the autoscaler and start it with other options, nodes are kept; adaptdl cloud up --set "
-    f"changes a stack's limits while it runs ({DOCS}/howto/ec2.md)",
-)
-@gone("--local", instead=_NODES_HERE)
-@gone("--local-price", instead=_NODES_HERE)
 @click.option("--dry-run", is_flag=True, help="Only print what would be done now.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one per line.")
 @store_options

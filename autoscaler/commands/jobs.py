@@ -34,15 +34,13 @@ from adaptdl_elastic.autoscaler.commands.tables import (
     show,
     wait_until,
 )
-from adaptdl_elastic.autoscaler.diagnostics.rows import LOST, Row, job_details, job_row
-from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.autoscaler.diagnostics.rows import ENDED_STATES, LOST, Row, job_details, job_row
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
 _ANSWER_SECONDS = 10.0  # for agents to write the last decisions
-_ENDED = tuple(state.value for state in records.JobState if state.ended)
 
 
 @click.command()
@@ -114,14 +112,9 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
     if replicas is not None and replicas < 1:
         raise OptionError(f"--replicas {replicas} is less than 1; adaptdl stop {job} saves and ends it")
 
-    def check(view: View, found: JobView) -> None:
-        job_requests.check_running(view, found)
-        if replicas is not None:
-            job_requests.check_size(view, found, replicas)
-
     store, keys = _open(where, job)
     with store:
-        run = _ask(store, keys, job, lambda request: replace(request, replicas=replicas), check)
+        run = _ask(store, keys, job, lambda request: replace(request, replicas=replicas), replicas)
         echo(
             f"{job}: "
             + ("sized by the policy again" if auto else f"{pluralize(replicas or 0, 'replica')} asked for")
@@ -181,7 +174,7 @@ def stop(job: str, where: Where, wait: bool, timeout: float) -> None:
     _needs_wait(wait)
     store, keys = _open(where, job)
     with store:
-        run = _ask(store, keys, job, lambda request: replace(request, stop=True), job_requests.check_running)
+        run = _ask(store, keys, job, lambda request: replace(request, stop=True))
         echo(f"{job} is stopping")
         # the store of a standalone job is gone a moment after the job's end: look at what was seen of it
         ended: list[JobView | None] = []
@@ -216,7 +209,7 @@ def checkpoint(job: str, where: Where, wait: bool, timeout: float) -> None:
         before = read(store, keys).jobs.get(job)
         newest = before.checkpoint.record.id if before and before.checkpoint else None
         more = lambda request: replace(request, checkpoint=request.checkpoint + 1)  # noqa: E731
-        run = _ask(store, keys, job, more, job_requests.check_running)
+        run = _ask(store, keys, job, more)
         echo(f"{job} is asked for a checkpoint")
         if wait and not _reached(store, keys, job, run, lambda v: _newer(v, job, newest), timeout):
             raise CommandError(f"{job} has recorded no new checkpoint after {timeout:g} s")
@@ -241,7 +234,7 @@ def last_decisions(where: Where, name: str) -> dict[str, str]:
     store, keys = _open(where, name)
     with store:
         more = lambda request: replace(request, decisions=request.decisions + 1)  # noqa: E731
-        _ask(store, keys, name, more, job_requests.check_running)
+        _ask(store, keys, name, more)
         wait_until(store, keys, written, _ANSWER_SECONDS)
     return found
 
@@ -262,13 +255,20 @@ def _ask(
     keys: Keys,
     name: str,
     change: Callable[[JobRequest], JobRequest],
-    check: Callable[[View, JobView], None],
+    replicas: int | None = None,
 ) -> str:
-    """Change the job's request; return the run that it is for, or raise CommandError."""
+    """Change the request of a running job; return the run that it is for.
+
+    Raises:
+        CommandError: there is no such job.
+        RequestError: it does not run, or cannot have so many `replicas`.
+    """
 
     def look(view: View) -> JobView:
         job = find_job(view, name, keys.cluster)
-        check(view, job)
+        job_requests.check_running(view, job)
+        if replicas is not None:
+            job_requests.check_size(view, job, replicas)
         return job
 
     return job_requests.change(store, keys, name, change, look)
@@ -288,7 +288,7 @@ def _size(row: Row) -> str:
     if not row["replicas"]:
         if row["state"] == LOST:
             return "none"
-        return "none: it has ended" if row["state"] in _ENDED else "no replica yet"
+        return "none: it has ended" if row["state"] in ENDED_STATES else "no replica yet"
     size = f"{pluralize(row['replicas'], 'replica')} on {pluralize(row['nodes'], 'node')}"
     return f"{size}   {_places(row)}"
 

@@ -14,14 +14,12 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic._explained import DOCS
 from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     Finite,
     OptionError,
     Where,
     echo,
-    gone,
     json_option,
     store_options,
 )
@@ -93,11 +91,6 @@ LEAVE_SECONDS = 30.0
     metavar="NAME=VALUE,...",
     help="Submit one job for each value, which replaces {NAME} or is appended as --NAME=VALUE; "
     "if repeated, one for each combination.",
-)
-@gone(
-    "--notify",
-    instead="`adaptdl wait JOB; CMD` in your shell runs CMD at the job's end, and alert rules do without "
-    f"your shell ({DOCS}/howto/cluster.md)",
 )
 @click.option(
     "--env",

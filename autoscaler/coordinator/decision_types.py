@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from adaptdl_elastic.autoscaler.coordinator.job_models import DeclaredEnd
@@ -108,31 +107,27 @@ class Memory:
 
     round_at: float = float("-inf")  # when the policy was last asked
     asked: PolicyQuestion | None = None  # the last question; another one makes a round due
-    by_hand: frozenset[tuple[str, int]] = (
-        frozenset()
-    )  # sizes that users had asked for at the last question; a new one makes a round due at once
+    # sizes that users had asked for at the last question; a new one makes a round due at once
+    by_hand: frozenset[tuple[str, int]] = frozenset()
     round: PolicyRound | None = None  # the round that is being computed
     rounds: int = 0  # number of rounds begun
     answered: int = 0  # number of the last round whose answer was used
-    targets: Mapping[str, Target] = field(default_factory=lambda: MappingProxyType({}))
+    targets: Mapping[str, Target] = field(default_factory=dict)
     restart_only: frozenset[str] = frozenset()  # runs of jobs for which a change in place has failed
     # job → when its wait for replicas began
-    waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    ends: Mapping[str, DeclaredEnd] = field(default_factory=lambda: MappingProxyType({}))  # by job
-    pending: Mapping[str, str] = field(  # jobs to which the policy could give nothing, and why
-        default_factory=lambda: MappingProxyType({})
-    )
+    waiting: Mapping[str, float] = field(default_factory=dict)
+    ends: Mapping[str, DeclaredEnd] = field(default_factory=dict)  # by job
+    # jobs to which the policy could give nothing, and why
+    pending: Mapping[str, str] = field(default_factory=dict)
     looked_at: float = float("-inf")  # when it was last checked whether a round is due
     held_up_since: float | None = None  # when rounds began to be deferred because an agent is missing
-    described: Mapping[str, Any] = field(  # (job, condition) for which the status is up to date
-        default_factory=lambda: MappingProxyType({})
-    )
+    # (job, condition) for which the status is up to date
+    described: Mapping[str, Any] = field(default_factory=dict)
     policy_seconds: float = 0.0  # duration of the last round
-    unusable_reports: Mapping[str, str] = field(  # jobs whose reports the last round could not use, and why
-        default_factory=lambda: MappingProxyType({})
-    )
+    # jobs whose reports the last round could not use, and why
+    unusable_reports: Mapping[str, str] = field(default_factory=dict)
     # jobs about which nothing could be decided, and the reason that was reported
-    undecidable: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    undecidable: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def classes(self) -> dict[str, str]:

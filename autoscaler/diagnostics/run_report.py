@@ -5,8 +5,8 @@ Pure functions over the events that `adaptdl-run --event-log` writes. Three quan
 - The critical batch size B = tr Σ / |G|², in samples (the simple noise scale of McCandlish et al., 2018,
   arXiv 1812.06162, section 2.2): at batch size B training needs twice the samples of a small batch, and
   twice the steps of a very large one. Its range is one standard error of |G|² either way: a mean over the
-  job's window of measurements, by batch means (`Moments.sqr_error`). Logs of older versions have no errors;
-  there the range is the lowest and highest value of a tenth of the run.
+  job's window of measurements, by batch means (`Moments.sqr_error`). A replica that was restarted knows no
+  errors at first; there the range is the lowest and highest value of a tenth of the run.
 - The progress of a period: its measured goodput times its length, in samples at the initial batch size.
 - What other numbers of replicas would have taken: the same progress at the goodput that the job's last
   fitted curve gives them at their best batch size, under the gradient statistics of each period (Pollux,

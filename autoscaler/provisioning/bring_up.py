@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic import _program
-from adaptdl_elastic.autoscaler.provisioning import nodes, store_users, wheel
+from adaptdl_elastic.autoscaler.provisioning import nodes, wheel
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
 from adaptdl_elastic.autoscaler.provisioning.nodes import Delete, NodeFacts, NodeReport, Wanted
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, UnreachableError, on_every
@@ -73,7 +73,8 @@ def bring_up(
     pythons = _environments(context, ssh, facts, say)
     etcd = _etcd_of(context, ssh, first, wanted, say)
     left_now = tuple(node for node in left if node not in context.nodes)
-    context = replace(context, endpoint=f"https://{_bracketed(first.host)}:{etcd.port}", left=left_now)
+    host = f"[{first.host}]" if ":" in first.host else first.host
+    context = replace(context, endpoint=f"https://{host}:{etcd.port}", left=left_now)
     contexts.save(context)  # saved before anything runs, so that `cluster down` finds it
 
     def install(node: str) -> None:
@@ -84,10 +85,8 @@ def bring_up(
         return nodes.start_service(ssh, facts[node], pythons[node], node == first.node)
 
     _share_jobs(ssh, facts, say)
-    on_every(facts, install)  # before the password changes, so that every node has the next one
+    on_every(facts, install)
     reports = [start(first.node)]  # the other services need its etcd
-    if credentials.password_is_shared and len(facts) == len(found):
-        _end_sharing(context, credentials, say)
     others = on_every([node for node in facts if node != first.node], start)
     return reports + list(others.values())
 
@@ -129,18 +128,6 @@ def _submitted_at(one: tuple[str, dict[str, Any]]) -> tuple[float, int]:
     """Return when a job was submitted, and the number of its last run that has ended."""
     created = json.loads(one[1]["submission"] or "{}").get("created", 0.0)
     return float(created), int(one[1].get("number", 0))
-
-
-def _end_sharing(context: ClusterContext, credentials: Credentials, say: Callable[[str], None]) -> None:
-    """Change the nodes' password, which earlier versions of this program gave to people."""
-    others = sorted(set(credentials.people()) - {context.person})
-    locked_out = store_users.change_nodes_password(context, others)
-    credentials.keep_password()
-    if locked_out:
-        say(
-            f"the password of etcd that {', '.join(locked_out)} had counts no more: a new archive for each "
-            f"is made by adaptdl cluster grant PERSON KEY.pub --archive FILE.tar"
-        )
 
 
 def service_files(
@@ -245,7 +232,3 @@ def send_people(context: ClusterContext) -> None:
         nodes.send_files(ssh, nodes.probe(ssh, node, wanted), {"people.json": data})
 
     on_every(context.nodes, send)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -29,9 +29,6 @@ _RENEW_SECONDS = 30 * 24 * 3600
 
 _CLIENT = "client"
 
-_KEPT = "password-is-of-nodes"
-"""File that exists if only the nodes and the user who brought them up know the password."""
-
 
 class Credentials:
     """The files of one cluster."""
@@ -65,14 +62,9 @@ class Credentials:
             )
         # without a common name: etcd's gateway refuses a client certificate that has one while it has users
         self._certificate(_CLIENT, f"/O={_CLIENT}", "DNS:localhost", "clientAuth")
-        for name in ("root-password", "secret"):
+        for name in ("root-password", "secret", "password"):
             if not (self._directory / name).exists():
-                self._write_secret(name)
-        if not self._password.exists():
-            self._write_secret(self._password.name)
-            self.keep_password()
-        elif self.password_is_shared:
-            self._write_secret(self._password.name)
+                write_whole(self._directory / name, f"{secrets.token_hex(24)}\n")
         if not self._context.identity.exists():
             self._run(
                 *("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"adaptdl {self._context.person}"),
@@ -82,22 +74,6 @@ class Credentials:
             key_text = self._context.identity.with_suffix(".pub").read_text()
             person = Person(self._context.person, signatures.public_key(key_text), admin=True)
             self.write_people({person.name: person})
-
-    def _write_secret(self, name: str) -> None:
-        write_whole(self._directory / name, f"{secrets.token_hex(24)}\n")
-
-    @property
-    def _password(self) -> Path:
-        return self._directory / "password"
-
-    @property
-    def password_is_shared(self) -> bool:
-        """Whether people may have the password of the nodes, which earlier versions gave to them."""
-        return not (self._directory / _KEPT).exists()
-
-    def keep_password(self) -> None:
-        """Note that etcd and every node have the present password, and that no person does."""
-        (self._directory / _KEPT).touch(mode=0o600)
 
     @property
     def _authority(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
@@ -43,25 +43,6 @@ def remove(context: ClusterContext, person: str) -> None:
         status, said = gateway.ask("user/delete", name=user_of(person))
         if status != 200 and "not found" not in said:
             raise EtcdError(f"etcd refuses user/delete: {said}")
-
-
-def change_nodes_password(context: ClusterContext, people: Iterable[str]) -> list[str]:
-    """Give the nodes' user the password of the context's directory; its previous password ends.
-
-    Args:
-        context: The cluster.
-        people: Names of the people who may use it.
-
-    Returns:
-        The people who have no user of their own: they had the password before.
-
-    Raises:
-        ProvisionError: etcd does not answer, or refuses it.
-    """
-    password = read_password(context.directory / "password")
-    with _as_root(context) as gateway:
-        gateway.must("user/changepw", name=ETCD_USER, password=password)
-        return [one for one in people if gateway.ask("user/get", name=user_of(one))[0] != 200]
 
 
 @contextmanager

@@ -135,9 +135,8 @@ class Memory:
     known: Mapping[str, Known] = field(default_factory=dict)
     pools: Mapping[str, PoolMemory] = field(default_factory=dict)
     job_costs: Mapping[str, float] = field(default_factory=dict)
-    job_runs: Mapping[str, tuple[str, float]] = field(
-        default_factory=dict
-    )  # (run, when it last wanted nodes)
+    # (run, when it last wanted nodes)
+    job_runs: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     cost: float = 0.0
     billed: Mapping[str, Billed] = field(default_factory=dict)  # by instance; ended ones stay for a day
     updated: Moment | None = None

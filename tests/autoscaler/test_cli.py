@@ -383,11 +383,6 @@ def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], m
         (("scale", "a", "--replicas", "0"), 2, "--replicas 0 is less than 1; adaptdl stop a saves"),
         (("statsu",), 2, "adaptdl: there is no command 'statsu' (did you mean status?); see adaptdl --help"),
         (("xyz",), 2, "adaptdl: there is no command 'xyz'; see adaptdl --help"),
-        (
-            ("sweep", "study.py"),
-            2,
-            "adaptdl sweep is gone: examples/optuna_search.py does it, with adaptdl su",
-        ),
         (("ls", "--al"), 2, "adaptdl ls: No such option"),
         (("drain", "a/b"), 2, "cannot be used"),
         (("ls", "--etcd", "127.0.0.1:1"), 1, "cannot be reached"),

@@ -53,9 +53,6 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
     [
         ((), "give --asg NAME (an auto-scaling group) or --provider NAME"),
         (("--asg", "workers", "--provider", "toy"), "give one of --asg and --provider"),
-        (("--local", "adaptdl-run a.py"), "--local is gone: start adaptdl-run yourself, or give a provider"),
-        (("--asg", "workers", "--local-price", "0"), "--local-price is gone: start adaptdl-run yourself"),
-        (("--asg", "workers", "--set", "max-nodes=2"), "--set is gone: stop the autoscaler and start it"),
         (("--asg", "workers", "--price", "g5.xlarge"), "write TYPE=PRICE"),
         (("--asg", "workers", "--price", "g5.xlarge=cheap"), "not a price per hour"),
         (("--asg", "", "--price", "g5.xlarge=1"), "--asg '': give the name"),

@@ -20,7 +20,6 @@ from adaptdl_elastic.autoscaler.commands.submit import (
     command_of,
     name_of,
     replicas_of,
-    submit,
     variables_of,
 )
 from adaptdl_elastic.autoscaler.commands.tables import ask_all
@@ -251,8 +250,6 @@ def test_options_of_submit_are_checked() -> None:
         with pytest.raises(OptionError, match="--replicas"):
             replicas_of(text)
     assert name_of(None, "src/my train.py") == "my-train"
-    with pytest.raises(OptionError, match="--notify is gone: `adaptdl wait JOB; CMD`"):
-        submit.main(["--notify", "true", "train.py"], standalone_mode=False)
     with pytest.raises(OptionError, match="--name 'a/b' cannot be used"):
         name_of("a/b", "x")
     assert variables_of(["A=1=2", "B"], {"B": "b"}) == {"A": "1=2", "B": "b"}

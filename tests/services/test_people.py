@@ -133,18 +133,11 @@ def test_an_archive_that_cannot_be_written_lets_nobody_in(lab: Lab, tmp_path: Pa
     assert lab.calls == ["nodes: alice, eve", "etcd: alice"]
 
 
-def test_a_password_that_people_may_have_is_changed_until_etcd_has_the_new_one(lab: Lab) -> None:
+def test_the_password_of_the_nodes_is_kept_and_is_their_users_alone(lab: Lab) -> None:
     password = lab.context.directory / "password"
     first = password.read_text()
     lab.credentials.prepare()
-    assert (password.read_text(), lab.credentials.password_is_shared) == (first, False)
-    (lab.context.directory / "password-is-of-nodes").unlink()  # as the version before left the directory
-    lab.credentials.prepare()
-    assert (password.read_text() != first, lab.credentials.password_is_shared) == (True, True)
-    lab.credentials.keep_password()
-    kept = password.read_text()
-    lab.credentials.prepare()
-    assert password.read_text() == kept
+    assert password.read_text() == first
     assert password.stat().st_mode & 0o077 == 0
 
 

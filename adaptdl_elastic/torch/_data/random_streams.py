@@ -85,7 +85,8 @@ class Streams:
     @classmethod
     def present(cls) -> Streams:
         """Return the present streams. NumPy continues to draw from the returned generator."""
-        return cls(torch.get_rng_state(), _cuda_state(), random.getstate(), _np.get_bit_generator())
+        cuda = torch.cuda.get_rng_state() if _cuda_in_use() else None
+        return cls(torch.get_rng_state(), cuda, random.getstate(), _np.get_bit_generator())
 
     @classmethod
     def taken(cls, replacement: Any) -> Streams:
@@ -116,7 +117,9 @@ class Streams:
             "cpu": _hex(self.cpu),
             "cuda": None if self.cuda is None else _hex(self.cuda),
             "python": self.python,
-            "numpy": [mt["state"]["key"].tolist(), mt["state"]["pos"]] if _is_mt19937(mt) else None,
+            "numpy": [mt["state"]["key"].tolist(), mt["state"]["pos"]]
+            if mt["bit_generator"] == "MT19937"
+            else None,
         }
 
     @classmethod
@@ -398,10 +401,6 @@ def _mixed(base: int, index: int) -> int:
     return (word ^ (word >> 31)) >> 1
 
 
-def _cuda_state() -> torch.Tensor | None:
-    return torch.cuda.get_rng_state() if _cuda_in_use() else None
-
-
 def _cuda_in_use() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
@@ -418,7 +417,3 @@ def _hex(state: torch.Tensor) -> str:
 
 def _bytes_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-
-def _is_mt19937(state: Any) -> bool:
-    return bool(state["bit_generator"] == "MT19937")

@@ -117,7 +117,8 @@ def _joined(parts: Sequence[Any], sizes: Sequence[int], place: int) -> Any:
     """Return the value for the whole batch, of the values for its chunks."""
     first = parts[0]
     if not isinstance(first, torch.Tensor):
-        if all(type(part) is type(first) and _plain(part) and part == first for part in parts):
+        plain = isinstance(first, int | float | str | None)
+        if plain and all(type(part) is type(first) and part == first for part in parts):
             return first
         raise NotChunkableError(f"it returns a {type(first).__name__}")
     if first.ndim == 0 and first.is_floating_point():
@@ -131,7 +132,3 @@ def _joined(parts: Sequence[Any], sizes: Sequence[int], place: int) -> Any:
     if not counts:
         raise NotChunkableError(f"an output of shape {list(first.shape)} has no dimension of samples")
     return torch.cat(list(parts), place if place in counts else counts[0])
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from adaptdl_elastic import env
@@ -49,14 +48,11 @@ class GroupCapability:
 
     def begin(self) -> None:
         """Find out this node's result in a thread."""
-        self._thread("adaptdl-selftest", self._find_out)
+        threading.Thread(target=self._find_out, name="adaptdl-selftest", daemon=True).start()
 
     def _fail(self, why: str) -> None:
         self._own, self.why = why, f"{self._label}'s self-test failed: {why}"
         log.warning("%s: every change is a restart", self.why)
-
-    def _thread(self, name: str, target: Callable[[], None]) -> None:
-        threading.Thread(target=target, name=name, daemon=True).start()
 
     def _find_out(self) -> None:
         if not self.failed:
@@ -70,7 +66,7 @@ class GroupCapability:
 
     def compare(self) -> None:
         """Publish this node's result; on rank 0 also read all results and have them agreed. In a thread."""
-        self._thread("adaptdl-able", self._compare)
+        threading.Thread(target=self._compare, name="adaptdl-able", daemon=True).start()
 
     def _compare(self) -> None:
         self._ended.wait()

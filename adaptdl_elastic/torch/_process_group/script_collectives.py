@@ -33,7 +33,7 @@ def watch() -> None:
     for name, read, write in (
         ("all_reduce", _read_tensor, _write_tensor),
         ("broadcast", _read_tensor, _write_tensor),
-        ("broadcast_object_list", _read_list, _write_list),
+        ("broadcast_object_list", list, _write_list),
     ):
         setattr(dist, name, _watched(getattr(dist, name), read, write))
 
@@ -104,10 +104,6 @@ def _write_tensor(tensor: torch.Tensor, result: torch.Tensor) -> bool:
     with torch.no_grad():
         tensor.copy_(result)
     return True
-
-
-def _read_list(objects: list[Any]) -> list[Any]:
-    return list(objects)
 
 
 def _write_list(objects: list[Any], result: list[Any]) -> bool:

@@ -26,10 +26,36 @@ class ForgedValueError(RuntimeError):
     """Raised if a value in a store was not written by a replica that knows the secret."""
 
 
-class SignedStore(dist.Store):  # type: ignore[misc]
-    """Define a store whose values only holders of `key` can write.
+class ForwardingStore(dist.Store):  # type: ignore[misc]
+    """Define a store that hands every request on that a subclass does not answer itself.
 
     torch calls these methods from C++, so keep a reference as long as a group uses the store.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(key))
+
+    def num_keys(self) -> int:
+        return int(self._store.num_keys())
+
+    deleteKey, getNumKeys = delete_key, num_keys
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+class SignedStore(ForwardingStore):
+    """Define a store whose values only holders of `key` can write.
 
     Args:
         store: keeps the values.
@@ -37,8 +63,8 @@ class SignedStore(dist.Store):  # type: ignore[misc]
     """
 
     def __init__(self, store: Any, key: bytes) -> None:
-        super().__init__()
-        self._store, self._key = store, key
+        super().__init__(store)
+        self._key = key
         self._clones: list[Any] = []  # torch does not keep a reference to the Python objects
 
     def set(self, key: str, value: Any) -> None:
@@ -59,12 +85,6 @@ class SignedStore(dist.Store):  # type: ignore[misc]
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
-    def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._store.check(keys))
-
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         if timeout is None:
             self._store.wait(keys)
@@ -74,21 +94,10 @@ class SignedStore(dist.Store):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         self._store.set_timeout(timeout)
 
-    def delete_key(self, key: str) -> bool:
-        return bool(self._store.delete_key(key))
-
-    def num_keys(self) -> int:
-        return int(self._store.num_keys())
-
-    deleteKey, getNumKeys = delete_key, num_keys
-
     def clone(self) -> SignedStore:
         copy = SignedStore(self._store.clone(), self._key)
         self._clones.append(copy)
         return copy
-
-    def has_extended_api(self) -> bool:
-        return False
 
     def _sign(self, key: str, value: Any) -> bytes:
         data = value.encode() if isinstance(value, str) else bytes(value)

@@ -12,7 +12,7 @@ import torch.distributed
 from typing_extensions import override
 
 from adaptdl_elastic import _secrets, env
-from adaptdl_elastic.torch._process_group.signed_store import signed
+from adaptdl_elastic.torch._process_group.signed_store import ForwardingStore, signed
 
 dist: Any = torch.distributed  # its stub does not export the stores
 
@@ -42,11 +42,11 @@ def open_store(host: str) -> Any:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
 
 
-class CancellableStore(dist.Store):  # type: ignore[misc]
+class CancellableStore(ForwardingStore):
     """Define a store for a process group that is formed while its members may die.
 
     A process group waits for the addresses of all others up to its time limit; it does not learn that one of
-    them is dead. torch calls these methods from C++, so keep a reference as long as the group lives.
+    them is dead.
 
     Args:
         store: keeps the values.
@@ -55,8 +55,8 @@ class CancellableStore(dist.Store):  # type: ignore[misc]
     """
 
     def __init__(self, store: Any, lost: Callable[[], str | None], patience: timedelta) -> None:
-        super().__init__()
-        self._store, self._lost, self._patience = store, lost, patience.total_seconds()
+        super().__init__(store)
+        self._lost, self._patience = lost, patience.total_seconds()
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all `keys` exist.
@@ -84,26 +84,6 @@ class CancellableStore(dist.Store):  # type: ignore[misc]
         self._store.set(key, value)
 
     @override
-    def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
-
-    @override
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         value: bytes = self._store.compare_set(key, expected, desired)
         return value
-
-    @override
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._store.check(keys))
-
-    @override
-    def delete_key(self, key: str) -> bool:
-        return bool(self._store.delete_key(key))
-
-    @override
-    def num_keys(self) -> int:
-        return int(self._store.num_keys())
-
-    @override
-    def has_extended_api(self) -> bool:
-        return False

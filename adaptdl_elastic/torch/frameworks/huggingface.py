@@ -529,7 +529,7 @@ class ElasticTrainerMixin:
         trainer = self._trainer()
         state = {name: value for name, value in vars(trainer.state).items() if name not in _OF_THE_PROCESS}
         return {
-            "state": {name: value for name, value in state.items() if _plain(value)},
+            "state": {name: one for name, one in state.items() if isinstance(one, int | float | str | None)},
             "loss": getattr(trainer, "_tr_loss", torch.zeros(())),
             "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
             "logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
@@ -569,10 +569,6 @@ class ElasticTrainerMixin:
     def _stateful_callbacks(self) -> list[Any]:
         callbacks = self._trainer().callback_handler.callbacks
         return [one for one in callbacks if isinstance(one, ExportableState)]
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 class Trainer(ElasticTrainerMixin, transformers.Trainer):
