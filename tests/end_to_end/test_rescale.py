@@ -38,6 +38,8 @@ def test_twice_rescaled_and_resumed_in_an_epoch_applies_each_sample_exactly_once
         seen = len(run.events)
         assert run.adaptdl("scale", "count", "--replicas", "1").returncode == 0
         run.wait_for_event("metrics", replicas=1, after=seen)
+        # its agent may still wait for the end of the replica that has left
+        run.wait_for_event("generation", replicas=1, after=seen)
         run.interrupt()
         assert run.wait() == 143
         generations = run.of("generation")
