@@ -139,7 +139,7 @@ def left_behind(room: Room, node: str) -> str:
     """
     found = "find /home /tmp /var/tmp /run /dev/shm -user you -ipath '*adaptdl*' -not -path '*/.cache/*'"
     own = "-not -path /tmp/adaptdl-$(id -u you) -not -path /tmp/adaptdl-logs-$(id -u you)"
-    return room.bash(f"ps -u you -o args= | grep -v '^sshd' || true\n{found} {own}", node)
+    return room.bash(f"ps -u you -o args= | grep -v '^\\[\\?sshd' || true\n{found} {own}", node)
 
 
 class Desk:

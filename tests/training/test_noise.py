@@ -224,6 +224,16 @@ def test_a_replica_that_joins_within_a_group_tells_what_the_others_tell() -> Non
         assert (after.sqr, after.var) == (before.sqr, before.var)
 
 
+def test_a_checkpoint_without_a_group_is_read() -> None:
+    moments = Moments(1)
+    moments.add(measurement(3.0, 1.0))
+    state = moments.state_dict()
+    del state["group"]
+    after = Moments(1)
+    after.load_state_dict(state)
+    assert after.sqr.tolist() == moments.sqr.tolist()
+
+
 def test_an_overflow_is_not_finite() -> None:
     assert measurement(1.0, 1.0).finite
     assert not measurement(float("inf"), 1.0).finite

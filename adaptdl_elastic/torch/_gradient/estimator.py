@@ -155,6 +155,14 @@ class _Cell:
     # Σ x²
     seen_sqr: Array
 
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether it contains a gradient of zero, as old checkpoints do from Adam's first step."""
+        mean = self.seen / self.count
+        spread = self.seen_sqr - self.count * mean**2
+        far = np.log(_NOTHING)
+        return bool((mean < far)[:2].any() or (spread > far**2)[:2].any())
+
     def as_list(self) -> list[Any]:
         """Return the attributes in order, as plain numbers and lists."""
         arrays = (self.sqr, self.var, self.seen, self.seen_sqr)
@@ -164,7 +172,7 @@ class _Cell:
     def of_list(cls, values: list[Any]) -> _Cell:
         """Return the cell whose `as_list` is `values`."""
         count, weight, *arrays = values
-        return cls(int(count), float(weight), *(np.asarray(array, np.float64) for array in arrays))
+        return cls(int(count), float(weight), *(as_array(array) for array in arrays))
 
     def add(self, other: _Cell) -> None:
         self.count += other.count
@@ -392,6 +400,13 @@ class Moments:
                 f"the saved gradient statistics are of {state['groups']} parameter groups, the "
                 f"optimizer has {self.groups}: build it as it was when the checkpoint was written"
             )
-        self.cells = [_Cell.of_list(values) for values in state["cells"]]
-        group = [_Cell.of_list(values) for values in state["group"]]
+        cells = [_Cell.of_list(values) for values in state["cells"]]
+        self.cells = [cell for cell in cells if not cell.holds_nothing]
+        # older checkpoints have none
+        group = [_Cell.of_list(values) for values in state.get("group", [])]
         self._group, self._averages = group[0] if group else None, None
+
+
+def as_array(values: Sequence[float]) -> Array:
+    """Return a float64 array, shape [len(values)]."""
+    return np.asarray(values, dtype=np.float64)

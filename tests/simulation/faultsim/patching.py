@@ -110,6 +110,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.agent.cluster.allocation_store": "the etcd of a step of Slurm",
     "adaptdl_elastic.agent.cluster.etcd_server": "an etcd of a cluster or of a step of Slurm",
     "adaptdl_elastic.agent.machine.kept_process": "processes that outlive a service",
+    "adaptdl_elastic.agent.machine.slurm_end": "asks Slurm",
     "adaptdl_elastic.agent.runtime.fork_server": "node.Forks takes its place",
     "adaptdl_elastic.agent.runtime.forked_child": "inside a replica's process",
     "adaptdl_elastic.agent.runtime.generation_store": "node.Meeting takes its place",
