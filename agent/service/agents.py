@@ -235,7 +235,9 @@ class Agents:
             self.unsuited[job] = "it installs its packages"
             named, content = submission.requirements, submission.bundle
             variables = {**_of_others(os.environ), **given}
-            python = python_with(self._directory, work, named, content, stand_in.python, variables)
+            python = python_with(
+                self._directory, work, named, content, stand_in.python, variables, submission.python
+            )
             self.unsuited.pop(job, None)
             if python != stand_in.python:
                 place = os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)])

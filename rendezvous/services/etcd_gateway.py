@@ -59,3 +59,13 @@ class EtcdGateway(Closable):
 
     def _call(self, path: str, body: dict[str, Any]) -> Json:
         return self._http.call(f"/v3/auth/{path}", body, headers=self._headers, timeout=_READY_SECONDS)
+
+
+def etcd_warning(version: tuple[int, ...]) -> str:
+    """Return why this version of etcd is not for data that matter; "" if nothing is known against it."""
+    text = ".".join(map(str, version))
+    if (3, 5) <= version[:2] < (3, 6) and version < (3, 5, 6):
+        return f"etcd {text} can lose data when it is killed: 3.5.6 or later does not (--etcd)"
+    if version < (3, 4, 22):
+        return f"etcd {text} is old: 3.4.22, 3.5.6 or later is wanted (--etcd)"
+    return ""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 
+from adaptdl_elastic.agent.cluster import allocation_store
 from adaptdl_elastic.agent.machine import slurm_end
 from adaptdl_elastic.agent.machine.interruption import NoticeKind
 from adaptdl_elastic.agent.machine.slurm import (
@@ -213,3 +216,37 @@ def test_one_node_is_a_standalone_job() -> None:
 def test_a_refusal_is_an_invalid_option() -> None:
     with pytest.raises(OptionError, match="8 tasks"):
         parse(["train.py"], {**STEP, "SLURM_STEP_NUM_TASKS": "8"})
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("here", "wheel", "chosen", "said"),
+    [
+        ("3.4.23", "3.5.1", "here", ""),
+        ("3.5.1", "3.5.9", "wheel", ""),
+        ("3.5.1", None, "here", "etcd 3.5.1 can lose data"),
+        ("?", "3.5.1", "here", "does not say its version"),
+        (None, "3.5.1", "wheel", "can lose data"),
+    ],
+)
+def test_an_etcd_without_known_faults_comes_first(
+    here: str | None,
+    wheel: str | None,
+    chosen: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for folder, version in ((tmp_path / "here", here), (tmp_path / "wheel" / "etcdbin", wheel)):
+        folder.mkdir(parents=True)
+        if version is not None:
+            (folder / "etcd").write_text(f"#!/bin/sh\necho etcd Version: {version}\n")
+            (folder / "etcd").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'here'}:/bin")
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "wheel")])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    etcd = allocation_store.find_etcd()
+    assert etcd is not None
+    assert chosen in etcd[0]
+    assert said in etcd[1]
+    assert bool(said) == bool(etcd[1])

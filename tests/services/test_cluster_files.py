@@ -24,11 +24,12 @@ from adaptdl_elastic.autoscaler.commands.submit import (
 )
 from adaptdl_elastic.autoscaler.commands.tables import ask_all
 from adaptdl_elastic.autoscaler.provisioning import nodes, wheel
-from adaptdl_elastic.autoscaler.provisioning.nodes import Wanted, etcd_warning, parse_probe
+from adaptdl_elastic.autoscaler.provisioning.nodes import Wanted, parse_probe
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, UnreachableError
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request
 from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextError
+from adaptdl_elastic.rendezvous.services.etcd_gateway import etcd_warning
 from adaptdl_elastic.rendezvous.services.service_config import (
     ServiceConfig,
     ServiceConfigError,

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -538,3 +539,39 @@ def test_a_job_from_before_two_upgrades_grows_and_survives_deaths_with_its_own_v
     assert "job is resumed" in lab.run("resume", "job")
     lab.wait_for(lambda: lab.job("job")["state"] == "running")
     assert versions() == {new}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_a_job_runs_where_its_owner_wants_it_with_the_packages_that_it_names(
+    lab: Lab, tmp_path: Path
+) -> None:
+    lab.up("node1", "node2")
+    thing, data = "thing-1-py3-none-any.whl", tmp_path / "data"
+    with zipfile.ZipFile(lab.work / thing, "w") as wheel:
+        wheel.writestr("thing.py", "NUMBER = 1\n")
+        wheel.writestr("thing-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: thing\nVersion: 1\n")
+        about = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr("thing-1.dist-info/WHEEL", about)
+        wheel.writestr("thing-1.dist-info/RECORD", "")
+    (lab.work / "requirements.txt").write_text(f"./{thing}\n")
+    (lab.work / "show.py").write_text(
+        "import os, time, thing\nwhile not os.path.exists('hurry'): time.sleep(0.1)\n"
+        "open('out', 'w').write('done')\nprint('thing', thing.NUMBER)\n"
+    )
+    lab.run("submit", "--node", "node2", "--has", str(data), "show.py")
+    waits = f"node1: --node node2; node2: there is no {data} (--has)"
+    lab.wait_for(lambda: waits in str(lab.job("show")["reason"]))
+    assert all(problem == "" for _, _, problem in lab.states())
+    data.mkdir()
+    lab.wait_for(lambda: lab.job("show")["state"] == "running")
+    assert "not on node1: --node node2" in lab.run("explain", "show")
+    (lab.directory("node2").work("show") / "hurry").touch()
+    assert "[rank0]: thing 1" in lab.run("logs", "-f", "show")
+    assert not lab.output("node1", "show")
+    lab.run("cp", "show:out", str(tmp_path / "mine"))
+    assert (tmp_path / "mine").read_text() == "done"
+    (lab.work / "requirements.txt").write_text("./nothing.whl\n")
+    lab.run("submit", "--name", "fails", "show.py")
+    lab.wait_for(lambda: "its packages cannot be installed: " in str(lab.job("fails")["reason"]))
+    lab.run("cancel", "fails")

@@ -128,3 +128,25 @@ def test_an_environment_stays_while_a_job_may_start_in_it(node: ServiceDirectory
     assert Path(python).exists()
     environments.sweep(node, (), later)
     assert not Path(python).exists()
+
+
+@pytest.mark.exhaustive
+def test_the_packages_of_an_interpreter_that_is_there_come_first(
+    node: ServiceDirectory, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", theirs], check=True)
+    (site,) = theirs.glob("lib/python*/site-packages")
+    (site / "thing.py").write_text("NUMBER = 7\n")
+    base = str(theirs / "bin" / "python")
+    work = job(tmp_path / "work")
+    python = python_with(node, work, "", "", sys.executable, base=base)
+    assert shown(python) == "7 False"
+    subprocess.run([python, "-c", "import adaptdl_elastic, click"], check=True)
+    newer = job(tmp_path / "newer", requirements_txt="thing==2\n")
+    assert shown(python_with(node, newer, "", "", sys.executable, base=base)) == "2 False"
+    (tmp_path / "other").write_text("#!/bin/sh\necho 3 1\n")
+    (tmp_path / "other").chmod(0o755)
+    for absent in (str(tmp_path / "absent"), str(tmp_path / "other")):
+        with pytest.raises(PackagesError, match="its packages cannot be installed"):
+            python_with(node, work, "", "", sys.executable, base=absent)
