@@ -183,3 +183,32 @@ def is_agent(process: psutil.Process, job: str, task: str) -> bool:
         return False
     found = process.environ()
     return (found.get("SLURM_JOB_ID"), found.get("SLURM_PROCID")) == (job, task) and "srun" not in words[0]
+
+
+def test_a_killed_node_a_drained_one_and_a_controller_that_is_away_end_no_training(
+    slurm: Slurm, batch: Path
+) -> None:
+    job = slurm.submit(batch, "--nodes=2")
+    place = trains_on(batch, job, nodes=2)
+    slurm.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
+    (controller,) = (one for one in psutil.process_iter(["name"]) if one.info["name"] == "slurmctld")
+    controller.suspend()
+    try:
+        named = {"SLURM_JOB_ID": job, "SLURM_PROCID": "1"}
+        of_second = [
+            one
+            for one in psutil.process_iter(["environ"])
+            if named.items() <= (one.info["environ"] or {}).items()
+        ]
+        for process in of_second:
+            process.kill()
+        until("the lost node is still there", lambda: agents(place, job) == 1, pause=0.2)
+        seen = len(epochs(batch))
+        until("the other node does not train on", lambda: len(epochs(batch)) > seen + 1)
+    finally:
+        controller.resume()
+    (batch.parent / "finish").touch()
+    until("the job has not ended", lambda: slurm.state(job).split()[0] in ("COMPLETED", "FAILED"))
+    assert [epoch for _, epoch in epochs(batch)] == list(range(len(epochs(batch))))
+    assert left(place) == ["ended"]
+    slurm.run("scontrol", "update", "NodeName=n3", "State=RESUME")
