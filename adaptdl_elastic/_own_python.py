@@ -15,19 +15,27 @@ WITHOUT_DIRECTORY = "import sys; getattr(sys.flags, 'safe_path', False) or sys.p
 """
 
 
-LAYER = """
-import pathlib, sys, venv
+BELOW = """
+import pathlib, sys
 where = sys.argv[1]
-venv.EnvBuilder(symlinks=True, clear=True).create(where)
 (site,) = pathlib.Path(where).glob("lib/python*/site-packages")
 below = [path for path in sys.path if path.endswith("-packages")]
 lines = "; ".join(f"site.addsitedir({path!r})" for path in below)
-(site / "below.pth").write_text(f"import site; {lines}\\n")
+name = f"below_{len([*site.glob('below*.pth')])}.pth"
+(site / name).write_text(f"import site; {lines}\\n")
 """
-"""Code that makes an empty environment at argv[1] over the packages of the interpreter that runs it.
+"""Code that puts the packages of the interpreter that runs it below those of the environment at argv[1].
 
-A line of a .pth file that begins with "import" is executed.
+They come behind those that were put there before. A line of a .pth file that begins with "import" is
+executed.
 """
+
+LAYER = f"""
+import sys, venv
+venv.EnvBuilder(symlinks=True, clear=True).create(sys.argv[1])
+{BELOW}
+"""
+"""Code that makes an empty environment at argv[1] over the packages of the interpreter that runs it."""
 
 
 def module(name: str, *arguments: str, python: str = sys.executable) -> list[str]:

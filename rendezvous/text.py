@@ -47,6 +47,11 @@ def clock(seconds: object) -> str:
     return time.strftime("%H:%M:%S" if then[:3] == today else "%Y-%m-%d %H:%M:%S", then)
 
 
+def in_url(host: str) -> str:
+    """Return a host name or address as it stands in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def printable(text: str) -> str:
     r"""Return a text for a terminal, with its control characters escaped as in `\x1b`; newlines stay.
 

@@ -24,7 +24,7 @@ from adaptdl_elastic._whole_file import write_whole
 from adaptdl_elastic.agent.cluster.ended_run import JobEndedError
 from adaptdl_elastic.agent.cluster.etcd_server import EtcdServer
 from adaptdl_elastic.agent.machine.slurm import Allocation
-from adaptdl_elastic.rendezvous.local.addresses import Ports, address_towards, reserve
+from adaptdl_elastic.rendezvous.local.addresses import Ports, address_towards, is_loopback, reserve
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError, etcd_warning
 from adaptdl_elastic.rendezvous.services.service_config import (
@@ -34,6 +34,7 @@ from adaptdl_elastic.rendezvous.services.service_config import (
     encode_config,
 )
 from adaptdl_elastic.rendezvous.store.base import StoreError
+from adaptdl_elastic.rendezvous.text import in_url
 
 WAIT_SECONDS = 180.0
 """Seconds that a task waits for the first one: a network file system may show a new file after a minute."""
@@ -73,10 +74,8 @@ def of_step(
     with ExitStack() as stack:
         if found.first:
             towards = (*found.reached_by, *_ANYWHERE)
-            host = host or address_towards(
-                tuple(f"http://[{a}]" if ":" in a else f"http://{a}" for a in towards)
-            )
-            if host.startswith("127.") or host == "::1":
+            host = host or address_towards(tuple(f"http://{in_url(one)}" for one in towards))
+            if is_loopback(host):
                 raise EtcdError("this node has no address that others reach: give --local-addr")
             for path in (directory.path.parent, directory.path):
                 path.mkdir(mode=0o700, exist_ok=True)
@@ -121,8 +120,8 @@ def _serve(
         (directory.path / name).unlink(missing_ok=True)
     _make_credentials(directory, host)
     port = stack.enter_context(reserve(host, ports)).getsockname()[1]
-    name, etcd = f"[{host}]" if ":" in host else host, EtcdConfig(binary, port)
-    config = ServiceConfig(cluster, "", node, host, f"https://{name}:{port}", etcd=etcd)
+    etcd = EtcdConfig(binary, port)
+    config = ServiceConfig(cluster, "", node, host, f"https://{in_url(host)}:{port}", etcd=etcd)
     server, closing = EtcdServer(config, etcd, directory, scratch.path), threading.Event()
     stack.callback(server.stop)
     server.ensure()

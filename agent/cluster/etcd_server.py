@@ -21,6 +21,7 @@ from adaptdl_elastic.rendezvous.services.service_config import (
 )
 from adaptdl_elastic.rendezvous.store.etcd_v3 import range_end
 from adaptdl_elastic.rendezvous.store.store_options import read_password
+from adaptdl_elastic.rendezvous.text import in_url
 
 ROOT = "root"
 
@@ -81,8 +82,7 @@ class EtcdServer:
 
     def _start(self) -> None:
         host = self._config.host
-        name = f"[{host}]" if ":" in host else host
-        url = f"https://{name}:{self._etcd.port}"
+        url = f"https://{in_url(host)}:{self._etcd.port}"
         try:
             with contextlib.closing(socket.create_server((host, self._etcd.port))):
                 pass

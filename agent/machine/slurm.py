@@ -54,13 +54,12 @@ class Allocation:
     slots: int
     directory: str
     reached_by: tuple[str, ...]
+    end: float
 
     @property
     def lasting_step(self) -> str:
         """Name of the step without what a requeue changes. The run before has ended then."""
         return self.step.rpartition(".")[0]
-
-    end: float
 
 
 def allocation(environ: Mapping[str, str], cores: int, given: Collection[str] = ()) -> Allocation | None:

@@ -63,4 +63,4 @@ def sweep(
             note.unlink()  # what is left if this is interrupted does not count as an environment
             shutil.rmtree(note.parent, ignore_errors=True)
         else:
-            users += [path.read_text() for path in note.parent.glob("lib/python*/site-packages/below.pth")]
+            users += [path.read_text() for path in note.parent.glob("lib/python*/site-packages/below*.pth")]

@@ -41,16 +41,13 @@ except ImportError:
 with open(sys.argv[1], "rb") as file:
     print(*tomllib.load(file).get("project", {}).get("dependencies", []), sep="\\n")
 """
-# Puts the packages of the interpreter that runs this behind those of the one at argv[1].
-_BELOW = """
-import pathlib, subprocess, sys
+# Fails unless the interpreter at argv[1] has the version of the one that runs this.
+_SAME_VERSION = """
+import subprocess, sys
 code = "import sys; print(*sys.version_info[:2])"
 asked = subprocess.run([sys.argv[1], "-c", code], capture_output=True, text=True)
 if (theirs := asked.stdout.split()) != (mine := [str(part) for part in sys.version_info[:2]]):
     sys.exit(f"it is Python {'.'.join(theirs)}, and adaptdl-elastic has {'.'.join(mine)} on this node")
-(site,) = (pathlib.Path(sys.argv[1]).parents[1] / "lib").glob("python*/site-packages")
-lines = "; ".join(f"site.addsitedir({path!r})" for path in sys.path if path.endswith("-packages"))
-(site / "program.pth").write_text(f"import site; {lines}\\n")
 """
 # requirements that lead to no other file
 _PLAIN = re.compile(r"\s*([A-Za-z0-9][\w.-]*(\[[\w, .-]*\])?\s*[^/@]*)?(#.*)?")
@@ -149,7 +146,8 @@ class _Installer:
         self.run(_own_python.code(_own_python.LAYER, str(where), python=base or python))
         own = str(where / "bin" / "python")
         if base:
-            self.run(_own_python.code(_BELOW, own, python=python))
+            self.run(_own_python.code(_SAME_VERSION, own, python=python))
+            self.run(_own_python.code(_own_python.BELOW, str(where), python=python))
         if file is None:
             file = where / "requirements.txt"
             file.write_bytes(text)

@@ -29,7 +29,7 @@ from adaptdl_elastic.protocol.environment import METRICS_HOST, METRICS_PORT
 from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
-from adaptdl_elastic.rendezvous.text import log_to_stderr
+from adaptdl_elastic.rendezvous.text import in_url, log_to_stderr
 
 if TYPE_CHECKING:
     from adaptdl_elastic.autoscaler.cli import Place
@@ -174,7 +174,7 @@ def coordinator(
             allocate,
             observers=() if metrics is None else (metrics,),
             version=release,
-            metrics="" if metrics is None else f"{_in_url(metrics_host)}:{metrics.port}",
+            metrics="" if metrics is None else f"{in_url(metrics_host)}:{metrics.port}",
             decisions=decisions and decisions.absolute(),
         )
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -214,7 +214,7 @@ def serve_metrics(
     """
     from adaptdl_elastic.autoscaler.diagnostics.prometheus import PortsTakenError, serve
 
-    at = f"{_in_url(host)}:{port}" if port is not None else host
+    at = f"{in_url(host)}:{port}" if port is not None else host
     try:
         return serve(host, port, release, cluster)
     except PortsTakenError as error:
@@ -228,10 +228,6 @@ def serve_metrics(
         problem = f"{at}: {error.strerror}; see ADAPTDL_METRICS_PORT and ADAPTDL_METRICS_HOST"
     logging.getLogger(__name__).warning("no metrics are served: %s", problem)
     return None
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 @click.command()

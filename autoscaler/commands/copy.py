@@ -126,10 +126,8 @@ class JobFiles:
             ChangedError: it has changed since it was listed.
             OSError: it cannot be written.
         """
-        if target.is_file() and (target.stat().st_size, target.stat().st_mtime_ns) == (
-            file.size,
-            file.changed,
-        ):
+        there = target.stat() if target.is_file() else None
+        if there and (there.st_size, there.st_mtime_ns) == (file.size, file.changed):
             return moved(file.size)
         target.parent.mkdir(parents=True, exist_ok=True)
         # of another state of the file nothing can be used

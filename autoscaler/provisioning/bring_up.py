@@ -20,6 +20,7 @@ from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.etcd_gateway import etcd_warning
 from adaptdl_elastic.rendezvous.services.service_config import EtcdConfig, ServiceConfig, encode_config
+from adaptdl_elastic.rendezvous.text import in_url
 
 Jobs = dict[str, dict[str, Any]]
 """The jobs that a node remembers, by name: the fields of `known_jobs.KnownJob`."""
@@ -74,8 +75,7 @@ def bring_up(
     pythons = _environments(context, ssh, facts, say)
     etcd = _etcd_of(context, ssh, first, wanted, say)
     left_now = tuple(node for node in left if node not in context.nodes)
-    host = f"[{first.host}]" if ":" in first.host else first.host
-    context = replace(context, endpoint=f"https://{host}:{etcd.port}", left=left_now)
+    context = replace(context, endpoint=f"https://{in_url(first.host)}:{etcd.port}", left=left_now)
     contexts.save(context)  # saved before anything runs, so that `cluster down` finds it
 
     def install(node: str) -> None:

@@ -16,6 +16,7 @@ import urllib3
 
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.text import in_url
 
 PERSON_HEADER, SIGNATURE_HEADER = "X-Adaptdl-Person", "X-Adaptdl-Signature"
 TIME_HEADER, REFUSAL_HEADER = "X-Adaptdl-Time", "X-Adaptdl-Refusal"
@@ -116,12 +117,11 @@ class ServiceClient:
         headers = dict(headers or {})
         if self._signer is not None:
             headers |= self._signer.headers(service.node, method, target, body_digest)
-        host = f"[{service.host}]" if ":" in service.host else service.host
         timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=_READ_SECONDS)
         try:
             answer = self._pool.request(
                 method,
-                f"https://{host}:{service.port}{target}",
+                f"https://{in_url(service.host)}:{service.port}{target}",
                 body=body,
                 headers=headers,
                 timeout=timeout,

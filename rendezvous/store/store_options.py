@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from adaptdl_elastic.extensions import ExtensionPoint
 from adaptdl_elastic.protocol.environment import ETCD
 from adaptdl_elastic.rendezvous.store.base import StoreError
+from adaptdl_elastic.rendezvous.text import in_url
 
 DEFAULT_PORT = 2379
 
@@ -185,8 +186,7 @@ def _parse_endpoint(text: str, secure: bool) -> str:
         )
     if port == 0:
         raise StoreOptionError(f"etcd endpoint {text!r}: nobody listens on port 0")
-    name = f"[{host}]" if ":" in host else host
-    return f"{url.scheme}://{name}:{port or DEFAULT_PORT}"
+    return f"{url.scheme}://{in_url(host)}:{port or DEFAULT_PORT}"
 
 
 def _seconds(text: str | float) -> float:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from etcd_server import find_etcd
+from package_index import stub_wheel
 from ports import free_port
 from ssh_nodes import NoSshError, SshNodes
 
@@ -547,14 +547,10 @@ def test_a_job_runs_where_its_owner_wants_it_with_the_packages_that_it_names(
     lab: Lab, tmp_path: Path
 ) -> None:
     lab.up("node1", "node2")
-    thing, data = "thing-1-py3-none-any.whl", tmp_path / "data"
-    with zipfile.ZipFile(lab.work / thing, "w") as wheel:
-        wheel.writestr("thing.py", "NUMBER = 1\n")
-        wheel.writestr("thing-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: thing\nVersion: 1\n")
-        about = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        wheel.writestr("thing-1.dist-info/WHEEL", about)
-        wheel.writestr("thing-1.dist-info/RECORD", "")
-    (lab.work / "requirements.txt").write_text(f"./{thing}\n")
+    data = tmp_path / "data"
+    thing = stub_wheel(tmp_path, "thing", "1", files={"thing.py": "NUMBER = 1\n"})
+    shutil.copy(thing, lab.work)
+    (lab.work / "requirements.txt").write_text(f"./{thing.name}\n")
     (lab.work / "show.py").write_text(
         "import os, time, thing\nwhile not os.path.exists('hurry'): time.sleep(0.1)\n"
         "open('out', 'w').write('done')\nprint('thing', thing.NUMBER)\n"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+from package_index import stub_wheel
 from polling import until
 
 from adaptdl_elastic.agent.service import environments, job_packages
@@ -23,17 +23,10 @@ SHOW = "import thing, numpy, sys; print(thing.NUMBER, numpy.__file__.startswith(
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServiceDirectory:
     """A node for which the only packages of an index are two versions of `thing`."""
-    index = tmp_path / "index"
-    index.mkdir()
-    for number in (1, 2):
-        with zipfile.ZipFile(index / f"thing-{number}-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("thing.py", f"NUMBER = {number}\n")
-            about = f"thing-{number}.dist-info"
-            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: thing\nVersion: {number}\n")
-            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{about}/RECORD", "")
+    for number in ("1", "2"):
+        wheel = stub_wheel(tmp_path, "thing", number, files={"thing.py": f"NUMBER = {number}\n"})
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     return ServiceDirectory(tmp_path / "node")
 
 
@@ -81,7 +74,7 @@ def test_a_file_that_is_named_comes_before_the_usual_ones(node: ServiceDirectory
 def test_a_file_beside_the_requirements_makes_the_environment_one_of_the_directory(
     node: ServiceDirectory, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "index"
+    folder = tmp_path / "simple" / "thing"
     for text in ("thing-1-py3-none-any.whl", "-r other.txt", "thing @ file:///x"):
         work = job(tmp_path / "work", requirements_txt=text, other_txt="thing==1\n")
         (work / "thing-1-py3-none-any.whl").write_bytes((folder / "thing-1-py3-none-any.whl").read_bytes())
