@@ -457,7 +457,7 @@ class Reporter(Protocol):
         """Take the replicas that the others wait for."""
 
     def network_changed(self, age: float, atomic_bsz: int, busy: float) -> None:
-        """Forget the step times on several nodes from before the network changed, `age` seconds ago.
+        """Forget the step times on these nodes from before the network changed, `age` seconds ago.
 
         Passes of `atomic_bsz` samples keep a replica busy for `busy` seconds.
         """

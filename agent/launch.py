@@ -48,7 +48,7 @@ from adaptdl_elastic.rendezvous.local.addresses import (
 from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobState, JobStatus
+from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, JobState, JobStatus, Link
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfigError, ServiceDirectory
 from adaptdl_elastic.rendezvous.store import local_socket
@@ -237,6 +237,7 @@ class Found:
     host: str
     gpus: Gpus
     secret: str = field(repr=False)  # secret of the run
+    measure_links: Callable[[], tuple[Link, ...]] = tuple
 
 
 def _store(
@@ -414,12 +415,14 @@ def take_part(
                 registration.update(run=spec.run)
             elif options.max_nodes > 1 and not is_loopback(host):
                 invite(options, common, registration.record.node, say)
-            if (further := measured(registration.record.node, links)) != links:
+            node = registration.record.node
+            if (further := measured(node, links)) != links:
                 registration.update(links=further)
         except BaseException:
             registration.close()
             raise
-        return Found(spec, registration, identity, host, gpus, common.of_run(keys.cluster, spec))
+        secret, again = common.of_run(keys.cluster, spec), partial(measured, node, again=True)
+        return Found(spec, registration, identity, host, gpus, secret, again)
 
 
 def _check_secret(spec: JobSpec, common: run_secret.CommonSecret, store: Store, keys: Keys) -> None:
@@ -543,6 +546,7 @@ def _agent_config(options: RunOptions, found: Found, parts: AgentParts) -> Agent
         options,
         JobEnvironment(record.node, settings, threads, options.virtual_local_rank, record.devices),
         _coordinator_command(options, parts.access),
+        found.measure_links,
     )
 
 

@@ -9,6 +9,12 @@ repeated; all take about 15 minutes. `--unknown-link` keeps the agents from meas
 
 Work is optimizer steps of a fixed batch. Step times are medians of the second half of a run. A prediction is
 that of `adaptdl explain` at the end of the policy's run.
+
+    python benchmarks/network.py --fall 3 --gradients 8
+
+Three nodes at 1 Gbit/s train a script that sleeps 20 ms a sample and has so many MB of gradients. A person
+asks for one, two and three replicas, and then leaves it to the policy. The wire of the third node (or of the
+one that --fall says) falls to 0.1 Gbit/s, and comes back. It prints the changes, and the steps a second.
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ CASES = {
     "transformer 40 M, 1 Gbit/s": ("40", 1.0),
 }
 WAYS = {"policy": "1:2", "one": "1", "two": "2"}  # --nnodes
-ADDRESSES = ("10.233.59.1", "10.233.59.2")
+ADDRESSES = ("10.233.59.1", "10.233.59.2", "10.233.59.3")
 ETCD = f"{ADDRESSES[0]}:2379"
 
 
@@ -84,7 +90,11 @@ def train(kind: str, steps: Path) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     adl.init_process_group("gloo")
-    if kind == "cnn":
+    asleep = 0.0
+    if kind not in ("cnn", "10", "40"):
+        asleep, width = 0.02, int(float(kind) * 250e3) // 10
+        net, inputs, targets = nn.Linear(width, 10), torch.randn(4096, width), torch.randint(0, 10, (4096,))
+    elif kind == "cnn":
         net, inputs, targets = cnn(), torch.randn(4096, 3, 32, 32), torch.randint(0, 10, (4096,))
     else:
         net = Transformer({"10": 256, "40": 512}[kind])
@@ -96,6 +106,7 @@ def train(kind: str, steps: Path) -> None:
     with steps.open("a", buffering=1) as log:
         for _ in adl.remaining_epochs_until(10**6):
             for batch, labels in loader:
+                time.sleep(asleep * len(batch))
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(batch), labels).backward()
                 optimizer.step()
@@ -104,22 +115,32 @@ def train(kind: str, steps: Path) -> None:
 
 
 @contextmanager
-def link(gbits: float) -> Iterator[tuple[str, str]]:
-    """Make two network namespaces with a link of so many Gbit/s, and yield their names."""
-    names = f"adl-{os.getpid()}-a", f"adl-{os.getpid()}-b"
+def link(gbits: float, count: int = 2) -> Iterator[tuple[str, ...]]:
+    """Make network namespaces at one switch, each with a wire of so many Gbit/s, and yield their names."""
+    switch, *names = (f"adl-{os.getpid()}-{name}" for name in ("s", *"abc"[:count]))
     with ExitStack() as stack:
-        for name in names:
+        for name in (switch, *names):
             _ip("netns", "add", name)
             stack.callback(_ip, "netns", "del", name)
-        ends = [["wire", "netns", name] for name in names]
-        _ip("link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
-        for name, address in zip(names, ADDRESSES, strict=True):
+            _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for name, address in zip(names, ADDRESSES, strict=False):
+            port = name[-1]
+            peer = ["type", "veth", "peer", "name", port, "netns", switch]
+            _ip("link", "add", "wire", "netns", name, *peer)
+            _ip("-n", switch, "link", "set", "dev", port, "master", "bridge", "up")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
-            for device in ("lo", "wire"):
-                _ip("-n", name, "link", "set", device, "up")
-            bucket = ["tbf", "rate", f"{1000 * gbits:g}mbit", "burst", "1mb", "latency", "50ms"]
-            _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "wire", "root", *bucket)
-        yield names
+            _ip("-n", name, "link", "set", "wire", "up")
+            pace(name, gbits, "add")
+        yield tuple(names)
+
+
+def pace(name: str, gbits: float, how: str = "change") -> None:
+    """Give the wire of a namespace so many Gbit/s in both directions."""
+    bucket = ["tbf", "rate", f"{1000 * gbits:g}mbit", "burst", "1mb", "latency", "50ms"]
+    for where, device in ((name, "wire"), (f"{name[:-1]}s", name[-1])):
+        _ip("netns", "exec", where, "tc", "qdisc", how, "dev", device, "root", *bucket)
 
 
 def _ip(*arguments: str) -> None:
@@ -148,19 +169,69 @@ def running(name: str, command: Sequence[str], log: Path, core: int | None = Non
         process.wait()
 
 
-def run(kind: str, gbits: float, way: str, unknown: bool) -> dict[str, Any]:
-    """Make one run; return what was seen of it."""
+@contextmanager
+def store(node: str, folder: Path) -> Iterator[None]:
+    """Run etcd in a network namespace."""
     from etcd_server import find_etcd
 
+    url, peer = f"http://{ETCD}", "http://127.0.0.1:2380"
+    etcd = [str(find_etcd()), "--data-dir", f"{folder}/etcd", "--initial-cluster", f"default={peer}"]
+    etcd += ["--listen-client-urls", url, "--advertise-client-urls", url]
+    etcd += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+    with running(node, etcd, folder / "etcd.log"):
+        time.sleep(2.0)
+        yield
+
+
+def fall(third: int, megabytes: float) -> None:
+    """Let the wire of one of three nodes fall and come back; print the changes, and the steps a second."""
+    tools = Path(sys.executable).parent
+    with tempfile.TemporaryDirectory() as name, link(1.0, 3) as nodes, ExitStack() as stack:
+        folder = Path(name)
+        stack.enter_context(store(nodes[0], folder))
+        steps = folder / "steps"
+        for address, node in zip(ADDRESSES, nodes, strict=True):
+            agent = [str(tools / "adaptdl-run"), "--rdzv-endpoint", ETCD, "--nnodes", "1:3"]
+            agent += ["--rdzv-id", "job", "--node-name", node[-1], "--local-addr", address]
+            agent += ["--checkpoint-path", f"{folder}/saved", "--checkpoint-interval", "0"]
+            agent += ["--event-log", f"{folder}/{node[-1]}.events"]
+            agent += [str(Path(__file__).resolve()), "--train", f"{megabytes:g}", str(steps)]
+            stack.enter_context(running(node, agent, folder / f"{node[-1]}.log"))
+
+        def scale(*what: str) -> None:
+            ask = ["ip", "netns", "exec", nodes[0], str(tools / "adaptdl"), "scale", "job", *what]
+            subprocess.check_call([*ask, "--etcd", ETCD], stdout=subprocess.DEVNULL)
+
+        def told(seconds: float, text: str) -> None:
+            begun = time.time()
+            times = _times(steps, begun + seconds - _times(steps, 0.0)[0])
+            half = [one for one in times if one > begun + seconds / 2]
+            rate = (len(half) - 1) / (half[-1] - half[0])
+            events = (json.loads(line) for path in folder.glob("*.events") for line in path.open())
+            plans = {one["generation"]: one for one in events if one["event"] == "generation"}.values()
+            found = [
+                f"{one['time'] - begun:.1f} s: {one['replicas']}" for one in plans if one["time"] > begun
+            ]
+            print(f"{text}: {rate:.2f} steps/s; {', '.join(found) or 'no change'}", flush=True)
+
+        _times(steps, 0.0)
+        for count in (1, 2, 3):
+            scale("--replicas", str(count))
+            told(25.0, f"{count} asked for")
+        scale("--auto")
+        told(40.0, "left to the policy")
+        pace(nodes[third - 1], 0.1)
+        told(45.0, f"the wire of node {third} at 0.1 Gbit/s")
+        pace(nodes[third - 1], 1.0)
+        told(90.0, "at 1 Gbit/s again")
+
+
+def run(kind: str, gbits: float, way: str, unknown: bool) -> dict[str, Any]:
+    """Make one run; return what was seen of it."""
     tools = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as name, link(gbits) as nodes, ExitStack() as stack:
         folder = Path(name)
-        url, peer = f"http://{ETCD}", "http://127.0.0.1:2380"
-        etcd = [str(find_etcd()), "--data-dir", f"{folder}/etcd", "--initial-cluster", f"default={peer}"]
-        etcd += ["--listen-client-urls", url, "--advertise-client-urls", url]
-        etcd += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        stack.enter_context(running(nodes[0], etcd, folder / "etcd.log"))
-        time.sleep(2.0)
+        stack.enter_context(store(nodes[0], folder))
         steps, load = folder / "steps", os.getloadavg()[0]
         for core, node in enumerate(nodes[: 1 if way == "one" else 2]):
             agent = [str(tools / "adaptdl-run"), "--rdzv-endpoint", ETCD, "--nnodes", WAYS[way]]
@@ -250,7 +321,11 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--unknown-link", action="store_true", help="keep agents from measuring the link")
     parser.add_argument("--train", nargs=2, metavar=("MODEL", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--fall", type=int, choices=(1, 2, 3), help="the node whose wire falls")
+    parser.add_argument("--gradients", type=float, default=8.0, help="MB of gradients")
     args = parser.parse_args()
+    if args.fall:
+        return fall(args.fall, args.gradients)
     if args.train:
         return train(args.train[0], Path(args.train[1]))
     found = json.loads(args.out.read_text()) if args.out.exists() else {}

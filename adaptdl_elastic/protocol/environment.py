@@ -191,6 +191,10 @@ class ReplicaSettings:
     # of AdaptDL or of this project alone
     node = Variable(str, "", "ADAPTDL_NODE", by_agent=True)
     node_type = Variable(str, "", NODE_TYPE)
+    # names of the generation's nodes, separated by commas; "": one node, or more than `hints.MOST_NAMED`
+    placement = Variable(str, "", "ADAPTDL_PLACEMENT", by_agent=True)
+    # newest generation when a link between these nodes was found to have changed
+    links_since = Variable(int, -1, "ADAPTDL_LINKS_SINCE", by_agent=True)
     memory_limit = Variable(_count(1), None, "ADAPTDL_MEMORY_LIMIT", by_agent=True)
     batch_size_limit = Variable(_count(1), None, "ADAPTDL_BATCH_SIZE_LIMIT", by_agent=True)
     checkpoint_path = Variable(str, None, CHECKPOINT_PATH)

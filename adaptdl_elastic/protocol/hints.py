@@ -58,6 +58,11 @@ _ReportedName = Annotated[str, Field(max_length=100)]
 MOST_CONFIGURATIONS = 10_000
 """Largest number of configurations whose step times are in one report."""
 
+MOST_NAMED = 32
+"""Most nodes of a placement whose step times are told from those of other nodes."""
+
+_NodeName = Annotated[str, Field(max_length=128)]
+
 TIMES_KEPT = 4 * 3600.0
 """Seconds after which a node's time is forgotten: what slowed the node may be over, so jobs try it again."""
 
@@ -75,6 +80,9 @@ class ProfileEntry:
     optim_step_time: _Seconds  # a forward and backward pass with gradient synchronisation and step
     accum_count: _Count = 0  # number of measurements behind each of the two times
     optim_count: _Count = 0
+    # names of the nodes, and the generation of the last measurement; (): one node, or too many to name
+    on: Annotated[tuple[_NodeName, ...], Field(max_length=MOST_NAMED)] = ()
+    generation: int = -1
 
 
 @dataclass(frozen=True, config=_CONFIG)

@@ -229,6 +229,13 @@ class Hanging:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class NetworkChanged:
+    """Tell that steps take another time because of the network: the agent measures its links again."""
+
+    kind: ClassVar[str] = "network"
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class Pong:
     """Answer a `Ping`."""
 
@@ -280,6 +287,7 @@ ReplicaMessage = (
     | Stopping
     | PeerLost
     | Hanging
+    | NetworkChanged
     | Pong
     | Switched
     | Hints

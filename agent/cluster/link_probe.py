@@ -1,9 +1,12 @@
 """Measure the links between the nodes of a job before its replicas train over them.
 
 An agent that joins fetches a few MB from agents of the job, and puts what it has measured into its own
-registration. Both sides prove that they know the secret of the job's agents. Nothing is measured while the
-job trains on several nodes: its steps wait for these links, and are measured themselves. What cannot be
-measured stays unknown.
+registration. Both sides prove that they know the secret of the job's agents. An agent that joins measures
+nothing while the job trains on several nodes, since its steps wait for these links, and are measured
+themselves. What cannot be measured stays unknown.
+
+`LinkWatch` measures again: when replicas report that the network has changed, and, ever less often, while no
+step is made over this node's links.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from adaptdl_elastic._door import STRANGERS, Door
 from adaptdl_elastic._wire import introduce
 from adaptdl_elastic.agent.cluster.job_joining import live_agents
+from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError, Ports, listen
+from adaptdl_elastic.rendezvous.node_links import FAST, MOVED, fastest_links, nodes_with_slow_links
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Link, NodeRecord, Plan
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError, read_record
@@ -34,6 +40,12 @@ SECONDS = 1.0
 
 BYTES = 4 << 20
 """Size of one transfer."""
+
+ROUNDS = 3
+"""Measurements after a change of the network, of which the fastest counts."""
+
+SOON, SELDOM = 30.0, 3600.0
+"""First and longest pause between two measurements of a node that waits, in seconds; each one is doubled."""
 
 _PEERS = 3  # most nodes that a newcomer measures its link to
 _ROUNDS = 4  # most transfers of one measurement, of which the fastest counts
@@ -81,7 +93,13 @@ def _serve(server: socket.socket, key: bytes) -> None:
 
 
 def measured_links(
-    store: Store, keys: Keys, job: str, key: bytes | None, node: str, known: Sequence[Link] = ()
+    store: Store,
+    keys: Keys,
+    job: str,
+    key: bytes | None,
+    node: str,
+    known: Sequence[Link] = (),
+    again: bool = False,
 ) -> tuple[Link, ...]:
     """Return `known`, and the links from further agents of a job to this node, within `SECONDS`.
 
@@ -92,6 +110,7 @@ def measured_links(
         key: Key that the agents of the job share; None: nothing is measured.
         node: Name of this node.
         known: Links that are known already.
+        again: Whether to measure what was measured before, also while the job trains on several nodes.
     """
     found, there = list(known), {node, *(link.node for link in known)}
     if key is None:
@@ -99,9 +118,9 @@ def measured_links(
     with suppress(StoreError):  # whatever needs the store next reports it
         agents = [one for one in live_agents(store, keys, job) if one.link_port and one.node not in there]
         peers = sorted(agents, key=lambda one: one.joined)[-_PEERS:]
-        plan = read_record(Plan, store.get(keys.job(job, "plan"))) if peers else None
+        plan = read_record(Plan, store.get(keys.job(job, "plan"))) if peers and not again else None
         if peers and (plan is None or plan.nodes < 2 or plan.run != peers[0].run):
-            worker = threading.Thread(target=_measure, args=(peers, key, found), daemon=True)
+            worker = threading.Thread(target=_measure, args=(peers, key, found, again), daemon=True)
             worker.start()
             worker.join(SECONDS)
     return tuple(found)
@@ -111,13 +130,13 @@ def measured_links(
 _measured: dict[tuple[str, str, int, bytes], Link] = {}
 
 
-def _measure(peers: Sequence[NodeRecord], key: bytes, found: list[Link]) -> None:
+def _measure(peers: Sequence[NodeRecord], key: bytes, found: list[Link], again: bool) -> None:
     """Append the links from `peers` to `found`, as far as they can be measured in time."""
     share = 0.95 * SECONDS / len(peers)
     for peer in peers:
         where = peer.node, peer.host, peer.link_port, key
         try:
-            if where not in _measured:
+            if again or where not in _measured:
                 _measured[where] = _link(peer, key, time.monotonic() + share)
             found.append(_measured[where])
         except (OSError, ValueError) as error:
@@ -157,3 +176,77 @@ def _rate(sock: socket.socket, until: float) -> float:
         raise ConnectionError(f"only {total} bytes have arrived")
     half, before = next(one for one in arrived if one[1] >= total / 2)
     return min((total - first) / max(ended - began, 1e-6), (total - before) / max(ended - half, 1e-6))
+
+
+class LinkWatch:
+    """Measure the links to this node again. All methods but `_run` are called in the agent's own thread.
+
+    Args:
+        measure: Measures the links from other nodes.
+        registration: Of this node.
+        post: Has a function called in the agent's own thread.
+        submit: Has a function called that writes to the store.
+    """
+
+    def __init__(
+        self,
+        measure: Callable[[], tuple[Link, ...]],
+        registration: Registration,
+        post: Callable[[Callable[[], None]], None],
+        submit: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._measure, self._registration, self._post, self._submit = measure, registration, post, submit
+        self.measuring = False
+        self._pause = SOON
+        self.due: float | None = None  # monotonic time to call `look` again at the latest
+
+    def look(self, agents: Mapping[str, NodeRecord], plan: Plan | None, idle: bool, now: float) -> None:
+        """Measure, ever less often, while no step is made over this node's links, which may have changed.
+
+        That is while the job trains on one node, or while this node has no replica because its links are
+        slow, or were.
+
+        Args:
+            agents: The registrations of the job, by node.
+            plan: The newest plan.
+            idle: Whether the node has no replica.
+            now: Monotonic seconds.
+        """
+        record = self._registration.record
+        slow = record.links_since >= 0 or record.node in nodes_with_slow_links(agents)
+        waits = plan is None or plan.nodes < 2 or (idle and slow)
+        if not waits or fastest_links(agents).get(record.node, FAST) >= FAST:
+            self.due, self._pause = None, SOON
+        elif self.due is None:
+            self.due = now + self._pause
+        elif now >= self.due:
+            self._pause = min(2 * self._pause, SELDOM)
+            self.due = now + self._pause
+            self.measure(agents, plan, rounds=1)
+
+    def measure(self, agents: Mapping[str, NodeRecord], plan: Plan | None, rounds: int = ROUNDS) -> None:
+        """Measure now, and register what was found."""
+        if not self.measuring:
+            self.measuring = True
+            before = fastest_links(agents).get(self._registration.record.node)
+            how = rounds, before, -1 if plan is None else plan.generation
+            threading.Thread(target=self._run, args=how, name="measured links", daemon=True).start()
+
+    def _run(self, rounds: int, before: float | None, generation: int) -> None:
+        found: dict[str, Link] = {}
+        for _ in range(rounds):
+            for link in self._measure():
+                # processes that wait for a core make a link look slow
+                if link.node not in found or link.bandwidth > found[link.node].bandwidth:
+                    found[link.node] = link
+        self._post(lambda: self._measured(tuple(found.values()), before, generation))
+
+    def _measured(self, links: tuple[Link, ...], before: float | None, generation: int) -> None:
+        self.measuring = False
+        if not links:
+            return
+        fields: dict[str, Any] = {"links": links}
+        after = max(one.bandwidth for one in links)
+        if before is not None and not 1 / MOVED < after / before < MOVED:
+            self.due, self._pause, fields["links_since"] = None, SOON, generation
+        self._submit(partial(self._registration.update, **fields))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -30,6 +31,7 @@ from adaptdl_elastic.agent.cluster.coordinator_host import (
     CoordinatorHost,
     Holder,
 )
+from adaptdl_elastic.agent.cluster.link_probe import LinkWatch
 from adaptdl_elastic.agent.cluster.node_reporter import NodeReporter
 from adaptdl_elastic.agent.cluster.store_link import (
     Connection,
@@ -122,6 +124,7 @@ class ElasticAgent(SimpleElasticAgent):
             lambda changed: self._writer.submit(partial(registration.update, changed=changed)),
             lambda text: self._loop.post(UserLine(text)),
         )
+        self._links = LinkWatch(config.measure_links, registration, self._loop.post, self._writer.submit)
         self._generation_store = GenerationStore(config.host, config.options.port_range)
         log, holder = output.directory / "coordinator.log", Holder(config.me.node, config.me.agent)
         self._coordinator = CoordinatorHost(
@@ -219,8 +222,8 @@ class ElasticAgent(SimpleElasticAgent):
         return min((t for t in times if t is not None), default=None)
 
     @property
-    def _check_times(self) -> tuple[float | None, float | None]:
-        return self._coordinator.due, self._pending_notice.due
+    def _check_times(self) -> tuple[float | None, ...]:
+        return self._coordinator.due, self._pending_notice.due, self._links.due
 
     def _handle(self, event: object) -> None:
         match event:
@@ -254,6 +257,8 @@ class ElasticAgent(SimpleElasticAgent):
                 self._decide(states.StoreBack() if up else states.StoreAway(refused))
                 if up:
                     self._check_requests()
+            case FunctionType():
+                event()
             case _:
                 self._decide(event)  # type: ignore[arg-type]
 
@@ -307,6 +312,7 @@ class ElasticAgent(SimpleElasticAgent):
         if self.state.plan is None and (why := self._coordinator.broken) is not None:
             self._reporter.cannot_be_planned(why)
         self._coordinator.update(view.host, view.second, view.leader)
+        self._links.look(view.agents, self.state.plan, self.state.held is None, time.monotonic())
 
     # Actions
 
@@ -561,6 +567,9 @@ class ElasticAgent(SimpleElasticAgent):
                 self._recorder.hello()
             case messages.CodeLoaded(files):
                 self.code.trained(files, handle.started)
+                return
+            case messages.NetworkChanged():
+                self._links.measure(self._view.agents, self.state.plan)
                 return
             case messages.Ready() if why := self.code.refusal(True):
                 handle.broken = why  # it may have read what has changed since it was started

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
 from adaptdl_elastic.agent.terminal.run_options import RunOptions
+from adaptdl_elastic.rendezvous.schema.records import Link
 
 
 @dataclass(frozen=True)
@@ -19,3 +21,4 @@ class AgentConfig:
     options: RunOptions  # as given to this agent; `me.spec` has those of the run, which count for the job
     environment: JobEnvironment
     coordinator: CoordinatorCommand
+    measure_links: Callable[[], tuple[Link, ...]] = tuple  # see `link_probe.measured_links`

@@ -10,6 +10,7 @@ from pathlib import Path
 from adaptdl_elastic._private import RuntimeFileError, private_directory
 from adaptdl_elastic.agent.machine.devices import MIG
 from adaptdl_elastic.protocol.environment import SHARE_PATH, ReplicaSettings
+from adaptdl_elastic.protocol.hints import MOST_NAMED
 from adaptdl_elastic.rendezvous.local.scratch_directory import Shared, sweep
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobSpec, MasterRecord, Plan
 
@@ -66,6 +67,9 @@ def replica_environment(
     found.torch_local_rank, found.local_replicas = local_rank, len(ranks)
     found.master_host, found.master_port, found.torch_port = master.host, master.collective_port, master.port
     found.node_type = plan.node_type or job.settings.node_type
+    found.links_since = plan.links_since
+    several = 1 < plan.nodes <= MOST_NAMED
+    found.placement = ",".join(sorted(one.node for one in plan.placements)) if several else ""
     found.checkpoint_id = "" if checkpoint is None else checkpoint.id
     found.error_file, found.agent_store = error_file, "True"
     found.memory_limit = plan.memory_limit

@@ -227,6 +227,9 @@ class DecisionBuilder:
             sizes=sizes,
             worked=worked,
             limit=limit,
+            links_since=max(
+                (agents[one.node].record.links_since for one in placements if one.node in agents), default=-1
+            ),
         )
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
         self.actions.append(Say("plan", garbage_collection.plan_event(plan)))

@@ -16,7 +16,14 @@ from statistics import median
 import numpy as np
 
 from adaptdl_elastic.autoscaler.cluster_view import View
-from adaptdl_elastic.autoscaler.coordinator.job_links import links_of, with_network
+from adaptdl_elastic.autoscaler.coordinator.job_links import (
+    SLOW_LINKS,
+    JobLinks,
+    links_of,
+    over_links,
+    still_valid,
+    with_network,
+)
 from adaptdl_elastic.autoscaler.coordinator.job_models import (
     Curve,
     Report,
@@ -31,7 +38,6 @@ from adaptdl_elastic.autoscaler.coordinator.node_speeds import NodeClasses, node
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
 from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry
-from adaptdl_elastic.rendezvous.schema.records import Link
 
 SEVERAL = "+"
 """Joins the names of types where a job's nodes are of several types."""
@@ -93,8 +99,11 @@ class Measured:
     scripts: Mapping[str, ScriptProfile] = field(default_factory=dict)  # by `profile_key`
     ratios: TypeRatios = field(default_factory=TypeRatios)  # the medians over all scripts
     of_scripts: Mapping[str, TypeRatios] = field(default_factory=dict)  # by `profile_key`
-    links: Mapping[str, Link] = field(default_factory=dict)  # between the nodes of a job, by job
+    links: Mapping[str, JobLinks] = field(default_factory=dict)  # between the nodes of a job, by job
     classes: NodeClasses = field(default_factory=NodeClasses)  # slow nodes are a type of their own
+    slow: frozenset[str] = frozenset()  # nodes with slow links
+    # as `scripts`, with the step times on several nodes over slow links instead of those over fast ones
+    over_slow: Mapping[str, ScriptProfile] = field(default_factory=dict)
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -105,16 +114,22 @@ class Measured:
         self, job: str, profile_key: str, hints: JobHints | None
     ) -> tuple[GoodputModel | None, dict[str, GoodputModel]]:
         """Return a job's goodput model, and its models by type of node; see `typed_models`."""
-        script = self.scripts.get(profile_key)
+        if hints is None:
+            return None, {}
         of_script = self.of_scripts.get(profile_key, TypeRatios())
         types = {*self.types, *self.measured_on(profile_key, hints)}
-        one, by_type = typed_models(job, hints, script, types, of_script, self.ratios)
-        if hints is None or one is None:
-            return one, by_type
-        link = self.links.get(job)
-        return with_network(one, hints, link), {
-            name: with_network(found, hints, link) for name, found in by_type.items()
-        }
+        types = {name.removesuffix(SLOW_LINKS) for name in types}
+        links = self.links.get(job, JobLinks())
+        found: list[tuple[GoodputModel | None, dict[str, GoodputModel]]] = []
+        kinds = (self.scripts, links.fast, ""), (self.over_slow, links.slow or links.fast, SLOW_LINKS)
+        for scripts, link, suffix in kinds if self.slow else kinds[:1]:
+            told = over_links(hints, self.slow, bool(suffix)) if self.slow else hints
+            one, by_type = typed_models(job, told, scripts.get(profile_key), types, of_script, self.ratios)
+            if one is not None:
+                one = with_network(one, told, link)
+                by_type = {name + suffix: with_network(of, told, link) for name, of in by_type.items()}
+            found.append((one, by_type))
+        return found[0][0], {name: of for _, by_type in found for name, of in by_type.items()}
 
     def measured_on(self, profile_key: str, hints: JobHints | None) -> frozenset[str]:
         """Return the types on which a job's step times are known by a measurement, its own or another job's.
@@ -126,11 +141,13 @@ class Measured:
         if found and profile_key in self.scripts:
             found |= set(self.scripts[profile_key].by_type)
         found |= {other for one, other in self.ratios.known if one in found}
+        found |= {name + SLOW_LINKS for name in found if self.slow}  # one replica is as fast there
         return frozenset(name for name in found if SEVERAL not in name)
 
     def placed(self, hints: JobHints | None, nodes: Iterable[str]) -> JobHints | None:
         """Return a report from `nodes` under the joined names of their types, if these are several."""
-        types = sorted({self.classes.declared(self.type_of[node]) for node in nodes if node in self.type_of})
+        type_of = self.classes.type_of
+        types = sorted({self.classes.declared(type_of[node]) for node in nodes if node in type_of})
         if hints is None or len(types) < 2:
             return hints and self.classes.labelled(hints, nodes)
         return replace(hints, node_type=SEVERAL.join(types))
@@ -143,20 +160,28 @@ def measured(view: View, before: Mapping[str, str] | None = None) -> Measured:
         view: The cluster.
         before: The class that each node had in the last question.
     """
-    reports = reports_by_script(view)
-    found = node_classes(view, reports, before or {})
-    scripts: dict[str, ScriptProfile] = {}
+    reports = {
+        key: [replace(one, hints=still_valid(one.hints, view.agents(one.job))) for one in told]
+        for key, told in reports_by_script(view).items()
+    }
+    known = {node: name.removesuffix(SLOW_LINKS) for node, name in (before or {}).items()}
+    found = node_classes(view, reports, known)
+    links, slow = links_of(view)
+    scripts: list[dict[str, ScriptProfile]] = [{}, {}]
     of_scripts: dict[str, TypeRatios] = {}
     for key, told in reports.items():
         try:
             named = [replace(one, hints=found.labelled(one.hints, one.nodes)) for one in told]
-            script = script_profile(named)
+            for kind in (False, True) if slow else ():
+                these = [replace(one, hints=over_links(one.hints, slow, kind)) for one in named]
+                scripts[kind][key] = script_profile(these)
+            script = scripts[False].setdefault(key, script_profile(named))
             of_scripts[key] = script_ratios(script) if len(script.by_type) > 1 else TypeRatios()
         except Exception:  # an error in these reports: their jobs share nothing, and all others are decided
             continue
-        scripts[key] = script
-    known = TypeRatios(found.ratios | dict(_medians(of_scripts.values()).known))
-    return Measured(found.type_of, scripts, known, of_scripts, links_of(view), found)
+    ratios_known = TypeRatios(found.ratios | dict(_medians(of_scripts.values()).known))
+    type_of = {node: name + SLOW_LINKS * (node in slow) for node, name in found.type_of.items()}
+    return Measured(type_of, scripts[0], ratios_known, of_scripts, links, found, slow, scripts[1])
 
 
 def most_profiled(hints: JobHints | None) -> int:

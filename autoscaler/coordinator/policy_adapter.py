@@ -17,7 +17,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     PolicyQuestion,
     Target,
 )
-from adaptdl_elastic.autoscaler.coordinator.job_links import link_pause
+from adaptdl_elastic.autoscaler.coordinator.job_links import link_pause, still_valid
 from adaptdl_elastic.autoscaler.coordinator.job_models import DeclaredEnd, attained, own_hints, reported_on
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.node_types import Measured, measured, most_profiled
@@ -175,7 +175,8 @@ def _job(
     spec, now = job.spec.record, in_plan(condition.plan)
     size = sum(now.values())
     script = known.scripts.get(spec.profile_key)
-    hints = known.placed(own_hints(job), reported_on(job))
+    hints = own_hints(job)
+    hints = known.placed(hints and still_valid(hints, view.agents(job.job)), reported_on(job))
     goodput_model, models = known.models(job.job, spec.profile_key, hints)
     several = len(known.types) > 1
     pause = expected_pause(job, settings)

@@ -154,7 +154,10 @@ class NodeRecord:
     joined: float = 0.0
     # where other agents of the job measure the link from this node; 0: they cannot
     link_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    links: Annotated[tuple[Link, ...], Field(max_length=MOST_SLOTS)] = ()  # as measured when it joined
+    links: Annotated[tuple[Link, ...], Field(max_length=MOST_SLOTS)] = ()  # as last measured
+    # newest generation when the fastest of them was found to have changed; steps over it that were measured
+    # in earlier generations say nothing any more
+    links_since: int = -1
     # a file of the job's code that differs from the one that runs; the node takes no further replicas then
     changed: str = ""
     # the same for agents that reach each other at loopback addresses (`addresses.network`); "": not known
@@ -353,6 +356,7 @@ class Plan:
     sizes: tuple[int, ...] = ()  # replicas of earlier generations of this run that have made steps
     worked: tuple[str, ...] = ()  # nodes of these generations
     limit: SizeLimit | None = None  # what this run stays at or below
+    links_since: int = -1  # the newest `NodeRecord.links_since` of its nodes
 
     @property
     def claim(self) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -114,3 +118,90 @@ def test_nothing_is_measured_while_the_job_trains_on_several_nodes(store: Memory
     )
     known = (Link("three", 1e-4, 1e8),)
     assert links(store, known) == known
+
+
+def record(node: str, links: tuple[Link, ...] = (), since: int = -1) -> NodeRecord:
+    return NodeRecord(node, "job", "run", "a", HERE, 1, links=links, links_since=since)
+
+
+class Watched:
+    """What measures the links of node `one`, whose link to node `two` has `rate` bytes a second now."""
+
+    def __init__(self, rate: float, since: int = -1) -> None:
+        self.record = record("one", (Link("two", 1e-4, rate),), since)
+        self.rate, self.measured = rate, 0
+        self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.watch = link_probe.LinkWatch(self._measure, self, self._calls.put, lambda write: write())  # type: ignore[arg-type]
+
+    def _measure(self) -> tuple[Link, ...]:
+        self.measured += 1
+        return (Link("two", 1e-4, self.rate * (0.3 if self.measured == 1 else 1.0)),)
+
+    def update(self, **fields: Any) -> None:
+        self.record = replace(self.record, **fields)
+
+    def looks(self, now: float, idle: bool = True) -> None:
+        agents = {
+            "one": self.record,
+            "two": record("two", (Link("three", 1e-4, 1e8),)),
+            "three": record("three"),
+        }
+        self.watch.look(agents, PLAN, idle, now)
+        self.finish()
+
+    def steps_change(self) -> None:
+        self.watch.measure({"one": self.record, "two": record("two")}, PLAN)
+        self.watch.measure({"one": self.record, "two": record("two")}, PLAN)
+        self.finish()
+
+    def finish(self) -> None:
+        if self.watch.measuring:
+            self._calls.get(timeout=30)()
+
+
+PLAN = Plan("job", "run", 7, (Placement("one", 1), Placement("two", 1)), Cause.START, Transition.RESTART, "")
+
+
+@pytest.mark.parametrize(("rate", "since"), [(1e8, -1), (1.2e8, -1), (1e7, 7), (1e9, 7)])
+def test_links_are_measured_again_when_steps_change_and_the_best_of_three_counts(
+    rate: float, since: int
+) -> None:
+    watched = Watched(1e8)
+    watched.rate = rate
+    watched.steps_change()
+    assert watched.record.links == (Link("two", 1e-4, rate),)
+    assert watched.record.links_since == since
+    assert watched.measured == link_probe.ROUNDS
+
+
+def test_a_node_that_waits_with_slow_links_measures_ever_less_often_until_they_change() -> None:
+    watched = Watched(1e7)
+    watched.measured, times = 1, list[int]()
+    for now in range(7600):
+        watched.rate = 1e8 if now > 4000 else 1e7
+        before = watched.measured
+        watched.looks(float(now))
+        times += [now] * (watched.measured - before)
+    assert times == [30, 90, 210, 450, 930, 1890, 3810, 7410, 7441, 7501]
+    assert watched.record.links_since == 7
+    watched.looks(7800.0, idle=False)
+    assert watched.watch.due is None
+
+
+def test_a_node_with_replicas_or_with_fast_links_measures_nothing_by_itself() -> None:
+    for rate, idle in ((1e8, True), (1e7, False)):
+        watched = Watched(rate)
+        for now in range(100):
+            watched.looks(float(now), idle)
+        assert not watched.measured
+
+
+@pytest.mark.usefixtures("patient")
+def test_links_are_measured_again_while_the_job_trains_on_several_nodes(store: MemoryStore) -> None:
+    key = b"of another job's agents"
+    register(store, link_probe.serve(HERE, None, key))
+    both = (Placement("one", 1), Placement("two", 1))
+    plan = Plan("job", "run", 0, both, Cause.START, Transition.RESTART, "")
+    store.put(KEYS.job("job", "plan"), encode(plan))
+    (link,) = link_probe.measured_links(store, KEYS, "job", key, "two", again=True)
+    assert link.node == "one"

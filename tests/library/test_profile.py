@@ -65,7 +65,7 @@ def test_a_slower_network_leaves_the_times_on_one_node_as_they_were() -> None:
     for key, seconds, end in ((Key(1, 1, 16), 0.4, 8), (Key(2, 2, 8), 0.2, 20), (Key(2, 2, 8), 0.8, 40)):
         for now in range(end - 8, end):
             times.add(key, seconds, float(now), False)
-    times.network_changed(32.0)
+    times.network_changed(32.0, ())
     assert [entry.optim_step_time for entry in times.entries()] == pytest.approx([0.4, 0.8])
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -25,7 +26,7 @@ from adaptdl_elastic._values import BatchSize, Limits
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.protocol.environment import HERE
 from adaptdl_elastic.protocol.hints import MOST, TIMES_KEPT, JobHints, ProfileEntry, Straggler, encode
-from adaptdl_elastic.protocol.messages import Hints
+from adaptdl_elastic.protocol.messages import Hints, NetworkChanged
 from adaptdl_elastic.torch._tuning.batch_size import Chooser, accumulation_ratio
 from adaptdl_elastic.torch._tuning.model_size import exchanged_bytes
 from adaptdl_elastic.torch._tuning.other_types import OnType, dumped, on_type
@@ -125,6 +126,10 @@ class Metrics:
         self._atomic = 0
         self._skip = WARMUP
         self._where: Key | None = None
+        # generation and names of its nodes
+        self._on: tuple[int | None, tuple[str, ...]] = None, ()
+        # names of nodes → newest generation that was measured on them
+        self._generations: dict[tuple[str, ...], int] = {}
         # rate of the last steps, for the measured throughput
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._window_time, self._window_samples = 0.0, 0.0
@@ -160,14 +165,19 @@ class Metrics:
         elapsed = now - (self._begun if self._ended is None else self._ended)
         self._begun, self._ended = None, now
         session = self._session
-        key = Key(session.nodes, session.replicas, self._atomic)
+        if session.generation != self._on[0]:
+            on = tuple(HERE.placement.split(",")) if HERE.placement else ()
+            self._on = session.generation, on
+            if on and self._generations.get(on, -1) < HERE.links_since:
+                self._times.network_changed(now, on)
+        key = Key(session.nodes, session.replicas, self._atomic, self._on[1])
         if self._where != key:
-            if self._where is not None and self._where[:2] != key[:2]:
+            if self._where is not None and self._where.place != key.place:
                 self._skip = WARMUP
                 self._recent.clear()
                 if key.nodes > 1 and now - self._network_changed < CHANGES:
                     # it may have changed again
-                    self._times.network_changed(now, (key.nodes, key.replicas))
+                    self._times.network_changed(now, key.on)
             self._where = key
         self._window_time += elapsed
         batch_size = self._batch_size()
@@ -183,6 +193,8 @@ class Metrics:
         else:
             # on every replica, since any of them may become rank 0
             self._times.add(key, elapsed, now, accumulation_step)
+            if key.on:
+                self._generations[key.on] = session.generation
             self._max_profiled = max(self._max_profiled, key.replicas)
         self._start()
 
@@ -236,7 +248,7 @@ class Metrics:
         self._node_times = kept | {node: (atomic_bsz, one, now) for node, one in seconds.items()}
 
     def network_changed(self, age: float, atomic_bsz: int, busy: float) -> None:
-        """Forget the step times on several nodes from before the network changed.
+        """Forget the step times on these nodes from before the network changed, and have links measured.
 
         Args:
             age: Seconds since then.
@@ -244,7 +256,8 @@ class Metrics:
             busy: Seconds of a pass without waiting: one replica takes as long, over whatever network.
         """
         now = self._network_changed = self._clock()
-        self._times.network_changed(now - age)
+        self._times.network_changed(now - age, self._on[1])
+        self._session.send(NetworkChanged())
         for _ in range(ENOUGH):
             self._times.add(Key(1, 1, atomic_bsz), busy, now, accumulation=False)
         self._wake.set()
@@ -371,7 +384,8 @@ class Metrics:
 
     def entries(self) -> tuple[ProfileEntry, ...]:
         """Return every configuration that was measured often enough."""
-        return self._times.entries()
+        found = self._times.entries()
+        return tuple(replace(one, generation=self._generations.get(one.on, -1)) for one in found)
 
     def hints(self) -> JobHints:
         """Return the report of the job."""
@@ -513,6 +527,7 @@ class Metrics:
             "elsewhere": {name: dumped(one) for name, one in self._elsewhere.items()},
             "batch_size": self._reached,
             "node_times": self._node_times,
+            "generations": [[list(on), number] for on, number in self._generations.items()],
         }
 
     def _limit_learnt_here(self) -> int | None:
@@ -532,6 +547,7 @@ class Metrics:
         self._reached = saved["batch_size"]
         # an earlier version saved none
         self._node_times = saved.get("node_times", {})
+        self._generations = {tuple(on): number for on, number in saved.get("generations", ())}
 
     def _restore_types(self, saved: dict[str, Any]) -> None:
         """Restore the step times of every type, those of the present type as this session's own."""

@@ -92,6 +92,13 @@ class Key(NamedTuple):
     nodes: int
     replicas: int
     atomic_bsz: int
+    # names of several nodes, as far as they are known
+    on: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> tuple[int, int, tuple[str, ...]]:
+        """The configuration without its batch size."""
+        return self.nodes, self.replicas, self.on
 
 
 def robust(samples: Iterable[float]) -> NDArray[np.float64]:
@@ -219,22 +226,20 @@ class StepTimes:
 
     def estimates(self) -> Estimates:
         """Return the times of all configurations as of now, with their covariance."""
-        return estimates(since_jump(self.spans()))
+        return estimates(on_newest_nodes(since_jump(self.spans())))
 
     def entries(self) -> tuple[ProfileEntry, ...]:
         """Return mean times as of now of the configurations that were measured often enough."""
         return entries(self.spans())
 
-    def network_changed(self, since: float, size: tuple[int, int] | None = None) -> None:
-        """Forget what was measured on several nodes before `since`: at one size, or at all of them."""
+    def network_changed(self, since: float, on: tuple[str, ...]) -> None:
+        """Forget what was measured before `since` on these nodes; (): on several without known names."""
         with self._lock:
             self._close()
             self._spans = [
                 span
                 for span in self._spans
-                if span.key.nodes == 1
-                or span.began >= since + self._offset
-                or size not in (None, (span.key.nodes, span.key.replicas))
+                if span.key.nodes == 1 or span.began >= since + self._offset or span.key.on != on
             ]
 
     def dump(self) -> list[Any]:
@@ -247,7 +252,8 @@ class StepTimes:
     def load(self, dumped: list[Any], now: float) -> None:
         """Continue from what `dump` returned; `now` is on this process's clock."""
         spans = [
-            Span(Key(*key), began, ended, Mean(*accum), Mean(*optim))
+            # an earlier version saved no names
+            Span(Key(*key[:3], *map(tuple, key[3:])), began, ended, Mean(*accum), Mean(*optim))
             for key, began, ended, accum, optim in dumped
         ]
         with self._lock:
@@ -269,6 +275,13 @@ def thinned(spans: list[Span]) -> list[Span]:
         later = {span.key: i for i, span in enumerate(spans)}
         del spans[next((i for i, span in enumerate(spans) if later[span.key] > i), 0)]
     return spans
+
+
+def on_newest_nodes(spans: Sequence[Span]) -> list[Span]:
+    """Return for each number of nodes and replicas the spans on the nodes of its last span, without names."""
+    newest = {span.key[:2]: span.key.on for span in spans}
+    kept = (span for span in spans if span.key.on == newest[span.key[:2]])
+    return [span._replace(key=span.key._replace(on=())) for span in kept]
 
 
 class Levels(NamedTuple):
@@ -376,7 +389,8 @@ def entries(spans: Sequence[Span]) -> tuple[ProfileEntry, ...]:
         if counts[key, False] >= ENOUGH and precision[key, False] >= SURE**-2:
             optim = times[key, False]
             accum = times.get((key, True), optim if key.replicas == 1 else 0.0)
-            found.append(ProfileEntry(*key, accum, optim, counts[key, True], counts[key, False]))
+            count = counts[key, True], counts[key, False]
+            found.append(ProfileEntry(*key[:3], accum, optim, *count, key.on))
     return tuple(found)
 
 
@@ -421,7 +435,7 @@ class Refutation:
     def _exceeds(self, key: Key, seconds: float) -> bool:
         """Return whether a step refutes the prediction for a number of replicas that was not measured yet."""
         perf, known = self.model
-        if perf is None or any((entry.nodes, entry.replicas) == key[:2] for entry in known):
+        if perf is None or any((entry.nodes, entry.replicas, entry.on) == key.place for entry in known):
             return False
-        rate = float(GoodputFunction(perf, GradParams(1.0, 1.0), 1).throughput(*key, 0))
+        rate = float(GoodputFunction(perf, GradParams(1.0, 1.0), 1).throughput(*key[:3], 0))
         return seconds * rate > REFUTED * key.replicas * key.atomic_bsz

@@ -1,0 +1,102 @@
+"""A job on three nodes leaves those whose links are slow, keeps the others, and comes back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fresh import Script
+from link_world import LinkWorld
+
+from adaptdl_elastic import _session
+
+GBIT = 125e6
+
+World = Callable[..., LinkWorld]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[World]:
+    script = Script(
+        monkeypatch,
+        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"),
+        ADAPTDL_CHECKPOINT_INTERVAL="0",
+        ADAPTDL_EVENT_LOG=str(tmp_path / "events"),
+    )
+
+    def make(parameters: float, *gbits: float) -> LinkWorld:
+        script.restart()
+        return LinkWorld(
+            script, parameters, **{node: GBIT * one for node, one in zip("abc", gbits, strict=True)}
+        )
+
+    yield make
+    _session.reset()
+
+
+@pytest.mark.parametrize("parameters", [1e6, 10e6], ids=["1 M", "10 M"])
+@pytest.mark.parametrize(
+    "gbits", [(1, 1, 1), (1, 1, 0.1), (1, 0.1, 0.1), (0.1, 0.1, 0.1), (10, 10, 1), (10, 10, 0.1), (10, 1, 1)]
+)
+def test_a_job_takes_the_nodes_whose_links_pay(
+    world: World, parameters: float, gbits: tuple[float, ...]
+) -> None:
+    run = world(parameters, *gbits).measure()
+    run.run(30.0)
+    assert run.rate >= 0.95 * run.best()
+    assert run.changes(30.0) <= 3
+
+
+@pytest.mark.parametrize("parameters", [1e6, 10e6], ids=["1 M", "10 M"])
+@pytest.mark.parametrize("node", "abc")
+def test_a_job_leaves_the_node_whose_link_falls_and_comes_back(
+    world: World, node: str, parameters: float
+) -> None:
+    run = world(parameters, 1, 1, 1).measure()
+    run.run(60.0)
+    assert run.on == {"a", "b", "c"}
+    run.wires[node] = 0.1 * GBIT
+    run.run(30.0)
+    assert run.on == {"a", "b", "c"} - {node}
+    run.wires[node] = GBIT
+    run.run(60.0)
+    assert run.on == {"a", "b", "c"}
+    assert run.changes(90.0) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, 1, 1), (1, 0.1, 0.1)),
+        ((1, 1, 1), (0.1, 0.1, 0.1)),
+        ((10, 10, 0.1), (10, 0.1, 0.1)),
+        ((1, 1, 0.1), (1, 1, 1)),
+    ],
+)
+def test_a_job_goes_where_it_is_fast_whatever_falls_or_rises(
+    world: World, before: tuple[float, ...], after: tuple[float, ...]
+) -> None:
+    run = world(1e6, *before).measure()
+    run.run(60.0)
+    run.set(*(GBIT * one for one in after))
+    run.run(200.0)
+    assert run.rate >= 0.95 * run.best()
+    assert run.changes(200.0) <= 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(6))
+def test_wires_that_change_at_random_cost_few_changes(world: World, seed: int) -> None:
+    chance = random.Random(seed)
+    run = world(chance.choice([1e6, 10e6]), *(chance.choice([0.1, 1.0]) for _ in range(3))).measure()
+    run.run(60.0)
+    for _ in range(4):
+        run.wires[chance.choice("abc")] = GBIT * chance.choice([0.1, 1.0])
+        for _ in range(10):  # a node measures again after pauses that double
+            run.run(60.0)
+            assert run.changes(60.0) <= 3
+            if run.rate >= 0.95 * run.best():
+                break
+        assert run.rate >= 0.95 * run.best()
