@@ -292,8 +292,8 @@ def test_a_store_that_does_not_answer_is_named_and_the_others_are_shown(
 
 def test_output_is_chosen_by_rank() -> None:
     lines = ["[rank0]: a", "adaptdl-run: b", "[rank12]: c"]
-    assert list(chosen(lines, (), "n1")) == ["[rank0]: a", "[n1]: adaptdl-run: b", "[rank12]: c"]
-    assert list(chosen(lines, (12,), "n1")) == ["[rank12]: c"]
+    assert list(chosen(lines, "n1")) == ["[rank0]: a", "[n1]: adaptdl-run: b", "[rank12]: c"]
+    assert list(chosen(lines, "n1", (12,))) == ["[rank12]: c"]
 
 
 def test_an_agent_is_told_its_job_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
