@@ -327,8 +327,7 @@ def tensorboard(name: str | None, jobs: tuple[str, ...], port: int) -> None:
         # the page has a link while this lock is held
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            note.truncate(0)
-            print(f"http://127.0.0.1:{port}/", end="", file=note, flush=True)
+            _note(context).write_text(f"http://127.0.0.1:{port}/")
         folder = Path(place)
         options = f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}"
         client = client_of(context)

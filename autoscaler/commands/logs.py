@@ -214,7 +214,8 @@ class Followers:
         asked = {node: one for node, one in self._services.items() if node not in self._silent}
         found = JobFiles(self._client, asked, self._job, "logs").everywhere("of")
         kept = sorted((one.changed, one.path, keeper) for keeper in found for one in found[keeper])
-        for path, keeper in {path: keeper for _, path, keeper in kept}.items():
+        newest = {path: keeper for _, path, keeper in kept if path.endswith("/output.log")}
+        for path, keeper in newest.items():
             node, data = path.partition("/")[0], bytearray()
             if node in asked or self._offsets.get(node):
                 continue
