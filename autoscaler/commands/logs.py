@@ -49,6 +49,7 @@ _AGO = re.compile(r"(\d+)([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _NO_TIME = "-" * len(stamp(0))
 
+Choose = Callable[[Sequence[str], str], Iterator[str]]
 _RANK = re.compile(r"\[rank(\d+)\]: ")
 
 
@@ -167,12 +168,7 @@ class Followers:
     """
 
     def __init__(
-        self,
-        client: ServiceClient,
-        job: str,
-        choose: Callable[[Sequence[str], str], Iterator[str]],
-        to_the_end: bool,
-        gone: bool = False,
+        self, client: ServiceClient, job: str, choose: Choose, to_the_end: bool, gone: bool = False
     ) -> None:
         self._client, self._job, self._choose, self._to_the_end = client, job, choose, to_the_end
         self._gone = gone

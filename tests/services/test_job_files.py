@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,19 +254,17 @@ def test_the_command_copies_folders_files_logs_and_checkpoints(
 def test_what_is_kept_of_a_node_that_has_gone_is_shown_by_all(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for node, text in (("", "[rank0]: one"), ("n0", "2026-11-30T09:15:00Z [rank1]: last"), ("n1", "more")):
+    for node, text in (("", "[rank0]: one"), ("n0", "2020-11-30T09:15:00Z [rank1]: last"), ("n1", "more")):
         log = world.directory.log("hers", of=node)
         log.parent.mkdir(parents=True)
         log.write_text(f"{text}\n")
-    said = cp(world, monkeypatch, "hers", command=logs.logs)
-    assert said.output == "[rank0]: one\nadaptdl: n0 has gone; what n1 has of its output: --all\n"
-    said = cp(world, monkeypatch, "--all", "hers", command=logs.logs)
-    assert said.output == "[n1] [rank0]: one\n[n0] [rank1]: last\n"
-    for since, shown in (("2026-11-30T09:15Z", True), ("2026-11-30T09:15:01+00:00", False), ("0s", False)):
-        said = cp(world, monkeypatch, "--all", "--since", since, "hers", command=logs.logs)
-        assert ("last" in said.output) == shown
+    show = partial(cp, world, monkeypatch, command=logs.logs)
+    assert show("hers").output == "[rank0]: one\nadaptdl: n0 has gone; what n1 has of its output: --all\n"
+    assert show("--all", "hers").output == "[n1] [rank0]: one\n[n0] [rank1]: last\n"
+    for since, shown in (("2020-11-30T09:15Z", True), ("2020-11-30T09:15:01+00:00", False), ("0s", False)):
+        assert ("last" in show("--all", "--since", since, "hers").output) == shown
     with pytest.raises(click.BadParameter, match="1y: write 10m, 2h or 1d"):
-        cp(world, monkeypatch, "--since", "1y", "hers", command=logs.logs)
+        show("--since", "1y", "hers")
 
 
 def test_the_page_knows_tensorboard_while_it_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
