@@ -213,7 +213,7 @@ class Followers:
         newest = {path: keeper for _, path, keeper in kept if path.endswith("/output.log")}
         for path, keeper in newest.items():
             node, data = path.partition("/")[0], bytearray()
-            if node in asked or self._offsets.get(node):
+            if self._offsets.get(node):
                 continue
             if not self._gone:
                 echo(f"adaptdl: {node} has gone; what {keeper} has of its output: --all", err=True)
