@@ -36,7 +36,7 @@ from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
 from adaptdl_elastic.agent.terminal.run_options import MeetingPoint, RunOptions
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.protocol.channel import STOPPED
-from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
+from adaptdl_elastic.protocol.environment import LINE_PREFIX, SECRET, STAND_IN
 from adaptdl_elastic.rendezvous.local import file_lock, runtime_file
 from adaptdl_elastic.rendezvous.local.addresses import (
     NoPortError,
@@ -61,7 +61,7 @@ from adaptdl_elastic.rendezvous.store.store_options import (
     to_environ,
     variable,
 )
-from adaptdl_elastic.rendezvous.text import pluralize, printable
+from adaptdl_elastic.rendezvous.text import pluralize, printable, stamp
 from adaptdl_elastic.storage import StorageError
 from adaptdl_elastic.storage.locations import open_storage
 
@@ -596,5 +596,6 @@ def start_fork_server() -> ForkServer:
 
 
 def complain(text: str) -> None:
-    """Print one line for the user."""
-    print(f"{PROGRAM}: {printable(text)}", file=sys.stderr, flush=True)
+    """Print one line for the user, with its time if the lines of replicas have theirs."""
+    written = f"{stamp(time.time())} " if "${time}" in os.environ.get(LINE_PREFIX, "") else ""
+    print(f"{written}{PROGRAM}: {printable(text)}", file=sys.stderr, flush=True)

@@ -12,6 +12,23 @@ _CONTROL = re.compile(
 )
 
 
+_STAMPED = re.compile(r"(?:(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)|\$\{time\}) ")
+
+
+def stamp(seconds: float) -> str:
+    """Return a time, in seconds since 1970, as `2026-11-30T09:15:00Z`: such texts sort by time."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def split_stamp(line: str) -> tuple[str, str]:
+    """Return the time at the beginning of a line, "" if there is none, and the rest of the line.
+
+    Agents of an older version write `${time}` instead.
+    """
+    found = _STAMPED.match(line)
+    return (found[1] or "", line[found.end() :]) if found else ("", line)
+
+
 def weight_problem(given: float, most: float) -> list[str]:
     """Return a line for the owner of a job whose weight does not count in full; no line if it does."""
     if given <= most:

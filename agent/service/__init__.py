@@ -10,7 +10,7 @@
 | Who registers the node for a job that has no agent here? | `stand_in` |
 | How does it follow all jobs of the store? | `job_records` |
 | How does the job of an EC2 stack run? | `stack_job` |
-| How does a node get the checkpoints of another one? | `checkpoint_copies` |
+| How does a node get checkpoints, and the end of the output, of another one? | `checkpoint_copies` |
 | What does it remember of jobs, whatever the store says later? | `known_jobs` |
 | Which versions of this program are on the node? | `environments` |
 | Where are the packages of a job installed? | `job_packages` |

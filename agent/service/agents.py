@@ -41,10 +41,11 @@ from adaptdl_elastic.rendezvous.services.admission import Request
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
 from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.text import split_stamp
 
 logger = logging.getLogger(__name__)
 
-LINE_PREFIX = "[rank${rank}]: "
+LINE_PREFIX = "${time} [rank${rank}]: "
 """What stands before a replica's lines in a job's output: torchrun's variable for it has this value."""
 
 
@@ -126,7 +127,7 @@ class Agents:
             self.problems.pop(job, None)
             return
         then = " and is not started again" if self._states[job].given_up else ""
-        said = last_line(self._directory.log(job))
+        _, said = split_stamp(last_line(self._directory.log(job)))
         self.problems[job] = f"its agent exits with code {code}{then}: {said}"
 
     def start(self, request: Request, peers: Sequence[ServiceRecord], membership: Membership) -> None:

@@ -1,8 +1,11 @@
-"""Copy a job's newest checkpoint to this node, where no folder is shared.
+"""Copy a job's newest checkpoint, and the end of its output, to this node, where no folder is shared.
 
 Rank 0 saves in a directory of its own node. Every other node that has an agent of the job copies what the
 store records, so that the job can go on from there when rank 0 moves, or its node is lost with its disk.
 Replicas that are told to start from a checkpoint wait for its copy (`ADAPTDL_CHECKPOINT_WAIT`).
+
+The nodes of a cluster form a ring by their names. Each copies output from the one before it, whose own may go
+with it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from adaptdl_elastic._whole_file import write_whole
+from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, ServiceError
 from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
@@ -30,6 +35,14 @@ WAIT_SECONDS = 60
 
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0
 """Shortest and longest pause before a copy that failed is tried again."""
+
+MOST_OUTPUT_BYTES = 4 << 20
+"""Most bytes of a copy of output. Before it would be longer, its first half goes."""
+
+MOST_OUTPUTS = 4
+"""Most copies of a job's output on a node, each of another node."""
+
+_LOOK_SECONDS = 5.0  # between two looks at what another node has of output
 
 _COPYING = ".copy-"  # begins the name of a directory whose copy is not complete
 
@@ -96,6 +109,58 @@ class CheckpointCopies:
     def _succeeded(self, job: str) -> None:
         self._again.pop(job, None)
         self.problems.pop(job, None)
+
+
+class OutputCopies:
+    """The copies of output that one node makes.
+
+    Args:
+        directory: Of the service.
+        client: Asks the other node.
+    """
+
+    def __init__(self, directory: ServiceDirectory, client: ServiceClient) -> None:
+        self._directory, self._client = directory, client
+        self._running = set[str]()  # on the other node at the last look
+        # up to where the output of a job on a node is copied; not known after a start
+        self._ends: dict[tuple[str, str], int] = {}
+
+    def run(self, stopping: threading.Event, node: str, peers: Callable[[], Sequence[ServiceRecord]]) -> None:
+        """Copy from the node before this one until `stopping` is set."""
+        while not stopping.wait(_LOOK_SECONDS):
+            for peer in sorted(peers(), key=lambda one: (one.node < node, one.node))[-1:]:
+                self.look(peer)
+
+    def look(self, peer: ServiceRecord) -> None:
+        """Copy what jobs have written on a node since the last look, also of those that have ended since."""
+        try:
+            running = set(self._client.get_json(peer, "/v1/status")["agents"])
+            looked, self._running = running | self._running, running
+            for job in sorted(looked):
+                self._copy(peer, check_name("job", job))
+        except (ServiceError, OSError, LookupError, TypeError, ValueError) as error:
+            # what is copied already stays
+            logger.info("the output on %s is not copied: %s; tried again", peer.node, error)
+
+    def _copy(self, peer: ServiceRecord, job: str) -> None:
+        log = self._directory.log(job, of=check_name("node", peer.node))
+        end, data = self._ends.pop((peer.node, job), 0), b""
+        asked = {"after": end} if end and log.exists() else {"tail": MOST_OUTPUT_BYTES // 2}
+        before = log.stat().st_size if "after" in asked else 0
+        while (said := self._client.get_json(peer, f"/v1/logs/{job}", **asked))["text"]:
+            data += str(said["text"]).encode()
+            asked = {"after": (end := int(said["offset"]))}
+        if before and before + len(data) <= MOST_OUTPUT_BYTES:
+            with log.open("ab") as file:
+                file.write(data)
+        elif data:
+            log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            content = (log.read_bytes() if before else b"") + data
+            write_whole(log, content[-MOST_OUTPUT_BYTES // 2 :])
+            copies = sorted(log.parent.parent.glob(f"*/{log.name}"), key=lambda one: one.stat().st_mtime)
+            for oldest in copies[:-MOST_OUTPUTS]:
+                shutil.rmtree(oldest.parent, ignore_errors=True)
+        self._ends[peer.node, job] = end
 
 
 def copy(client: ServiceClient, peer: ServiceRecord, root: Path, job: str, checkpoint_id: str) -> None:

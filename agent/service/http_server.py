@@ -149,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
             caller = self._caller(named[0] if self.command == "PUT" else "")
             if route.who is Who.NODES:
                 caller.require_node()
-            if route.who is Who.OWNER:
+            if route.who is Who.OWNER or (route.who is Who.OWNER_AND_NODES and not caller.node):
                 job = check_name("job", named[0])
                 caller.require_owner(job, self.server.served.owner(job))
             route.answer(self, caller, named, query)
@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"files": files})
 
     def _log(self, caller: Caller, named: list[str], query: Query) -> None:
-        (job,) = named
+        job = check_name("job", named[0])
         after = int(query.get("after", 0)) or self._near_the_end(job, int(query.get("tail", 0)))
         self._json(self._output(job, after, float(query.get("wait", 0))))
 
@@ -289,6 +289,7 @@ class Who(Enum):
     ANYBODY = "nodes and people of the cluster"
     NODES = "nodes of the cluster"
     OWNER = "the job's owner, and administrators"
+    OWNER_AND_NODES = "the job's owner, administrators, and nodes of the cluster"
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,7 @@ ROUTES = (
     Route("GET", "v1/blobs/*", Who.NODES, _Handler._blob),
     Route("GET", "v1/checkpoints/*/*", Who.NODES, _Handler._checkpoint),
     Route("GET", "v1/checkpoints/*/*/*", Who.NODES, _Handler._checkpoint),
-    Route("GET", "v1/logs/*", Who.OWNER, _Handler._log),
+    Route("GET", "v1/logs/*", Who.OWNER_AND_NODES, _Handler._log),
     Route("GET", "v1/files/*/*", Who.OWNER, _Handler._job_file),
     Route("GET", "v1/files/*/*/*", Who.OWNER, _Handler._job_file),
 )

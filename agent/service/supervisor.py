@@ -32,7 +32,7 @@ from adaptdl_elastic.agent.machine.devices import DeviceWatch, Gpus
 from adaptdl_elastic.agent.service import environments
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
-from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies
+from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies, OutputCopies
 from adaptdl_elastic.agent.service.decisions import Step, decide, hopeless
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort
 from adaptdl_elastic.agent.service.job_records import JobRecords
@@ -92,7 +92,7 @@ class Supervisor:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._agents = Agents(config, directory, slots, self._blobs, client, self._wake.set)
-        self._copies = CheckpointCopies(directory, client)
+        self._copies, self._outputs = CheckpointCopies(directory, client), OutputCopies(directory, client)
         self._peers: list[ServiceRecord] = []
         self._copied: set[str] = set()  # jobs whose checkpoints lie on the nodes
         self._known = KnownJobs(directory.state / "jobs.json", config.node)
@@ -133,6 +133,8 @@ class Supervisor:
         """Serve until `stop`; call `registered` whenever the node has come into the store."""
         self._port.start()
         self._agents.forker.prepare()
+        given = self._stopping, self._config.node, lambda: self._peers
+        threading.Thread(target=self._outputs.run, args=given, name="outputs", daemon=True).start()
         if self._gpus:
             threading.Thread(target=prepare_nccl, name="self-test", daemon=True).start()
         try:

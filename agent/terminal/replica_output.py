@@ -37,6 +37,7 @@ from adaptdl_elastic.protocol.environment import LINE_PREFIX
 from adaptdl_elastic.protocol.uncaught_error import TRACEBACK
 from adaptdl_elastic.rendezvous.local.safe_stream import Unshown
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
+from adaptdl_elastic.rendezvous.text import stamp
 from adaptdl_elastic.storage import write_all
 
 logger = logging.getLogger(__name__)
@@ -157,9 +158,9 @@ class Output:
     Args:
         unshown: Keeps what could not be shown, from now on in the directory.
         several: Several replicas of this node may write to the terminal: the rank stands before their lines.
-        prefix: Text before lines, with `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}`; None:
-            torchrun's variable says it, else `[<role><local rank>]:` with `--tee`, `[rank<rank>]: ` for
-            `several`.
+        prefix: Text before lines, with `${role_name}`, `${rank}`, `${local_rank}`, `${hostname}` and
+            `${time}`; None: torchrun's variable says it, else `[<role><local rank>]:` with `--tee`,
+            `[rank<rank>]: ` for `several`.
     """
 
     def __init__(
@@ -288,7 +289,7 @@ class Output:
         rank = label.rank
         if self._template is not None:
             names = {"role_name": self._role, "local_rank": local_rank, "rank": rank}
-            names["hostname"] = socket.gethostname()
+            names |= {"hostname": socket.gethostname(), "time": stamp(time.time())}
             return self._template.safe_substitute(names) + line
         if tee:
             return f"[{self._role}{local_rank}]:{line}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Plan
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import context as contexts
+from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_client import (
     ServiceClient,
     ServiceError,
@@ -316,7 +319,15 @@ def tensorboard(name: str | None, jobs: tuple[str, ...], port: int) -> None:
         raise CommandError("TensorBoard is not installed here: pip install tensorboard")
     context = contexts.choose(name)
     reader, store, _ = open_cluster(context)
-    with store, tempfile.TemporaryDirectory(prefix="adaptdl-events-") as place:
+    if port == 0:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+    events = tempfile.TemporaryDirectory(prefix="adaptdl-events-")
+    with store, events as place, _note(context).open("a") as note:
+        # the page has a link while this lock is held
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _note(context).write_text(f"http://127.0.0.1:{port}/")
         folder = Path(place)
         options = f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}"
         client = client_of(context)
@@ -334,6 +345,22 @@ def tensorboard(name: str | None, jobs: tuple[str, ...], port: int) -> None:
         finally:
             shown.terminate()
     click.get_current_context().exit(shown.wait())
+
+
+def tensorboard_url(context: ClusterContext) -> str:
+    """Return where `adaptdl tensorboard` serves on this machine; "" if it does not run."""
+    try:
+        with _note(context).open() as note:
+            fcntl.flock(note, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _note(context).read_text()
+    except OSError:
+        pass
+    return ""
+
+
+def _note(context: ClusterContext) -> Path:
+    return context.directory / "tensorboard"
 
 
 def update_events(files: JobFiles, folder: Path, told: set[str]) -> None:

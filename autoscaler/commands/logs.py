@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from functools import partial
+from typing import Any
+from urllib.parse import quote
 
 import click
 
@@ -17,6 +21,7 @@ from adaptdl_elastic.autoscaler.commands.cluster_setup import (
     complete_job,
     open_cluster,
 )
+from adaptdl_elastic.autoscaler.commands.copy import JobFiles
 from adaptdl_elastic.autoscaler.commands.job_requests import find
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import context as contexts
@@ -29,6 +34,7 @@ from adaptdl_elastic.rendezvous.services.service_client import (
 )
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
 from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
+from adaptdl_elastic.rendezvous.text import printable, split_stamp, stamp
 
 _WAIT_SECONDS = 5
 """Seconds for which a node keeps a request for output that is not there yet."""
@@ -39,18 +45,39 @@ _LAST_LOOK_SECONDS = 0.1  # between two reads of the output of processes that ar
 _RETRY_SECONDS = 2.0  # until a node that does not answer is asked again
 _NODES_AT_A_TIME = 16  # most nodes that are asked for their last output at the same time
 
+_AGO = re.compile(r"(\d+)([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_NO_TIME = "-" * len(stamp(0))
+
+Choose = Callable[[Sequence[str], str], Iterator[str]]
 _RANK = re.compile(r"\[rank(\d+)\]: ")
+
+
+def _moment(_: click.Context, option: click.Parameter, text: str | None) -> str:
+    """Return the time that `--since` names as a stamp; "": none."""
+    ago = _AGO.fullmatch(text or "")
+    try:
+        if ago or not text:
+            return stamp(time.time() - int(ago[1]) * _SECONDS[ago[2]]) if ago else ""
+        # Python 3.10 does not read a Z
+        return stamp(datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp())
+    except (ValueError, OverflowError, OSError):
+        raise click.BadParameter(f"{text}: write 10m, 2h or 1d, or a time as 2026-11-30T09:15") from None
 
 
 @click.command()
 @click.argument("job", required=False, shell_complete=complete_job)
 @click.option("-f", "--follow", is_flag=True, help="Continue to show output until the job has ended.")
 @click.option("--rank", type=click.IntRange(min=0), multiple=True, help="Only show this replica; repeatable.")
+@click.option("--since", metavar="TIME", callback=_moment, help="10m, 2h or 1d ago, or 2026-11-30T09:15.")
+@click.option("--timestamps", is_flag=True, help="Begin each line with its time (UTC).")
+@click.option("--all", "every", is_flag=True, help="Also of nodes that have gone; each line with its node.")
 @cluster_option
-def logs(name: str | None, job: str | None, follow: bool, rank: tuple[int, ...]) -> None:
+def logs(name: str | None, job: str | None, follow: bool, rank: tuple[int, ...], **shown: Any) -> None:
     """Show the output of JOB's replicas on all nodes. The default is the job that you submitted last.
 
-    With --follow, exit as `adaptdl wait` does.
+    With --follow, exit as `adaptdl wait` does. Times are by the clock of the node that has written a line;
+    --since shows lines without one, too. Of a node that has gone another one keeps the end, at most 4 MiB.
     """
     context = contexts.choose(name)
     reader, store, _ = open_cluster(context)
@@ -58,10 +85,11 @@ def logs(name: str | None, job: str | None, follow: bool, rank: tuple[int, ...])
     with store:
         found = reader.read(None)
         job = job or _newest(found, context.person)
-        find(found, context, job)
+        owner = find(found, context, job).submission.owner
         if not found.services:
             raise CommandError("no node service is registered: adaptdl cluster status")
-        followers = Followers(client, job, rank, follow)
+        choose = partial(chosen, ranks=rank, escaped=owner != context.person, **shown)
+        followers = Followers(client, job, choose, follow, shown["every"])
         followers.start(found)
         said, code = _watch(reader, job, followers) if follow else ("", 0)
         followers.finish()
@@ -134,12 +162,16 @@ class Followers:
     Args:
         client: Asks the nodes.
         job: Name of the job.
-        ranks: Ranks of the replicas whose lines are shown; empty: all lines.
+        choose: Returns those of a node's lines that are shown, as `chosen`.
         to_the_end: Whether to show also the output that is written later, until the processes have ended.
+        gone: Whether to show also what is kept of nodes that have gone.
     """
 
-    def __init__(self, client: ServiceClient, job: str, ranks: Sequence[int], to_the_end: bool) -> None:
-        self._client, self._job, self._ranks, self._to_the_end = client, job, ranks, to_the_end
+    def __init__(
+        self, client: ServiceClient, job: str, choose: Choose, to_the_end: bool, gone: bool = False
+    ) -> None:
+        self._client, self._job, self._choose, self._to_the_end = client, job, choose, to_the_end
+        self._gone = gone
         self._services: dict[str, ServiceRecord] = {}
         self._offsets: dict[str, int] = {}  # of what is printed, by node
         self._silent: set[str] = set()  # nodes of which was said that they do not answer
@@ -171,6 +203,31 @@ class Followers:
         with ThreadPoolExecutor(max_workers=_NODES_AT_A_TIME) as pool:
             list(pool.map(self._end, list(self._offsets)))
         self.wait(0)
+        self._end_gone()
+
+    def _end_gone(self) -> None:
+        """Print what others have kept of the output of nodes that do not answer, or say that they have it."""
+        asked = {node: one for node, one in self._services.items() if node not in self._silent}
+        found = JobFiles(self._client, asked, self._job, "logs").everywhere("of")
+        kept = sorted((one.changed, one.path, keeper) for keeper in found for one in found[keeper])
+        newest = {path: keeper for _, path, keeper in kept if path.endswith("/output.log")}
+        for path, keeper in newest.items():
+            node, data = path.partition("/")[0], bytearray()
+            if self._offsets.get(node):
+                continue
+            if not self._gone:
+                echo(f"adaptdl: {node} has gone; what {keeper} has of its output: --all", err=True)
+                continue
+            try:
+                where = f"/v1/files/{self._job}/logs/{quote(f'of/{path}', safe='')}"
+                self._client.download(asked[keeper], where, data.extend)
+            except ServiceError as error:
+                self._tell(node, error)
+            self._print(node, data.decode(errors="replace"))
+
+    def _print(self, node: str, text: str) -> None:
+        for line in self._choose(text.splitlines(), node):
+            click.echo(line)
 
     def _follow(self, node: str) -> None:
         """Print what a node has, until the job is over."""
@@ -217,8 +274,7 @@ class Followers:
         with self._printing:
             if self._offsets[node] == after:  # else `_end` has printed it meanwhile
                 self._offsets[node] = int(answer["offset"])
-                for line in chosen(str(answer["text"]).splitlines(), self._ranks, node):
-                    click.echo(line)
+                self._print(node, str(answer["text"]))
         return bool(answer["text"]), bool(answer["running"])
 
     def _refuse(self, error: ServiceRefusedError) -> None:
@@ -232,15 +288,32 @@ class Followers:
             echo(f"adaptdl: {error}; what it has of the output is not shown", err=True)
 
 
-def chosen(lines: Sequence[str], ranks: Sequence[int], node: str) -> Iterator[str]:
-    """Return the lines of the replicas with these ranks.
+def chosen(
+    lines: Sequence[str],
+    node: str,
+    ranks: Sequence[int] = (),
+    *,
+    since: str = "",
+    timestamps: bool = False,
+    every: bool = False,
+    escaped: bool = False,
+) -> Iterator[str]:
+    """Return those of a node's lines that are shown.
 
-    Without ranks, return all lines. A line that no replica has written then begins with the node's name.
+    Args:
+        lines: The lines.
+        node: The node. A line that no replica has written begins with its name.
+        ranks: Ranks of the replicas whose lines are shown; empty: all lines.
+        since: Lines of an earlier time are left out.
+        timestamps: Whether a line begins with its time.
+        every: Whether all lines begin with the node's name.
+        escaped: Whether control characters are escaped.
     """
     for line in lines:
-        match = _RANK.match(line)
-        if match is None:
-            if not ranks:
-                yield f"[{node}]: {line}"
-        elif not ranks or int(match[1]) in ranks:
-            yield line
+        written, text = split_stamp(line)
+        match = _RANK.match(text)
+        if (ranks and (match is None or int(match[1]) not in ranks)) or "" < written < since:
+            continue
+        mark = f"[{node}]: " if match is None else f"[{node}] " if every else ""
+        shown = f"{written or _NO_TIME} {mark}{text}" if timestamps else mark + text
+        yield printable(shown) if escaped else shown

@@ -120,7 +120,7 @@ class Actions:
                 problems.append(str(answer))
                 continue
             ends[node] = int(answer["offset"])
-            lines += chosen(str(answer["text"]).splitlines(), ranks, node)
+            lines += chosen(str(answer["text"]).splitlines(), node, ranks)
         return {"lines": lines, "offsets": ends, "problems": problems}
 
 

@@ -7,11 +7,13 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import click
 
 from adaptdl_elastic.autoscaler.cli import CommandError, Where, echo, standalone_job_option, store_options
 from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of
+from adaptdl_elastic.autoscaler.commands.copy import tensorboard_url
 from adaptdl_elastic.autoscaler.commands.job_requests import RequestError
 from adaptdl_elastic.autoscaler.diagnostics import explanation
 from adaptdl_elastic.autoscaler.diagnostics.rows import is_lost, why_lost
@@ -45,8 +47,9 @@ def web(where: Where, standalone_job: str | None, port: int | None) -> None:
     feed = Feed(lambda: where.open(place), keys, context.cluster_id if context is not None else "")
     client = client_of(context) if context is not None else None
     actions = Actions(lambda: where.open(place), keys, context, client)
+    curves = partial(tensorboard_url, context) if context is not None else str
     with ExitStack() as stack:
-        served = Served(place.job or place.cluster, feed, actions, explainer(feed))
+        served = Served(place.job or place.cluster, feed, actions, explainer(feed), curves)
         server = listen(port, served)
         stack.callback(server.server_close)
         feed.start()

@@ -57,12 +57,14 @@ class Served:
         feed: The documents.
         actions: The requests of the person.
         explain: Returns the lines of `adaptdl explain` about a job.
+        tensorboard: Returns where TensorBoard serves; "" if it does not.
     """
 
     title: str
     feed: Feed
     actions: Actions
     explain: Callable[[str], list[str]]
+    tensorboard: Callable[[], str] = str
 
 
 class WebServer(BoundedServer):
@@ -171,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
                 document = served.feed.job(name)
                 if document is None:
                     raise _Refusal(404, f"there is no job {name!r}")
-                self._json(document)
+                self._json({**document, "tensorboard": served.tensorboard()})
             case ["jobs", name, "explain"]:
                 self._json(served.explain(name))
             case ["jobs", name, "output"]:

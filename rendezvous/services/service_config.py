@@ -11,6 +11,7 @@ people.json                 who may use the cluster
 blobs/                      archives by their SHA-256
 work/<job>[@<digest>]/      an unpacked working directory
 logs/<job>/output.log       what the agent and the replicas of a job have written on this node
+logs/<job>/of/<node>/       the same of another node, as far as it was copied
 checkpoints/<job>/          checkpoints of a job that has no other place for them
 state/                      what the service remembers
 environments/               the packages of this program, and over them each version that a job runs
@@ -132,9 +133,9 @@ class ServiceDirectory:
         """Return the directory that a job's replicas run in, by `Submission.folder`."""
         return self.path / "work" / folder
 
-    def log(self, job: str) -> Path:
-        """Return the file of a job's output on this node."""
-        return self.path / "logs" / job / "output.log"
+    def log(self, job: str, of: str = "") -> Path:
+        """Return the file of a job's output on this node, or of the copy of another one's."""
+        return self.path.joinpath("logs", job, *(["of", of] if of else []), "output.log")
 
     def checkpoints(self, job: str) -> Path:
         """Return the directory of a job's checkpoints on this node."""

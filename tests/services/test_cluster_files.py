@@ -36,6 +36,7 @@ from adaptdl_elastic.rendezvous.services.service_config import (
     ServiceDirectory,
 )
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+from adaptdl_elastic.rendezvous.text import stamp
 
 PROBE = {
     "claimed": "abc",
@@ -292,8 +293,22 @@ def test_a_store_that_does_not_answer_is_named_and_the_others_are_shown(
 
 def test_output_is_chosen_by_rank() -> None:
     lines = ["[rank0]: a", "adaptdl-run: b", "[rank12]: c"]
-    assert list(chosen(lines, (), "n1")) == ["[rank0]: a", "[n1]: adaptdl-run: b", "[rank12]: c"]
-    assert list(chosen(lines, (12,), "n1")) == ["[rank12]: c"]
+    assert list(chosen(lines, "n1")) == ["[rank0]: a", "[n1]: adaptdl-run: b", "[rank12]: c"]
+    assert list(chosen(lines, "n1", (12,))) == ["[rank12]: c"]
+
+
+def test_output_is_chosen_by_its_time_and_shown_with_it_and_its_node() -> None:
+    lines = [f"{stamp(3600 * hour)} [rank0]: \x1b[1mat {hour}" for hour in (1, 2)]
+    # an agent of an older version does not know the name
+    lines += ["${time} [rank1]: old", "lost"]
+    assert list(chosen(lines, "n1", since=stamp(7200))) == [
+        *("[rank0]: \x1b[1mat 2", "[rank1]: old", "[n1]: lost")
+    ]
+    assert list(chosen(lines[1:], "n1", timestamps=True, every=True, escaped=True)) == [
+        "1970-01-01T02:00:00Z [n1] [rank0]: \\x1b[1mat 2",
+        "-------------------- [n1] [rank1]: old",
+        "-------------------- [n1]: lost",
+    ]
 
 
 def test_an_agent_is_told_its_job_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,9 @@ def test_three_commands_and_a_second_person(room: Room) -> None:
     assert "manifest.json" in desk.type("ls saved/*")
 
     # the lines of the page for a second person, on a machine of her own
-    (make_key, grant, unpack) = (line.partition("$")[2].strip() for line in people.splitlines())
+    (make_key, grant, unpack, submit, follow, fetch) = (
+        line.partition("$")[2].strip() for line in people.splitlines()
+    )
     # /bin/true answers the question for a passphrase with nothing
     laptop.type(f"export SSH_ASKPASS=/bin/true SSH_ASKPASS_REQUIRE=force\n{make_key}")
     public = room.outside("laptop", "/home/alice/.config/adaptdl/default/identity.pub").read_bytes()
@@ -225,10 +227,11 @@ def test_three_commands_and_a_second_person(room: Room) -> None:
     assert "train" in laptop.type("adaptdl ls --all")
     assert "job train belongs to you" in laptop.type("adaptdl logs train", code=1)
     # the archive with her password does not travel with her jobs
-    assert "submitted hers (1 file" in laptop.type("adaptdl submit --name hers train.py --epochs 0")
-    assert "0 epochs are done on node" in laptop.type("adaptdl logs -f hers")
+    assert "submitted hers (1 file" in laptop.type(submit)
+    assert "2 epochs are done on node" in laptop.type(follow)
     # she has no ssh, and gets her model
-    assert "1 files" in laptop.type("adaptdl cp hers:model.pt .")
+    assert "1 files" in laptop.type(fetch)
+    assert "model.pt" in laptop.type("ls")
     assert "job train belongs to you" in laptop.type("adaptdl cp train:model.pt x", code=1)
     desk.type("adaptdl cluster revoke alice")
     laptop.type("adaptdl ls", code=1)

@@ -379,13 +379,20 @@ def test_a_node_lost_with_its_disk_costs_no_step_of_a_checkpoint(lab: Lab) -> No
     lab.wait_for(lambda: list(copies.glob("[0-9]*/manifest.json")))
     lab.wait_for(lambda: lab.directory(other).work("job").is_dir())
     (lab.directory(other).work("job") / "hurry").touch()
+    kept = lab.directory(other).log("job", of=lost)
+    lab.wait_for(lambda: kept.exists() and "epoch 1" in kept.read_text())
     for process in lab.processes():  # the keeper of the service among them; etcd is the cluster's
         with contextlib.suppress(psutil.Error):
             if process.environ()["HOME"] == str(lab.nodes.home(lost)) and process.name() != "etcd":
                 process.kill()
     shutil.rmtree(lab.directory(lost).path / "checkpoints")
-    lab.run("logs", "-f", "job")
+    assert f"{lost} has gone; what {other} has of its output: --all" in lab.run("logs", "-f", "job")
     assert lab.job("job")["state"] == "done"
+    whole = lab.run("logs", "--all", "--timestamps", "job")
+    time_of = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+    for node, line in ((lost, "epoch 1 had"), (other, "epoch 59 had")):
+        assert re.search(rf"{time_of} \[{node}\] \[rank0\]: {line}", whole, re.MULTILINE)
+    assert "epoch" not in lab.run("logs", "--all", "--since", "2100-01-01T00:00Z", "job")
     first = re.search(r"epoch (\d+) had", lab.output(other, "job"))
     assert first is not None
     assert int(first[1]) >= 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adaptdl_elastic.autoscaler.cli import CommandError
-from adaptdl_elastic.autoscaler.commands.logs import Followers
+from adaptdl_elastic.autoscaler.commands.logs import Followers, chosen
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services.service_client import (
     ServiceClient,
@@ -52,7 +52,7 @@ def test_the_end_of_a_job_does_not_wait_for_output_that_never_comes(
 ) -> None:
     """`adaptdl logs -f` ended up to 5 s after its job."""
     nodes = Nodes(n1="[rank0]: begins\n")
-    followers = Followers(nodes, "job", (), to_the_end=True)
+    followers = Followers(nodes, "job", chosen, to_the_end=True)
     followers.start(nodes.found())
     assert nodes.kept.wait(PATIENCE)  # its node keeps the request for more
     nodes.texts["n1"] = "[rank0]: begins\n[rank0]: ends\n"
@@ -67,7 +67,7 @@ def test_the_end_of_a_job_does_not_wait_for_output_that_never_comes(
 
 def test_a_node_that_does_not_answer_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = Nodes(n1="[rank0]: begins\n", n2=ServiceError("n2 does not answer"))
-    followers = Followers(nodes, "job", (), to_the_end=False)
+    followers = Followers(nodes, "job", chosen, to_the_end=False)
     followers.start(nodes.found())
     followers.finish()
     said = capsys.readouterr()
@@ -78,7 +78,7 @@ def test_a_node_that_does_not_answer_is_named_once(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("to_the_end", [True, False])
 def test_a_node_that_refuses_ends_the_command(to_the_end: bool) -> None:
     nodes = Nodes(n1=ServiceRefusedError("n1 refuses: it belongs to alice", 403))
-    followers = Followers(nodes, "job", (), to_the_end)
+    followers = Followers(nodes, "job", chosen, to_the_end)
     followers.start(nodes.found())
     with pytest.raises(CommandError, match="belongs to alice"):
         followers.wait(PATIENCE) if to_the_end else followers.finish()

@@ -7,16 +7,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from ports import free_port
 from service_world import ID, World, refused, running_world
 from submitted_jobs import submission_by
 
-from adaptdl_elastic.autoscaler.commands import copy
+from adaptdl_elastic.autoscaler.commands import copy, logs
 from adaptdl_elastic.autoscaler.commands.copy import JobFiles, RemoteFile
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Cause, Placement, Plan, Transition, encode
@@ -211,8 +214,10 @@ def test_a_node_that_lists_files_elsewhere_is_not_believed() -> None:
             RemoteFile(path, 1, 1, False)
 
 
-def cp(world: World, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
-    """Run the command as alice, on a cluster whose plan has rank 0 on n1."""
+def cp(
+    world: World, monkeypatch: pytest.MonkeyPatch, *arguments: str, command: click.Command = copy.cp
+) -> Result:
+    """Run a command as alice, on a cluster whose plan has rank 0 on n1."""
     store, keys = MemoryStore(), Keys("lab")
     world.put(store, keys.submission("hers"), submission_by("alice", "hers"), "alice")
     store.put(keys.service("n1"), encode(world.record))
@@ -220,9 +225,10 @@ def cp(world: World, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result
     store.put(keys.job("hers", "plan"), encode(plan))
     reader = SubmissionReader(store.client(), keys, ID)
     contexts.save(world.context)
-    monkeypatch.setattr(copy, "open_cluster", lambda context: (reader, store.client(), keys))
-    monkeypatch.setattr(copy, "client_of", lambda context: world.client("alice"))
-    return CliRunner().invoke(copy.cp, arguments, catch_exceptions=False, standalone_mode=False)
+    for module in (copy, logs):
+        monkeypatch.setattr(module, "open_cluster", lambda context: (reader, store.client(), keys))
+        monkeypatch.setattr(module, "client_of", lambda context: world.client("alice"))
+    return CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
 
 
 def test_the_command_copies_folders_files_logs_and_checkpoints(
@@ -243,6 +249,38 @@ def test_the_command_copies_folders_files_logs_and_checkpoints(
     cp(world, monkeypatch, "--checkpoints", "hers", str(mine / "saved"))
     found = {str(path.relative_to(mine)) for path in mine.rglob("*") if path.is_file()}
     assert found == {"model.pt", "run.sh", "logs/output.log", "saved/00000001-g00000-abcd/manifest.json"}
+
+
+def test_what_is_kept_of_a_node_that_has_gone_is_shown_by_all(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node, text in (("", "[rank0]: one"), ("n0", "2020-11-30T09:15:00Z [rank1]: last"), ("n1", "more")):
+        log = world.directory.log("hers", of=node)
+        log.parent.mkdir(parents=True)
+        log.write_text(f"{text}\n")
+    show = partial(cp, world, monkeypatch, command=logs.logs)
+    assert show("hers").output == "[rank0]: one\nadaptdl: n0 has gone; what n1 has of its output: --all\n"
+    assert show("--all", "hers").output == "[n1] [rank0]: one\n[n0] [rank1]: last\n"
+    for since, shown in (("2020-11-30T09:15Z", True), ("2020-11-30T09:15:01+00:00", False), ("0s", False)):
+        assert ("last" in show("--all", "--since", since, "hers").output) == shown
+    with pytest.raises(click.BadParameter, match="1y: write 10m, 2h or 1d"):
+        show("--since", "1y", "hers")
+
+
+def test_the_page_knows_tensorboard_while_it_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[str]()
+
+    class Shown:
+        def poll(self) -> int:
+            found.append(copy.tensorboard_url(world.context))
+            return 0
+
+        wait = terminate = lambda self: 0
+
+    monkeypatch.setattr(copy, "subprocess", SimpleNamespace(Popen=lambda command: Shown()))
+    monkeypatch.setattr(copy.importlib.util, "find_spec", lambda name: True)
+    cp(world, monkeypatch, "--port", "6007", command=copy.tensorboard)
+    assert (found, copy.tensorboard_url(world.context)) == (["http://127.0.0.1:6007/"], "")
 
 
 def test_what_is_nowhere_or_cannot_be_written_is_one_line(

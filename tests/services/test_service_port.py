@@ -7,6 +7,7 @@ import errno
 import hashlib
 import io
 import json
+import os
 import shutil
 import socket
 import ssl
@@ -28,7 +29,7 @@ from service_world import ID, World, refused, running_world
 from submitted_jobs import submission_by
 
 from adaptdl_elastic.agent.service import checkpoint_copies
-from adaptdl_elastic.agent.service.checkpoint_copies import KEPT, CheckpointCopies, copy
+from adaptdl_elastic.agent.service.checkpoint_copies import KEPT, CheckpointCopies, OutputCopies, copy
 from adaptdl_elastic.agent.service.http_server import ROUTES, Who, line_before_end, read_lines
 from adaptdl_elastic.agent.service.lifecycle import unit_text
 from adaptdl_elastic.autoscaler.commands import job_requests
@@ -77,7 +78,7 @@ pytestmark = [
 
 DATA = b"an archive"
 DIGEST = hashlib.sha256(DATA).hexdigest()
-STATUS = {"node": "n1", "unfinished": 2, "admin": False, "most_weight": 1.0}
+STATUS = {"node": "n1", "unfinished": 2, "agents": ["hers"], "admin": False, "most_weight": 1.0}
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 def test_every_route_is_for_those_of_whom_its_list_says_so(world: World) -> None:
     unsigned, alice = ServiceClient(person_context(world.context.ca)), world.client("alice")
-    with_query = {Who.NODES: "only nodes of the cluster", Who.OWNER: "belongs to admin"}
+    with_query = dict.fromkeys(Who, "belongs to admin") | {Who.NODES: "only nodes", Who.ANYBODY: None}
     for route in ROUTES:
         path = "/" + route.path.replace("*", "other")
         for client, status, why in ((unsigned, 401, "not signed"), (alice, 403, with_query.get(route.who))):
@@ -171,6 +172,36 @@ def test_a_checkpoint_that_cannot_be_copied_is_a_problem_and_tried_ever_less_oft
     monkeypatch.setattr(checkpoint_copies, "copy", lambda *_: None)
     look_until(700)
     assert copies.problems == {}
+
+
+def test_the_end_of_a_nodes_output_is_kept_by_another_one_when_it_has_gone(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_copies, "MOST_OUTPUT_BYTES", 40)
+    log, mine = world.directory.log("hers"), ServiceDirectory(tmp_path / "mine")
+    log.parent.mkdir(parents=True)
+    copies, kept, whole = OutputCopies(mine, world.node()), mine.log("hers", of="n1"), ""
+    for number in range(10):
+        whole += f"line {number}\n"
+        log.write_text(f"{whole}half")
+        copies.look(world.record)
+        assert whole.endswith(kept.read_text())
+        assert min(len(whole), 20) <= kept.stat().st_size <= 40
+    # a service that has started again copies anew
+    copies = OutputCopies(mine, world.node())
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_copies, "write_whole", Mock(side_effect=OSError(errno.ENOSPC)))
+        copies.look(world.record)
+    assert whole.endswith(kept.read_text())
+    for gone in range(5):
+        (other := mine.log("hers", of=f"n{gone + 2}")).parent.mkdir()
+        other.write_text("of another node")
+        os.utime(other, (gone, gone))
+    copies.look(world.record)
+    assert sorted(path.name for path in kept.parent.parent.iterdir()) == ["n1", "n4", "n5", "n6"]
+    world.port.close()
+    copies.look(world.record)
+    assert kept.read_text() == "line 8\nline 9\n"
 
 
 def test_who_signs_by_a_wrong_clock_is_told_so_also_where_an_answer_has_no_body(

@@ -67,7 +67,7 @@ class World:
             {"hers": "alice", "other": "admin"}.get,
             {"hers": "hers@1", "other": "other"}.get,
             lambda: ["hers"],
-            lambda: {"node": "n1", "unfinished": 2},
+            lambda: {"node": "n1", "unfinished": 2, "agents": ["hers"]},
         )
         self.port = ServicePort(listening, served)
         self.port.start()

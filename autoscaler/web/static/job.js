@@ -116,6 +116,10 @@ export class JobPage {
       ["Since", `${ago(job.started ?? job.created)}${job.owner ? `, by ${job.owner}` : ""}`],
       ["Command", job.command.join(" ") || "–"],
     ];
+    if (job.can.logs) {
+      const link = { href: job.tensorboard, target: "_blank", rel: "noreferrer" };
+      facts.push(["TensorBoard", job.tensorboard ? element("a", link, job.tensorboard) : `adaptdl tensorboard ${this.name}`]);
+    }
     if (job.cost) facts.push(["Cost", `${number(job.cost.so_far)} so far, ${number(job.cost.hourly)} an hour`]);
     $("job-facts").replaceChildren(
       ...facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))),
