@@ -52,7 +52,8 @@ def test_a_job_from_nothing_to_nothing(store: MemoryStore) -> None:
 def test_an_interrupted_node_gets_a_drain_request_that_goes_with_it(store: MemoryStore) -> None:
     cluster = Cluster(store).submit().ticks(1)
     (victim,), (node,) = cluster.instances, cluster.placed()
-    assert node_uses(view_of(KEYS, store.range(KEYS.root), 0.0, 0.0))[victim].planned == {"train"}
+    view = view_of(KEYS, store.range(KEYS.root), 0.0, 0.0)
+    assert node_uses(view, Capacity())[victim].planned == {"train"}
     cluster.provider.interrupt(victim, 120)
     deadline = cluster.now + 120
     cluster.tick(1)
