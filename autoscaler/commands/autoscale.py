@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     epilog="Options of the provider are given by their names: --NAME VALUE is -o NAME=VALUE. Of ec2 (--asg): "
     "--region, --profile (as boto3 finds them) and --queue-url (SQS queue with the interruption notices of "
-    "EventBridge).",
+    "EventBridge). Of slurm: --batch-file (what a node runs), --partition and, repeatable, --sbatch-option.",
 )
 @click.option("--provider", metavar="NAME", help="Name of the provider, which may come from another package.")
 @click.option(
@@ -54,6 +54,12 @@ logger = logging.getLogger(__name__)
 @click.option("--max-nodes", type=click.IntRange(min=0), help="Most nodes. [default: those of the pools]")
 @click.option(
     "--max-hourly-cost", type=float, metavar="AMOUNT", help="Highest cost of an hour, in the unit of --price."
+)
+@click.option(
+    *("--max-node-hours", "max_hours"),
+    type=Finite(min=0, min_open=True),
+    default=None,
+    help="Hours of all nodes so far, after which they are given back.",
 )
 @click.option(
     "--max-job-cost",
@@ -137,6 +143,7 @@ def autoscale(
     min_nodes: int,
     max_nodes: int | None,
     max_hourly_cost: float | None,
+    max_hours: float | None,
     job_costs: tuple[str, ...],
     hour_value: float | None,
     deadlines: tuple[str, ...],
@@ -183,6 +190,7 @@ def autoscale(
             min_nodes=min_nodes,
             max_nodes=1_000_000 if max_nodes is None else max_nodes,
             max_hourly_cost=math.inf if max_hourly_cost is None else max_hourly_cost,
+            max_node_hours=math.inf if max_hours is None else max_hours,
             max_job_costs=dict(parse_job_cost(text) for text in job_costs),
             deadlines=dict(parse_deadline(text, time.time()) for text in deadlines),
             boot_timeout=boot_timeout,
@@ -205,7 +213,7 @@ def autoscale(
         keys = Keys(place.cluster)
         with store:
             owner = identity(store, keys, create=not dry_run)
-            request = ProviderRequest(own, table, slots, max_nodes, owner, seize)
+            request = ProviderRequest(own, table, slots, max_nodes, owner, seize, where.environment(place))
             ruler = Autoscaler(
                 store, keys, make_provider(name, request), settings, options, _printer(as_json)
             )

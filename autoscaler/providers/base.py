@@ -75,6 +75,7 @@ class Instance:
     # (since when, price per hour), oldest first; empty: `hourly_price` all the time
     price_changes: tuple[tuple[float, float], ...] = ()
     ended: float | None = None  # until when it is paid for; 0: until an unknown time; None: it still runs
+    finished: bool = False  # it has ended with its work done: no interruption
 
     def cost(self, begin: float, end: float) -> float:
         """Return what the time from `begin` to `end` costs; a negative amount if `end` comes first."""
