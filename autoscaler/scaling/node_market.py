@@ -424,7 +424,8 @@ class NodeMarket:
     def afford(self, goal: Target) -> Target:
         """Return `goal` with at most the nodes that the budget allows: prices may have risen."""
         hours, most = sum(pool.hours for pool in self.memory.pools.values()), self.settings.max_node_hours
-        saving = len(self.seen.capacity.instances) * self.settings.stop_reserve / HOUR
+        nodes = max(goal.nodes, len(self.seen.capacity.instances))
+        saving = nodes * self.settings.stop_reserve / HOUR
         if goal.nodes and hours + saving >= most:
             text = (
                 f"nodes have run for {hours:.2f} h, and up to {saving:.2f} h more until their state is saved"
