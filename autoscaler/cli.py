@@ -294,19 +294,6 @@ class Where:
             return StoreOptions.from_environment({}, timeout=os.environ.get(variable("timeout")) or None)
         return StoreOptions.from_environment(ca=self.ca, cert=self.cert, key=self.key, user=self.user)
 
-    def environment(self, place: Place) -> dict[str, str]:
-        """Return the variables, beside those of this process, by which an agent reaches a store."""
-        from pathlib import Path
-
-        from adaptdl_elastic.rendezvous.store.store_options import to_environ
-
-        if place.context is not None:
-            return place.context.store_environment()
-        given = {"ca": self.ca, "cert": self.cert, "key": self.key}
-        paths = {name: Path(path).absolute() for name, path in given.items() if path}
-        user = {"user": self.user} if self.user else {}
-        return {ETCD: place.endpoint, CLUSTER: place.cluster, **to_environ(**paths, **user)}
-
     def open(self, place: Place) -> Store:
         """Connect to one of `places`; CommandError if that fails."""
         from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError

@@ -22,6 +22,7 @@ from adaptdl_elastic.autoscaler.cli import (
     store_options,
 )
 from adaptdl_elastic.autoscaler.commands.cluster import open_permitted
+from adaptdl_elastic.protocol.environment import CLUSTER, ETCD
 from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.text import log_to_stderr
 
@@ -213,7 +214,9 @@ def autoscale(
         keys = Keys(place.cluster)
         with store:
             owner = identity(store, keys, create=not dry_run)
-            request = ProviderRequest(own, table, slots, max_nodes, owner, seize, where.environment(place))
+            access = {ETCD: place.endpoint, CLUSTER: place.cluster}
+            access |= {} if place.context is None else place.context.store_environment()
+            request = ProviderRequest(own, table, slots, max_nodes, owner, seize, access)
             ruler = Autoscaler(
                 store, keys, make_provider(name, request), settings, options, _printer(as_json)
             )

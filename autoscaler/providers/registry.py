@@ -14,11 +14,9 @@ from adaptdl_elastic.extensions import ExtensionError, ExtensionPoint
 
 _HERE = "adaptdl_elastic.autoscaler.providers"
 
-PROVIDERS = ExtensionPoint(
-    "provider",
-    "adaptdl_elastic.providers",
-    {name: f"{_HERE}.{name}.provider:from_request" for name in ("ec2", "slurm")},
-)
+_OURS = {name: f"{_HERE}.{name}.provider:from_request" for name in ("ec2", "slurm")}
+
+PROVIDERS = ExtensionPoint("provider", "adaptdl_elastic.providers", _OURS)
 
 
 @dataclass(frozen=True)

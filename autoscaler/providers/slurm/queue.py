@@ -6,9 +6,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool
+from adaptdl_elastic.autoscaler.providers.base import Capacity, Instance, InstanceState, Pool
 
 _SEPARATOR = "\x1f"  # the "unit separator", which no value has; a comment, which could have it, comes last
 
@@ -16,12 +16,11 @@ FORMAT = _SEPARATOR.join(("%A", "%T", "%r", "%S", "%e", "%V", "%k"))
 """What `squeue -o` prints of a job: number, state, reason, start, end, submission, comment."""
 
 _WAITING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+_WORKING = {"RUNNING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
 _STATES = {
+    **dict.fromkeys(_WORKING, InstanceState.RUNNING),
     "CONFIGURING": InstanceState.PENDING,
     "COMPLETING": InstanceState.LEAVING,
-    **dict.fromkeys(
-        ("RUNNING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"), InstanceState.RUNNING
-    ),
 }
 
 # Reasons for which a request would wait until something else changes than the use of nodes. A job that a
@@ -64,7 +63,12 @@ class SlurmJob:
     @property
     def counts(self) -> bool:
         """Whether the pool wants it: it waits or has a node, and is not ending."""
-        return self.waits or _STATES.get(self.state, InstanceState.LEAVING) is not InstanceState.LEAVING
+        return self.waits or self.state in _WORKING or self.state == "CONFIGURING"
+
+    @property
+    def had_node(self) -> bool:
+        """Whether it has ended, after it had a node."""
+        return not self.waits and self.state not in _STATES and 0 < self.start <= self.end
 
 
 def parse(text: str, mark: str) -> list[SlurmJob]:
@@ -72,55 +76,36 @@ def parse(text: str, mark: str) -> list[SlurmJob]:
     found = []
     for line in text.split("\n"):
         fields = line.split(_SEPARATOR, FORMAT.count(_SEPARATOR))
-        if len(fields) > FORMAT.count(_SEPARATOR) and fields[-1].startswith(mark):
-            number, state, reason, start, end, submitted, comment = fields
-            at = [float(one) if one.isdigit() else 0.0 for one in (start, end, submitted)]
-            instance = comment.removeprefix(mark)
-            found.append(SlurmJob(number, state, reason, at[0], at[1], at[2], instance))
+        if fields[-1].startswith(mark):
+            number, state, reason, *times, comment = fields
+            start, end, submitted = (float(one) if one.isdigit() else 0.0 for one in times)
+            found.append(SlurmJob(number, state, reason, start, end, submitted, comment.removeprefix(mark)))
     return found
 
 
-def pool_of(jobs: Sequence[SlurmJob], name: str, slots: int, maximum: int) -> Pool:
-    """Return the pool. Its trouble is why requests would not be met when nodes become idle."""
+def capacity_of(jobs: Sequence[SlurmJob], pool: str, slots: int, maximum: int, now: float) -> Capacity:
+    """Return what these jobs are: a pool, and instances. A node costs 1 an hour.
+
+    The pool's trouble is why requests would not be met when nodes become idle.
+    """
     refused = [job for job in jobs if job.waits and _REFUSED.match(job.reason)]
-    reasons = ", ".join(sorted({job.reason for job in refused}))
-    return Pool(
-        name,
-        desired=sum(job.counts for job in jobs),
-        maximum=max(maximum, sum(job.counts for job in jobs)),
-        slots=slots,
-        hourly_price=1.0,
-        preemptible=True,
-        trouble=f"Slurm holds what was asked for: {reasons}" if refused else "",
-        trouble_since=max((job.submitted for job in refused), default=0.0),
-    )
+    desired, reasons = sum(job.counts for job in jobs), ", ".join(sorted({job.reason for job in refused}))
+    source = Pool(pool, desired, 0, max(maximum, desired), slots, hourly_price=1.0, preemptible=True)
+    if refused:
+        why, since = f"Slurm holds what was asked for: {reasons}", max(job.submitted for job in refused)
+        source = replace(source, trouble=why, trouble_since=since)
+    there = tuple(_instance(job, source) for job in jobs if job.state in _STATES)
+    ended = tuple(_instance(job, source) for job in jobs if job.had_node)
+    return Capacity((source,), there, tuple(_told(jobs, pool, now)), ended)
 
 
-def instances_of(
-    jobs: Sequence[SlurmJob], pool: str, slots: int
-) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
-    """Return (instances that exist, instances that have ended lately). A node costs 1 an hour."""
-    there, ended = list[Instance](), list[Instance]()
-    for job in jobs:
-        state = _STATES.get(job.state)
-        if job.waits or (state is None and not 0 < job.start <= job.end):
-            continue
-        one = Instance(
-            job.instance,
-            pool,
-            state or InstanceState.LEAVING,
-            slots=slots,
-            preemptible=True,
-            hourly_price=1.0,
-            launched=job.start,
-            ended=None if state else job.end,
-            finished=job.state == "COMPLETED",
-        )
-        (there if state else ended).append(one)
-    return tuple(there), tuple(ended)
+def _instance(job: SlurmJob, pool: Pool) -> Instance:
+    state, ended = _STATES.get(job.state, InstanceState.LEAVING), job.end if job.had_node else None
+    one = Instance(job.instance, pool.name, state, pool.slots, preemptible=True, hourly_price=1.0)
+    return replace(one, launched=job.start, ended=ended, finished=job.state == "COMPLETED")
 
 
-def told(jobs: Sequence[SlurmJob], pool: str, now: float) -> list[str]:
+def _told(jobs: Sequence[SlurmJob], pool: str, now: float) -> list[str]:
     """Return lines for users about requests that wait, and about nodes that were lost lately."""
     late = [job for job in jobs if job.waits and now - job.submitted >= _TELL_SECONDS]
     lines = []
@@ -130,7 +115,6 @@ def told(jobs: Sequence[SlurmJob], pool: str, now: float) -> list[str]:
         nodes = "1 node was" if count == 1 else f"{count} nodes were"
         lines.append(f"{pool}: {nodes} asked for, and Slurm says {reason}{when}")
     for job in jobs:
-        if not job.waits and job.state not in (*_STATES, "COMPLETED", "CANCELLED"):
-            why = "" if job.reason in ("", "None") else f" ({job.reason})"
-            lines.append(f"{pool}: job {job.number} of Slurm has ended: {job.state}{why}")
+        if job.had_node and job.state not in ("COMPLETED", "CANCELLED"):
+            lines.append(f"{pool}: job {job.number} of Slurm has ended: {job.state} ({job.reason})")
     return lines
