@@ -123,10 +123,6 @@ def idle(slurm: Slurm, tmp_path: Path) -> Iterator[Idle]:
         finally:
             print(*(file.read_text() for file in (found.folder / "log", *found.folder.glob("*.out"))))
             found.kill()
-            if left := found.jobs(*ALIVE):
-                slurm.run("scancel", "--full", "--signal=KILL", *left)
-                slurm.run("scancel", *left)
-            until("jobs are left", lambda: not found.jobs(*ALIVE), pause=0.2)
 
 
 def running(*words: str) -> list[psutil.Process]:
