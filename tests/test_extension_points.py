@@ -83,8 +83,8 @@ def test_options_of_a_provider_of_another_package_are_given_by_name(monkeypatch:
     monkeypatch.setattr(Where, "locate", lambda self, job: Place("unix:/x", "test"))
     monkeypatch.setattr(Where, "open", lambda self, place: MemoryStore())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    words = ("-o", "zone=a", "--zone", "b", "--zone=--c")
-    done = CliRunner().invoke(adaptdl, ["autoscale", "--provider", "toy", "--dry-run", *words])
+    words = "autoscale --provider toy --dry-run -o zone=a --zone b --zone=--c"
+    done = CliRunner().invoke(adaptdl, words.split())
     assert (done.exit_code, "a+b+--c" in done.output) == (0, True)
 
 
