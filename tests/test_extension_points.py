@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,13 @@ from click.testing import CliRunner
 from elastic_run import environment
 from other_package import write_distribution
 
-from adaptdl_elastic.autoscaler.cli import adaptdl
-from adaptdl_elastic.autoscaler.providers.base import Capacity, ProviderError, ProviderOptionError
+from adaptdl_elastic.autoscaler.cli import Place, Where, adaptdl
+from adaptdl_elastic.autoscaler.providers.base import ProviderError, ProviderOptionError
 from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest, make_provider
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.local_socket import SCHEME
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError
 
 MODULE = """
@@ -30,7 +32,7 @@ class ToyProvider(Provider):
     def __init__(self, options):
         self.options = options
     def capacity(self):
-        return Capacity(warnings=(self.options["zone"],))
+        return Capacity(warnings=(self.options["zone"].replace("\\n", "+"),))
     def request(self, pool, desired): ...
     def release(self, instance, replace=False): ...
 
@@ -77,16 +79,20 @@ def toy_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "toy_extension", raising=False)
 
 
-def test_a_provider_of_another_package_gets_its_options() -> None:
-    provider = make_provider("toy", ProviderRequest({"zone": "here"}))
-    assert provider.capacity() == Capacity(warnings=("here",))
+def test_options_of_a_provider_of_another_package_are_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Where, "locate", lambda self, job: Place("unix:/x", "test"))
+    monkeypatch.setattr(Where, "open", lambda self, place: MemoryStore())
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    words = "autoscale --provider toy --dry-run -o zone=a --zone b --zone=--c"
+    done = CliRunner().invoke(adaptdl, words.split())
+    assert (done.exit_code, "a+b+--c" in done.output) == (0, True)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "error", "line"),
     [
         ("toy", {"zonne": "x"}, ProviderOptionError, "no option 'zonne' (-o); there are: zone"),
-        ("tpu", {}, ProviderOptionError, "no provider 'tpu'; there are: ec2, broken, toy, useless"),
+        ("tpu", {}, ProviderOptionError, "no provider 'tpu'; there are: ec2, slurm, broken, toy, useless"),
         ("useless", {}, ProviderError, "'useless' gives 'a word', which is no Provider"),
         ("broken", {}, ProviderOptionError, "'broken' of toy-extension cannot be imported"),
         ("ec2", {"zone": "x"}, ProviderOptionError, "there are: groups, region, profile, queue_url"),

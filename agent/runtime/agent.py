@@ -295,7 +295,7 @@ class ElasticAgent(SimpleElasticAgent):
         drain = view.drain
         if drain is not None and self.state.departure is None:
             record = self._registration.record
-            if drain.instance in (None, record.instance):
+            if record.instance is None or drain.instance in (None, record.instance):
                 self._leave(drain.reason, drain.deadline)
         asked = view.request
         if asked is not None and asked.run in ("", me.spec.run):

@@ -1,4 +1,4 @@
-"""The command `adaptdl autoscale`: let EC2 or another provider start and stop nodes."""
+"""The command `adaptdl autoscale`: let a provider start and stop nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -19,37 +19,48 @@ from adaptdl_elastic.autoscaler.cli import (
     OptionError,
     Where,
     echo,
-    refuse,
     store_options,
 )
 from adaptdl_elastic.autoscaler.commands.cluster import open_permitted
+from adaptdl_elastic.protocol.environment import CLUSTER, ETCD
 from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.text import log_to_stderr
 
 logger = logging.getLogger(__name__)
 
-_OF_ASG = ("region", "profile", "queue_url")
 
-
-@click.command()
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    epilog="Options of the provider are given by their names: --NAME VALUE is -o NAME=VALUE. Of ec2 (--asg): "
+    "--region, --profile (as boto3 finds them) and --queue-url (SQS queue with the interruption notices of "
+    "EventBridge). Of slurm: --batch-file (what a node runs), --partition and, repeatable, --sbatch-option.",
+)
 @click.option("--provider", metavar="NAME", help="Name of the provider, which may come from another package.")
 @click.option(
-    "-o", "provider_options", multiple=True, metavar="KEY=VALUE", help="An option of --provider; repeatable."
+    "-o",
+    "provider_options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="An option of the provider; repeatable.",
 )
 @click.option(
-    "--asg", "groups", multiple=True, metavar="NAME", help="Auto-scaling group to change; repeatable."
+    *("--asg", "groups"),
+    multiple=True,
+    metavar="NAME",
+    help="The same as --provider ec2 --groups NAME, an auto-scaling group; repeatable.",
 )
-@click.option("--region", help="AWS region. [default: as boto3 finds it]")
-@click.option("--profile", help="AWS profile. [default: as boto3 finds it]")
-@click.option("--queue-url", metavar="URL", help="SQS queue with the interruption notices of EventBridge.")
-@click.option(
-    "--price", "prices", multiple=True, metavar="TYPE=PRICE", help="On-demand price per hour; repeatable."
-)
+@click.option("--price", "prices", multiple=True, metavar="TYPE=PRICE", help="Price per hour; repeatable.")
 @click.option("--slots", type=click.IntRange(min=1), help="Replicas per node. [default: its GPUs]")
 @click.option("--min-nodes", type=click.IntRange(min=0), default=0, show_default=True, help="Fewest nodes.")
-@click.option("--max-nodes", type=click.IntRange(min=0), help="Most nodes. [default: the groups' Max]")
+@click.option("--max-nodes", type=click.IntRange(min=0), help="Most nodes. [default: those of the pools]")
 @click.option(
     "--max-hourly-cost", type=float, metavar="AMOUNT", help="Highest cost of an hour, in the unit of --price."
+)
+@click.option(
+    *("--max-node-hours", "max_hours"),
+    type=Finite(min=0, min_open=True),
+    default=None,
+    help="Hours of all nodes so far, after which they are given back.",
 )
 @click.option(
     "--max-job-cost",
@@ -115,25 +126,25 @@ _OF_ASG = ("region", "profile", "queue_url")
     help="Exit when all jobs have ended and all nodes but --min-nodes are given back.",
 )
 @click.option(
-    "--take-over", "seize", is_flag=True, help="Change the groups even if they belong to another cluster."
+    "--take-over", "seize", is_flag=True, help="Change the pools even if they belong to another cluster."
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be done now.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one per line.")
 @store_options
+@click.pass_context
 def autoscale(
+    context: click.Context,
     where: Where,
     provider: str | None,
     provider_options: tuple[str, ...],
     groups: tuple[str, ...],
-    region: str | None,
-    profile: str | None,
-    queue_url: str | None,
     prices: tuple[str, ...],
     slots: int | None,
     seize: bool,
     min_nodes: int,
     max_nodes: int | None,
     max_hourly_cost: float | None,
+    max_hours: float | None,
     job_costs: tuple[str, ...],
     hour_value: float | None,
     deadlines: tuple[str, ...],
@@ -163,17 +174,10 @@ def autoscale(
         raise OptionError("--asg '': give the name of an auto-scaling group")
     if groups and provider:
         raise OptionError("give one of --asg and --provider")
-    if provider_options and not provider:
-        raise OptionError("-o is for --provider NAME")
-    if groups:
-        named = {"region": region, "profile": profile, "queue_url": queue_url}
-        own = {key: value for key, value in named.items() if value is not None}
-        name, own = "ec2", {"groups": ",".join(groups), **own}
-    elif provider:
-        refuse(_OF_ASG, "is for --asg: --provider takes -o KEY=VALUE")
-        name, own = provider, _options(provider_options)
-    else:
+    name, own = "ec2" if groups else provider, _options(provider_options, context.args)
+    if name is None:
         raise OptionError("give --asg NAME (an auto-scaling group) or --provider NAME")
+    own |= {"groups": ",".join(groups)} if groups else {}
     try:
         low, high = parse_band(utilisation)
         for job in expected:
@@ -187,6 +191,7 @@ def autoscale(
             min_nodes=min_nodes,
             max_nodes=1_000_000 if max_nodes is None else max_nodes,
             max_hourly_cost=math.inf if max_hourly_cost is None else max_hourly_cost,
+            max_node_hours=math.inf if max_hours is None else max_hours,
             max_job_costs=dict(parse_job_cost(text) for text in job_costs),
             deadlines=dict(parse_deadline(text, time.time()) for text in deadlines),
             boot_timeout=boot_timeout,
@@ -209,7 +214,9 @@ def autoscale(
         keys = Keys(place.cluster)
         with store:
             owner = identity(store, keys, create=not dry_run)
-            request = ProviderRequest(own, table, slots, max_nodes, owner, seize)
+            access = {ETCD: place.endpoint, CLUSTER: place.cluster}
+            access |= {} if place.context is None else place.context.store_environment()
+            request = ProviderRequest(own, table, slots, max_nodes, owner, seize, access)
             ruler = Autoscaler(
                 store, keys, make_provider(name, request), settings, options, _printer(as_json)
             )
@@ -225,14 +232,27 @@ def autoscale(
     sys.exit(code)
 
 
-def _options(pairs: tuple[str, ...]) -> dict[str, str]:
-    """Return `-o KEY=VALUE` options as a dictionary."""
+def _options(pairs: Sequence[str], others: Sequence[str]) -> dict[str, str]:
+    """Return the options of the provider; those that are repeated have a line for each value.
+
+    Args:
+        pairs: KEY=VALUE.
+        others: Words of the command line as `--KEY VALUE` or `--KEY=VALUE`.
+    """
+    words = iter(others)
+    named = [word if "=" in word else f"{word}={next(words, '')}" for word in words]
+    for word in named:
+        if not word.startswith("--") or word.endswith("="):
+            raise OptionError(
+                f"{word.partition('=')[0]}: there is no such option, and one of the provider has a value"
+            )
     found: dict[str, str] = {}
-    for pair in pairs:
+    for pair in (*pairs, *(word.removeprefix("--") for word in named)):
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise OptionError(f"-o {pair!r}: give KEY=VALUE")
-        found[name] = value
+        name = name.replace("-", "_")
+        found[name] = f"{found[name]}\n{value}" if name in found else value
     return found
 
 

@@ -196,8 +196,8 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
                 row["state"] = f"{job}: {record.changed} has changed"
             elif record.at_risk and row["state"] == "ok":
                 row["state"] = "at risk"
-            elif record.instance in idle and row["state"] == "ok":
-                told_of = idle[record.instance]
+            elif (here := record.instance or node) in idle and row["state"] == "ok":
+                told_of = idle[here]
                 minutes = (view.wall - told_of.since) / 60
                 row["state"] = f"idle for {minutes:.0f} min, costs {told_of.hourly_price:.2f} an hour"
     for node, drain in view.drains.items():

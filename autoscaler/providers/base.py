@@ -1,9 +1,13 @@
 """The interface between the autoscaler, which decides, and a provider, which has the machines.
 
-A provider has *pools*. A pool gives nodes of one kind and keeps as many as are *desired*, as an EC2
-auto-scaling group does: an instance that dies is replaced, an instance that is released is not. So the
-autoscaler only says how many nodes a pool should have (`request`) and which one is to go (`release`). Methods
-that read change nothing. Every method may raise `ProviderError`, whose text says what to do.
+A provider has *pools*. A pool gives nodes of one kind and has as many as are *desired*: instances that exist
+and requests that wait. It may replace an instance that dies, as an EC2 auto-scaling group does, or want one
+less from then on. So the autoscaler only says how many nodes a pool should have (`request`) and which one is
+to go (`release`). Methods that read change nothing. Every method may raise `ProviderError`, whose text says
+what to do.
+
+A node counts once its agent is registered, and `instance_of` says which instance it is. Prices are per hour
+in one unit, that of the limits. It need not be money: with a price of 1 costs are node hours.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ class InstanceState(str, Enum):
 
 @dataclass(frozen=True)
 class Instance:
-    """One machine. Prices are per hour, in the currency of the price table."""
+    """One machine."""
 
     id: str
     pool: str
@@ -71,6 +75,7 @@ class Instance:
     # (since when, price per hour), oldest first; empty: `hourly_price` all the time
     price_changes: tuple[tuple[float, float], ...] = ()
     ended: float | None = None  # until when it is paid for; 0: until an unknown time; None: it still runs
+    finished: bool = False  # it has ended with its work done: no interruption
 
     def cost(self, begin: float, end: float) -> float:
         """Return what the time from `begin` to `end` costs; a negative amount if `end` comes first."""
@@ -117,7 +122,7 @@ class Capacity:
     warnings: tuple[str, ...] = ()
     ended: tuple[Instance, ...] = ()
     priced: float = math.inf  # until when all price changes are known, in seconds since the epoch
-    # settings of the autoscaler that the provider has, by the names of its --set
+    # settings of the autoscaler that the provider has, as OPTION=VALUE, instead of the command line's
     settings: tuple[str, ...] = ()
 
     def pool(self, name: str) -> Pool:
@@ -179,6 +184,15 @@ class Provider(ABC):
 
         An instance that is leaving or gone is no error; one that never belonged to the provider is.
         """
+
+    def instance_of(self, node: str, told: str | None) -> str:
+        """Return the id of the instance that a node is: what its agent was told, else the name of the node.
+
+        Args:
+            node: Name of the node (`adaptdl-run --node-name`, by default the name of the host).
+            told: `ADAPTDL_INSTANCE_ID` of its agent, or the instance id of EC2; None: the agent knows none.
+        """
+        return told or node
 
     def protect(self, instances: Collection[str], protected: bool) -> None:  # noqa: B027 - optional
         """Protect these instances from the provider's own scale-in, or end that."""

@@ -14,9 +14,9 @@ from adaptdl_elastic.extensions import ExtensionError, ExtensionPoint
 
 _HERE = "adaptdl_elastic.autoscaler.providers"
 
-PROVIDERS = ExtensionPoint(
-    "provider", "adaptdl_elastic.providers", {"ec2": f"{_HERE}.ec2.provider:from_request"}
-)
+_OURS = {name: f"{_HERE}.{name}.provider:from_request" for name in ("ec2", "slurm")}
+
+PROVIDERS = ExtensionPoint("provider", "adaptdl_elastic.providers", _OURS)
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class ProviderRequest:
         max_nodes: most nodes; None: the provider's own bound.
         owner: cluster that controls the nodes, for providers that can note it.
         seize: take nodes that another cluster controls.
+        store: environment variables by which the agent of a new node reaches the store.
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class ProviderRequest:
     max_nodes: int | None = None
     owner: str = ""
     seize: bool = False
+    store: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def known(self, *names: str) -> dict[str, str]:
         """Return the options.

@@ -240,12 +240,12 @@ class Autoscaler:
         view = view_of(self._keys, self._store.range(self._keys.root), time.monotonic(), now)
         capacity = self._provider.capacity()
         if self._options.dry_run:  # reading signals would delete them, and another autoscaler may lead
-            return view, observe(view, capacity, (), self._options.expected)
+            return view, observe(view, capacity, (), self._options.expected, self._provider.instance_of)
         try:
             signals: tuple[Signal, ...] = self._provider.signals()
         except ProviderError as error:  # notices also come from the nodes themselves
             signals, capacity = (), replace(capacity, warnings=(*capacity.warnings, str(error)))
-        return view, observe(view, capacity, signals, self._options.expected)
+        return view, observe(view, capacity, signals, self._options.expected, self._provider.instance_of)
 
     # Acting
 

@@ -54,6 +54,7 @@ class ScalingSettings:
     min_nodes: int = 0
     max_nodes: int = 1_000_000
     max_hourly_cost: float = math.inf
+    max_node_hours: float = math.inf  # of all nodes since the first one
     max_job_costs: Mapping[str, float] = field(default_factory=dict)  # by job, or "*": of one run
     stop_reserve: float = 120.0  # of a job's costs that are kept for its stop; a stop waits for so long
     deadlines: Mapping[str, float] = field(default_factory=dict)  # job, or "*" → seconds since the epoch

@@ -10,6 +10,7 @@ from functools import cached_property
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool
 from adaptdl_elastic.autoscaler.scaling.economics import (
+    HOUR,
     Demand,
     Level,
     Offer,
@@ -422,6 +423,15 @@ class NodeMarket:
 
     def afford(self, goal: Target) -> Target:
         """Return `goal` with at most the nodes that the budget allows: prices may have risen."""
+        hours, most = sum(pool.hours for pool in self.memory.pools.values()), self.settings.max_node_hours
+        nodes = max(goal.nodes, len(self.seen.capacity.instances))
+        saving = nodes * self.settings.stop_reserve / HOUR
+        if goal.nodes and hours + saving >= most:
+            text = (
+                f"nodes have run for {hours:.2f} h, and up to {saving:.2f} h more until their state is saved"
+            )
+            text += f": none are left of --max-node-hours {most:g}"
+            return replace(goal, nodes=0, reason=text, keep=math.inf, most=0, settled=False)
         budget, there = self.settings.max_hourly_cost, self.hourly()
         if there <= budget + 1e-9:
             return goal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View, limited
@@ -25,9 +25,20 @@ from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
 from adaptdl_elastic.autoscaler.scaling.scaling_types import NodeUse, Observation
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS, NodeRecord
 
+InstanceOf = Callable[[str, str | None], str]
+"""`Provider.instance_of`."""
+
+
+def _told_or_named(node: str, told: str | None) -> str:
+    return told or node
+
 
 def observe(
-    view: View, capacity: Capacity, signals: Sequence[Signal], expected: Sequence[str] = ()
+    view: View,
+    capacity: Capacity,
+    signals: Sequence[Signal],
+    expected: Sequence[str] = (),
+    instance_of: InstanceOf = _told_or_named,
 ) -> Observation:
     """Return the input of one decision.
 
@@ -36,14 +47,16 @@ def observe(
         capacity: What the provider has and offers.
         signals: What the provider announced since the last call.
         expected: Jobs that get a first node before they are in the store.
+        instance_of: The provider's.
     """
     jobs, changing, warnings = _jobs(view)
     coming = [JobInfo(name) for name in expected if name not in view.jobs or view.jobs[name].spec is None]
-    nodes = node_uses(view)
+    nodes = node_uses(view, capacity, instance_of)
     slots: dict[str, int] = {}
     for job, agents in view.nodes.items():
         for node, seen in agents.items():
-            if capacity.instance(seen.record.instance or "") is None and not view.draining(seen.record):
+            ours = capacity.instance(instance_of(node, seen.record.instance)) is not None
+            if not ours and not view.draining(seen.record):
                 slots[node] = max(slots.get(node, 0), _slots(view, job, seen.record))
     return Observation(
         view.wall,
@@ -116,8 +129,11 @@ def _as_planned(view: View, job: JobView) -> JobInfo | None:
     return JobInfo(job.job, max_replicas=size, requested_replicas=size)
 
 
-def node_uses(view: View) -> dict[str, NodeUse]:
-    """Return every node that runs on an instance, by instance id."""
+def node_uses(view: View, capacity: Capacity, instance_of: InstanceOf = _told_or_named) -> dict[str, NodeUse]:
+    """Return every node that runs on an instance, by instance id.
+
+    A node that was told no instance is one if the provider has the instance.
+    """
     holds = {name: used(view, job) for name, job in view.jobs.items()}
     plans = {name: job.plan.record for name, job in view.jobs.items() if job.plan is not None}
     first = {plan.placements[0].node for plan in plans.values() if plan.placements}
@@ -129,13 +145,14 @@ def node_uses(view: View) -> dict[str, NodeUse]:
     for name, agents in view.nodes.items():
         for node, seen in agents.items():
             record = seen.record
-            if record.instance is None:
+            instance = instance_of(node, record.instance)
+            if record.instance is None and capacity.instance(instance) is None:
                 continue
             request = view.drains.get(node)
             deadlines = [record.deadline, request.record.deadline if request else None]
-            before = found.get(record.instance)
+            before = found.get(instance)
             asked = request is not None and (request.record.instance, request.record.deadline) != (None, None)
-            found[record.instance] = NodeUse(
+            found[instance] = NodeUse(
                 node,
                 {job: len(names[node]) for job, names in holds.items() if names.get(node)},
                 draining=view.draining(record) or (before is not None and before.draining),

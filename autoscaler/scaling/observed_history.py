@@ -316,13 +316,13 @@ def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
     there = {instance.id for instance in seen.capacity.instances}
     looked = memory.updated is not None and seen.now - memory.updated <= settings.gap
     known = {name: entry for name, entry in memory.known.items() if name in there}
-    pools = dict(memory.pools)
-    for entry in [entry for name, entry in memory.known.items() if name not in there]:
+    pools, finished = dict(memory.pools), {i.id for i in seen.capacity.ended if i.finished}
+    for name, entry in [item for item in memory.known.items() if item[0] not in there]:
         pool = pools.get(entry.pool, PoolMemory())
         if not looked:
             continue  # after a long gap the reason is unknown: a person may have emptied the group
         interrupted = entry.preemptible and entry.registered is not None
-        ours = entry.leaving not in ("", _REMOVED) and entry.deadline is None
+        ours = name in finished or (entry.leaving not in ("", _REMOVED) and entry.deadline is None)
         if interrupted and not ours:
             pools[entry.pool] = replace(
                 pool, interruptions=pool.interruptions + 1, recent_interruptions=pool.recent_interruptions + 1

@@ -144,7 +144,7 @@ class NodeRecord:
     # those of `devices` that cannot be used now, each with the reason after a colon
     unusable: Annotated[tuple[str, ...], Field(max_length=MOST_SLOTS)] = ()
     node_type: str = ""  # nodes of one type are equally fast: the GPU model, or --node-type; "": not known
-    instance: str | None = None  # EC2 instance id
+    instance: str | None = None  # id of its instance, if the agent knows one
     instance_type: str | None = None
     zone: str | None = None
     preemptible: bool = False

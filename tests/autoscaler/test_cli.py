@@ -401,8 +401,6 @@ def test_mistakes_without_a_store(arguments: tuple[str, ...], code: int, message
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("autoscale", "--provider", "toy", "--region", "mars"), "--region is for --asg"),
-        (("autoscale", "--asg", "a", "-o", "zone=here"), "-o is for --provider NAME"),
         (("coordinator", "--fairness", "-1"), "--fairness is for --objective speedup"),
         (("coordinator", "--fairness", "-1", "--objective", "completion"), "--fairness is for --objective"),
         (("scale", "a", "--auto", "--timeout", "1"), "--timeout is for --replicas N"),

@@ -29,6 +29,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.diagnostics.rows import node_rows
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
+from adaptdl_elastic.autoscaler.providers.base import Capacity
 from adaptdl_elastic.autoscaler.scaling.observe import node_uses, without_nodes
 from adaptdl_elastic.protocol import hints as job_hints
 from adaptdl_elastic.protocol.hints import MOST_CONFIGURATIONS, JobHints, ProfileEntry, TypeProfile
@@ -246,7 +247,7 @@ def test_types_that_were_measured_are_told_apart_from_assumed_ones(pump: Pump) -
     assert waiting is not None
     assert waiting.measured == {"fast", "slow"}
     assert waiting.models["fast"] == info.models["fast"]
-    assert node_uses(view)["i-2"].node_type == "new"
+    assert node_uses(view, Capacity())["i-2"].node_type == "new"
 
 
 def test_a_ratio_that_other_scripts_have_measured_counts_as_a_measurement() -> None:

@@ -57,6 +57,12 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
         (("--asg", "workers", "--price", "g5.xlarge=cheap"), "not a price per hour"),
         (("--asg", "", "--price", "g5.xlarge=1"), "--asg '': give the name"),
         (("--asg", "workers", "--min-nodes", "3", "--max-nodes", "1"), "--min-nodes 3"),
+        (("--asg", "workers", "--zone=a"), "no option 'zone' (-o); there are: groups, region"),
+        (
+            ("--asg", "workers", "--zone"),
+            "--zone: there is no such option, and one of the provider has a value",
+        ),
+        (("--asg", "workers", "zone=a"), "zone: there is no such option"),
         (("--asg", "workers", "--utilisation", "high"), "LOW:HIGH"),
         (("--asg", "workers", "--utilisation", "2:1"), "band"),
         (("--asg", "workers", "--deadline", "soon"), "2h30m"),

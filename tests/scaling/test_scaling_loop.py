@@ -49,10 +49,21 @@ def test_a_job_from_nothing_to_nothing(store: MemoryStore) -> None:
     assert cluster.status().hourly_cost == 0.0
 
 
+def test_a_node_that_was_told_no_instance_is_the_one_of_its_name(store: MemoryStore) -> None:
+    cluster = Cluster(store).submit().ticks(1)
+    for name in (*cluster.instances, "by-hand"):
+        store.put(
+            KEYS.node(name, "train"), records.encode(records.NodeRecord(name, "train", "run", "a", "-", 1))
+        )
+    cluster.tick()
+    assert cluster.status().nodes == 1
+
+
 def test_an_interrupted_node_gets_a_drain_request_that_goes_with_it(store: MemoryStore) -> None:
     cluster = Cluster(store).submit().ticks(1)
     (victim,), (node,) = cluster.instances, cluster.placed()
-    assert node_uses(view_of(KEYS, store.range(KEYS.root), 0.0, 0.0))[victim].planned == {"train"}
+    view = view_of(KEYS, store.range(KEYS.root), 0.0, 0.0)
+    assert node_uses(view, Capacity())[victim].planned == {"train"}
     cluster.provider.interrupt(victim, 120)
     deadline = cluster.now + 120
     cluster.tick(1)

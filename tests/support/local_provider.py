@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import subprocess
 import time
@@ -14,7 +13,7 @@ from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest
 
 
 def from_request(request: ProviderRequest) -> LocalProvider:
-    """Return a provider of one pool (`-o command=COMMAND -o price=PRICE`)."""
+    """Return a provider of one pool (`-o command=COMMAND -o price=PRICE`); {node} is the name of the node."""
     options = request.known("command", "price")
     pool = Pool("local", desired=0, maximum=request.max_nodes or 1, hourly_price=float(options["price"]))
     return LocalProvider(shlex.split(options["command"]), pool)
@@ -44,9 +43,8 @@ class LocalProvider(Provider):
         for _ in range(desired - self._staying()):
             name = f"local-{len(self._processes) + 1}"
             with Path(f"{name}.log").open("wb") as log:
-                self._processes[name] = subprocess.Popen(
-                    self._command, env=os.environ | {"ADAPTDL_INSTANCE_ID": name}, stdout=log, stderr=log
-                )
+                command = [word.replace("{node}", name) for word in self._command]
+                self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
             self._instances[name] = Instance(
                 name,
                 pool,
