@@ -9,6 +9,5 @@ them.
 commands of `adaptdl` and the node services share. `torchrun` is the plug-in.
 
 Agents and the autoscaler also share `text`, the wording for people, `run_record`, which reads a run from its
-event log, `decision_record`, which keeps the last decisions and writes them to a file, and `node_links`,
-which finds the nodes with slow links.
+event log, and `decision_record`, which keeps the last decisions and writes them to a file.
 """

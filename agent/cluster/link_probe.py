@@ -28,8 +28,8 @@ from adaptdl_elastic._wire import introduce
 from adaptdl_elastic.agent.cluster.job_joining import live_agents
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError, Ports, listen
-from adaptdl_elastic.rendezvous.node_links import FAST, MOVED, fastest_links, nodes_with_slow_links
 from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.node_links import FAST, MOVED, fastest_links, nodes_with_slow_links
 from adaptdl_elastic.rendezvous.schema.records import Link, NodeRecord, Plan
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError, read_record
 

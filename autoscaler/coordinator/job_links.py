@@ -14,7 +14,7 @@ from typing import TypeVar
 from adaptdl_elastic.autoscaler.cluster_view import Observed, View
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, NetworkPrior
 from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry, TypeProfile
-from adaptdl_elastic.rendezvous.node_links import FAST, nodes_with_slow_links
+from adaptdl_elastic.rendezvous.schema.node_links import FAST, nodes_with_slow_links
 from adaptdl_elastic.rendezvous.schema.records import Link, NodeRecord
 
 T = TypeVar("T", JobHints, TypeProfile)

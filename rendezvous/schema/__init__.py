@@ -6,4 +6,5 @@
 | What does the autoscaler write? | `autoscaler_status` |
 | What do node services and submitted jobs write? | `submissions` |
 | Under which key is a record kept? | `keys` |
+| Which nodes of a job have slow links? | `node_links` |
 """
