@@ -32,11 +32,13 @@ class Model(nn.Module):
         self.dropout, self.checkpointed = nn.Dropout(dropout), checkpointed
         nn.init.constant_(self.layer.weight, 0.1)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, num_items_in_batch: int | None = None
+    ) -> torch.Tensor:
         self.norm(x)  # moves its running statistics
         x = self.dropout(x)
         output = checkpoint(self.layer, x, use_reentrant=True) if self.checkpointed else self.layer(x)
-        loss: torch.Tensor = 0.5 * (output - y).square().mean()
+        loss: torch.Tensor = 0.5 * (output - y).square().sum() / (num_items_in_batch or len(x))
         return loss
 
 
@@ -53,21 +55,21 @@ def truth(model: Model) -> float:
     return float(gradients.var(0).sum())
 
 
-def step(adp: AdaptiveDataParallel, after: Callable[[], object] = lambda: None) -> None:
+def step(adp: AdaptiveDataParallel, after: Callable[[], object] = lambda: None, **named: int) -> None:
     """Take a step with a batch of 16; `after` is called before it, with the gradients there."""
     adp.optimizer.zero_grad()
-    adp(*batch(16)).backward()
+    adp(*batch(16), **named).backward()
     after()
     adp.optimizer.step()
 
 
-def measured(model: Model, steps: int, after: Callable[[], object] = lambda: None) -> float:
+def measured(model: Model, steps: int, after: Callable[[], object] = lambda: None, **named: int) -> float:
     """tr Σ as the library tells it, at fixed parameters."""
     adp = cases.adaptive(model, 0.0)
     cases.measure_always(adp)
     insides.seed_signs(adp, 0)
     for _ in range(steps):
-        step(adp, after)
+        step(adp, after, **named)
     insides.collect(adp)
     return adp.gns.var_avg() * 16
 
@@ -77,6 +79,13 @@ def test_the_variance_is_that_of_the_samples(checkpointed: bool) -> None:
     torch.manual_seed(0)
     model = Model(checkpointed=checkpointed)
     assert measured(model, 500) == pytest.approx(truth(model), rel=0.1)
+
+
+def test_the_variance_is_right_where_the_loss_is_divided_by_the_items_of_the_whole_batch() -> None:
+    """As models of transformers divide it by `num_items_in_batch`."""
+    torch.manual_seed(0)
+    model = Model()
+    assert measured(model, 500, num_items_in_batch=16) == pytest.approx(truth(model), rel=0.1)
 
 
 def test_with_dropout_the_variance_is_that_of_samples_and_masks() -> None:
