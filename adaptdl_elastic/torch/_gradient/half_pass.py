@@ -28,6 +28,9 @@ from adaptdl_elastic.torch._gradient.out_of_memory import unguarded
 
 _SAME = 1e-3  # relative difference of squared norms that rounding may cause
 
+_ITEMS = "num_items_in_batch"
+"""Argument by which models of transformers divide their loss: the number of tokens in the whole batch."""
+
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -93,7 +96,9 @@ class ForwardPass:
         reached = [(o, g) for o, g in zip(outputs, self.gradients, strict=True) if g is not None]
         signals = []
         for output, gradient in reached:
-            if output.shape != gradient.shape:  # otherwise a mean over samples
+            if output.shape == gradient.shape:  # a mean over samples, or a sum over those of the whole batch
+                gradient = gradient * (count / len(half)) if named.get(_ITEMS) is not None else gradient
+            else:
                 along = self._along(gradient, count)
                 if along is not None:
                     gradient = gradient.index_select(along, half.to(gradient.device)) * (count / len(half))
