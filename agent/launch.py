@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -237,7 +237,7 @@ class Found:
     host: str
     gpus: Gpus
     secret: str = field(repr=False)  # secret of the run
-    measure_links: Callable[[], tuple[Link, ...]] = tuple
+    measure_links: Callable[[Sequence[Link]], tuple[Link, ...]] = tuple
 
 
 def _store(
