@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -66,6 +66,8 @@ class AdaptiveDataParallel(OptimizerSteps):
     own_random_streams: bool = True
     """Whether each replica draws its own random numbers in data loops (dropout, noise). If False, all
     replicas draw the same numbers from the script's seed."""
+    run_context: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes the context in which the module runs, also on parts of a batch that does not fit into memory."""
 
     def __init__(
         self,
@@ -251,7 +253,11 @@ class AdaptiveDataParallel(OptimizerSteps):
             return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync and self._hook.failure is None:
             self._hook.awaited = True
-        return self._memory.forward(super()._run_ddp_forward, inputs, kwargs)
+        return self._memory.forward(self._run, inputs, kwargs)
+
+    def _run(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self.run_context():
+            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _dry_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's output for a batch that does not count, without any communication."""
@@ -259,11 +265,13 @@ class AdaptiveDataParallel(OptimizerSteps):
         with torch.no_grad():
             inputs, kwargs = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if not self.static_graph:
-            return self._memory.forward(self.module, inputs, kwargs)
+            with self.run_context():
+                return self._memory.forward(self.module, inputs, kwargs)
         # With a static graph DDP counts the gradients of each parameter, even without synchronisation. So
         # the module runs on detached parameters.
         apart = {name: param.detach().requires_grad_() for name, param in self.module.named_parameters()}
-        return torch.func.functional_call(self.module, apart, inputs, kwargs)
+        with self.run_context():
+            return torch.func.functional_call(self.module, apart, inputs, kwargs)
 
     def _compare_inputs(self, inputs: Any) -> None:
         """Send a digest of the inputs to rank 0, which reports a problem if all replicas have the same."""

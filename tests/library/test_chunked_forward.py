@@ -49,6 +49,16 @@ def test_outputs_and_gradients_are_those_of_the_whole_batch() -> None:
     torch.testing.assert_close(*gradients)
 
 
+def test_losses_that_are_divided_by_the_items_of_the_whole_batch_add_up() -> None:
+    inputs = torch.randn(11, 3)
+
+    def loss(inputs: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
+        return inputs.square().sum() / num_items_in_batch
+
+    found = run_in_chunks(loss, (inputs,), {"num_items_in_batch": 33}, 11, None, 4)
+    torch.testing.assert_close(found, inputs.square().mean())
+
+
 def test_dropout_is_the_same_when_a_chunk_is_computed_again() -> None:
     torch.manual_seed(0)
     net = Net()

@@ -8,7 +8,7 @@ training mode) sees a chunk instead.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,8 @@ def run_in_chunks(
     """Return `call(*args, **kwargs)`, computed in chunks of at most `largest` samples.
 
     Tensors with `samples` in `dimension` are divided; all other arguments are the same in each chunk. Tensors
-    in the output are put together along the dimension of the samples; scalars are averaged, as losses are.
+    in the output are put together along the dimension of the samples; scalars are averaged, as losses are, or
+    added up where the model divides them by the items of the whole batch.
 
     Raises:
         NotChunkableError: this is not possible.
@@ -87,7 +88,15 @@ def run_in_chunks(
             outputs.append(checkpoint(partial(call, *some, **named), use_reentrant=False))
         else:
             outputs.append(call(*some, **named))
-    return _combined(outputs, sizes, place)
+    return _combined(outputs, sizes, place, divides_by_items(kwargs))
+
+
+def divides_by_items(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a model divides its loss by the items (tokens) of the whole batch, which it is given.
+
+    Models of transformers do so. Then the losses of parts add up to that of the batch.
+    """
+    return kwargs.get("num_items_in_batch") is not None
 
 
 def chunk_sizes(samples: int, largest: int) -> list[int]:
@@ -104,17 +113,17 @@ def chunk_sizes(samples: int, largest: int) -> list[int]:
     return sizes
 
 
-def _combined(outputs: Sequence[Any], sizes: Sequence[int], place: int) -> Any:
+def _combined(outputs: Sequence[Any], sizes: Sequence[int], place: int, adds_up: bool) -> Any:
     flat = [pytree.tree_flatten(output) for output in outputs]
     structure = flat[0][1]
     if any(other != structure for _, other in flat):
         raise NotChunkableError("its outputs are different structures for different samples")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_joined(column, sizes, place) for column in columns], structure)
+    return pytree.tree_unflatten([_joined(column, sizes, place, adds_up) for column in columns], structure)
 
 
-def _joined(parts: Sequence[Any], sizes: Sequence[int], place: int) -> Any:
-    """Return the value for the whole batch, of the values for its chunks."""
+def _joined(parts: Sequence[Any], sizes: Sequence[int], place: int, adds_up: bool) -> Any:
+    """Return the value for the whole batch, of the values for its chunks; `adds_up`: scalars do."""
     first = parts[0]
     if not isinstance(first, torch.Tensor):
         plain = isinstance(first, int | float | str | None)
@@ -122,6 +131,8 @@ def _joined(parts: Sequence[Any], sizes: Sequence[int], place: int) -> Any:
             return first
         raise NotChunkableError(f"it returns a {type(first).__name__}")
     if first.ndim == 0 and first.is_floating_point():
+        if adds_up:
+            return torch.stack(list(parts)).sum()
         total = sum(sizes)
         return torch.stack([part * (size / total) for part, size in zip(parts, sizes, strict=True)]).sum()
     counts = [

@@ -23,13 +23,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from adaptdl_elastic.torch._gradient.accumulation import tensors_with_gradients
+from adaptdl_elastic.torch._gradient.chunked_forward import divides_by_items
 from adaptdl_elastic.torch._gradient.comm_hook import Norms
 from adaptdl_elastic.torch._gradient.out_of_memory import unguarded
 
 _SAME = 1e-3  # relative difference of squared norms that rounding may cause
-
-_ITEMS = "num_items_in_batch"
-"""Argument by which models of transformers divide their loss: the number of tokens in the whole batch."""
 
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
@@ -97,7 +95,7 @@ class ForwardPass:
         signals = []
         for output, gradient in reached:
             if output.shape == gradient.shape:  # a mean over samples, or a sum over those of the whole batch
-                gradient = gradient * (count / len(half)) if named.get(_ITEMS) is not None else gradient
+                gradient = gradient * (count / len(half)) if divides_by_items(named) else gradient
             else:
                 along = self._along(gradient, count)
                 if along is not None:

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -115,6 +115,9 @@ class MemoryGuard:
         self._parameters = list(module.parameters())
         self._optimizer = optimizer
         self._searched = False
+        self._context: Callable[[], AbstractContextManager[None]] = lambda: getattr(
+            ddp, "run_context", nullcontext
+        )()
         self._unfit = _why_unfit(ddp)
         self._views = ddp.gradient_as_bucket_view  # gradients are views, and have their versions in common
         self._largest: dict[bool, int] = {}  # samples of a chunk, with gradients and without
@@ -187,7 +190,8 @@ class MemoryGuard:
         reserve = 0 if self._optimizer.state else _STATES * trained
 
         def fits(size: int) -> bool:
-            return passes_fit(self._module, args, kwargs, samples, batch.dimension, size, reserve)
+            with self._context():
+                return passes_fit(self._module, args, kwargs, samples, batch.dimension, size, reserve)
 
         began = time.monotonic()
         try:

@@ -20,6 +20,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,25 @@ class _ElasticEpochLoop(_TrainingEpochLoop):
             super()._update_learning_rates(interval, update_plateau_schedulers)
 
 
+@contextlib.contextmanager
+def _running_steps(module: Any) -> Iterator[None]:
+    """Let `forward` of the module run its training step, which may call the module's own `forward`."""
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module.forward = own
+        try:
+            return module.training_step(*args, **kwargs)
+        finally:
+            module.forward = forward
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        module.forward = own
+
+
 class ElasticStrategy(SingleDeviceStrategy):
     """Strategy of Lightning's Trainer for a job whose number of replicas changes.
 
@@ -236,6 +256,8 @@ class ElasticStrategy(SingleDeviceStrategy):
         if max_batch_size is None and local_bsz_bounds is not None:
             raise ValueError("local_bsz_bounds without max_batch_size in ElasticStrategy: give both")
         super().__init__("cuda" if torch.cuda.is_available() else "cpu")
+        # of a training step: Lightning's own one serves a single pass of the module, and parts may follow
+        self._forward_redirection = lambda model, module, name, *args, **kwargs: model(*args, **kwargs)
         self._most, self._bounds = max_batch_size, local_bsz_bounds
         # the Trainer's steps, if the batch size is chosen during training
         self.steps: LightningSteps | None = None
@@ -356,6 +378,7 @@ class ElasticStrategy(SingleDeviceStrategy):
             options["device_ids"] = [self.root_device.index]
         scheduler = self.lr_scheduler_configs[0].scheduler if self.lr_scheduler_configs else None
         self.model = adl.AdaptiveDataParallel(module, self.optimizers[0], scheduler, **options)
+        self.model.run_context = partial(_running_steps, module)
         if self._counters.restored:
             self._counters.begin(adl.finished_epochs())
 
