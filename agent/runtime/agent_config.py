@@ -21,4 +21,4 @@ class AgentConfig:
     options: RunOptions  # as given to this agent; `me.spec` has those of the run, which count for the job
     environment: JobEnvironment
     coordinator: CoordinatorCommand
-    measure_links: Callable[[], tuple[Link, ...]] = tuple  # see `link_probe.measured_links`
+    measure_links: Callable[[], tuple[Link, ...]] = tuple  # measures those to this node again

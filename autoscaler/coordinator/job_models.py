@@ -62,7 +62,7 @@ def model(hints: JobHints) -> GoodputModel | None:
 
 
 def _exact(hints: JobHints) -> bool:
-    """Return whether a step has the initial batch size, in unequal shares; see `Limits.exact`."""
+    """Return whether a step has exactly the initial batch size, in unequal shares if it must."""
     most = hints.max_batch_size
     return most is None or (most == hints.init_batch_size and hints.gradient_accumulation)
 
