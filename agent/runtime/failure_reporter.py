@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from adaptdl_elastic.agent.runtime import failure_reports
@@ -36,9 +36,29 @@ class FailureReporter:
         self._recorder, self._say, self._max_restarts = recorder, say, max_restarts
         self._checkpoint_path = checkpoint_path
         self._tracebacks = TracebackDisplay(output)
+        # (generation, rank) of replicas whose death the others survived
+        self._survived: set[tuple[int, int]] = set()
         # whether a signal ended the replica that failed last on this node, and
         # why training cannot go on without a dead replica, as the replicas said; "" if it can
         self._killed, self.why_not_resilient = False, ""
+
+    def survived(self, generation: int, failure: Failure) -> None:
+        """Tell of the death of a replica that the others survive."""
+        self._survived.add((generation, failure.rank))
+        self._say(f"replica {failure.rank} is lost ({failure.message})")
+        self._recorder.lost(generation, failure)
+
+    def ended(
+        self, record: EndedRecord, ended: Sequence[EndedReplica], restarts_used: int, *, alone: bool
+    ) -> None:
+        """Tell how a generation has ended on this node; the arguments are those of `failed`."""
+        failure = record.failure
+        # the last death on this node is no failure if replicas of other nodes live on
+        survived = not alone and failure is not None and (record.generation, failure.rank) in self._survived
+        if failure is not None and record.outcome is Outcome.FAILED and not survived:
+            self.failed(failure, ended, restarts_used, alone=alone)
+        else:
+            self.left(record, ended)
 
     def failed(
         self, failure: Failure, ended: Iterable[EndedReplica], restarts_used: int, *, alone: bool

@@ -136,10 +136,6 @@ class Curve:
     totals: Mapping[str, float]  # job → samples: the final number if it is done, else to its declared end
     memory_limit: int | None = None  # largest batch of one replica that fits into memory, once known
 
-    def totals_besides(self, job: str) -> tuple[float, ...]:
-        """Return the final or declared lengths, in samples, of all jobs but `job`."""
-        return tuple(total for name, total in self.totals.items() if name != job)
-
     def besides(self, job: str) -> dict[_Key, ProfileEntry]:
         """Return the measurements of other jobs than `job`. The latest report of a configuration counts."""
         found: dict[_Key, ProfileEntry] = {}

@@ -22,8 +22,8 @@ from adaptdl_elastic import _secrets
 from adaptdl_elastic._private import RuntimeFileError
 from adaptdl_elastic._secrets import file_in, machine_secret, secret_in
 from adaptdl_elastic.agent.cluster.run_secret import CommonSecret, common_secret, invitation, refusal
-from adaptdl_elastic.agent.launch import LaunchError, check_checkpoint_path, invite, store_environment
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
+from adaptdl_elastic.agent.taking_part import LaunchError, check_checkpoint_path, invite, store_environment
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec
