@@ -20,26 +20,13 @@ from adaptdl_elastic.agent.own_records import job_spec, node_record
 from adaptdl_elastic.agent.terminal.run_options import MeetingPoint, RunOptions
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.protocol.environment import STAND_IN
-from adaptdl_elastic.rendezvous.local.addresses import (
-    NoPortError,
-    address_towards,
-    is_local,
-    is_loopback,
-    listen,
-)
+from adaptdl_elastic.rendezvous.local import addresses
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec, Link
-from adaptdl_elastic.rendezvous.store import local_socket
+from adaptdl_elastic.rendezvous.store import local_socket, store_options
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
-from adaptdl_elastic.rendezvous.store.store_options import (
-    StoreOptionError,
-    StoreOptions,
-    parse_endpoints,
-    to_environ,
-    variable,
-)
 from adaptdl_elastic.rendezvous.text import pluralize
 from adaptdl_elastic.storage import StorageError
 from adaptdl_elastic.storage.locations import open_storage
@@ -84,31 +71,31 @@ def open_store(
         try:
             server = stack.enter_context(LocalServer())
             server.look = look
-        except (OSError, StoreOptionError) as error:
+        except (OSError, store_options.StoreOptionError) as error:
             raise LaunchError(f"--standalone: the store's socket cannot be made: {error}") from None
         return StoreAccess(server.endpoint, server.store, True, environ)
-    store_options = StoreOptions.from_environment(environ)
+    settings = store_options.StoreOptions.from_environment(environ)
     try:
-        store = connect(options.endpoint, api=options.etcd_api, options=store_options)  # type: ignore[arg-type]
-    except StoreOptionError:
+        store = connect(options.endpoint, api=options.etcd_api, options=settings)  # type: ignore[arg-type]
+    except store_options.StoreOptionError:
         raise
     except StoreError as error:
         then = " Run" if str(error).endswith("?") else "; run"
         refused = "the store refuses us: " if isinstance(error, StoreAuthError) else ""
         raise LaunchError(f"{refused}{error}{then} `adaptdl doctor --etcd {options.endpoint}`") from None
     stack.callback(store.close)
-    confidential = _confidential(store, options.endpoint, store_options)
+    confidential = _confidential(store, options.endpoint, settings)
     return StoreAccess(options.endpoint, store, confidential, environ)
 
 
-def _confidential(store: Store, endpoint: str, options: StoreOptions) -> bool:
+def _confidential(store: Store, endpoint: str, options: store_options.StoreOptions) -> bool:
     """Return whether only this user, or users with a password, can read this store.
 
     etcd's v2 API lets guests read.
     """
     if local_socket.is_local(endpoint):
         return True
-    urls = parse_endpoints(endpoint, options.secure)
+    urls = store_options.parse_endpoints(endpoint, options.secure)
     encrypted = all(url.startswith("https://") for url in urls)
     return encrypted and options.user is not None and store.has_users
 
@@ -123,11 +110,13 @@ def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[s
     given = {name: getattr(options, f"etcd_{name}") for name in ("ca", "cert", "key", "user")}
     if options.of_one_machine:
         for name in (*given, "password", "password_file"):
-            found.pop(variable(name), None)
+            found.pop(store_options.variable(name), None)
     else:
-        found |= to_environ(**{name: value for name, value in given.items() if value is not None})
+        found |= store_options.to_environ(
+            **{name: value for name, value in given.items() if value is not None}
+        )
     if options.etcd_timeout is not None:
-        found |= to_environ(timeout=f"{options.etcd_timeout:g}")
+        found |= store_options.to_environ(timeout=f"{options.etcd_timeout:g}")
     return found
 
 
@@ -161,22 +150,22 @@ def check_meeting_point(point: MeetingPoint, host: str) -> None:
         LaunchError: the address belongs to another machine.
         NoPortError: the port is in use.
     """
-    if point.host is not None and not is_local(point.host):
+    if point.host is not None and not addresses.is_local(point.host):
         raise LaunchError(
             f"{point}: {point.host} is not an address of this machine, the only node of the job"
         )
     try:
-        listen(point.host or host, (point.port, point.port)).close()
-    except NoPortError as error:
-        raise NoPortError(f"{point}: {error}") from None
+        addresses.listen(point.host or host, (point.port, point.port)).close()
+    except addresses.NoPortError as error:
+        raise addresses.NoPortError(f"{point}: {error}") from None
 
 
 def join(options: RunOptions, access: StoreAccess, keys: Keys, say: Say) -> Found:
     """Register this node and join the job, or begin it; LaunchError if that is impossible."""
     host = options.local_addr or "127.0.0.1"
     if not (options.local_addr or options.of_one_machine):
-        host = address_towards(parse_endpoints(access.endpoint))
-    listen(host, options.port_range).close()  # a replica here will have to listen, so check it now
+        host = addresses.address_towards(store_options.parse_endpoints(access.endpoint))
+    addresses.listen(host, options.port_range).close()  # a replica here will have to listen, so check it now
     if options.meeting_point is not None and options.max_nodes == 1:
         check_meeting_point(options.meeting_point, host)
     try:
@@ -234,7 +223,7 @@ def take_part(
         return bool(job_joining.live_agents(store, keys, options.job))
 
     key, port = common.link_key(keys.cluster), 0
-    if options.max_nodes > 1 and not is_loopback(host):
+    if options.max_nodes > 1 and not addresses.is_loopback(host):
         port = link_probe.serve(host, options.port_range, key)
     measured = partial(link_probe.measured_links, store, keys, options.job, key if port else None)
     # before this node is registered, so that the first decision about it knows the links
@@ -258,7 +247,7 @@ def take_part(
             if spec.run != fresh.run:
                 _check_secret(spec, common, store, keys)
                 registration.update(run=spec.run)
-            elif options.max_nodes > 1 and not is_loopback(host):
+            elif options.max_nodes > 1 and not addresses.is_loopback(host):
                 invite(options, common, registration.record.node, say)
             node = registration.record.node
             if (further := measured(node, links)) != links:
