@@ -8,15 +8,8 @@ from typing import Any
 import pytest
 
 from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
-from adaptdl_elastic.rendezvous.schema.records import (
-    Cause,
-    CheckpointRecord,
-    EndedRecord,
-    Failure,
-    Outcome,
-    Plan,
-    Transition,
-)
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.records import Cause, CheckpointRecord, Failure, Plan, Transition
 
 
 class Ignored:
@@ -32,8 +25,8 @@ def restarted(path: Path, cause: Cause, exit_code: int, why: str, saved: Checkpo
     output: Any = Ignored()
     reporter = FailureReporter(output, output, said.append, 3, str(path))
     reporter.why_not_resilient = why
-    failure = Failure(0, exit_code, "failed")
-    reporter.ended(EndedRecord("n", 1, Outcome.FAILED, exit_code, failure), [], 0, alone=True)
+    end = records.EndedRecord("n", 1, records.Outcome.FAILED, 0, Failure(0, exit_code, "failed"))
+    reporter.ended(end, [], 0, alone=True)
     plan = Plan("a", "1", 2, (), cause, Transition.ABORT, "a reason", restarts=1)
     reporter.starts_again(plan, saved)
     return said[-1]
