@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,7 +59,7 @@ class Found:
     host: str
     gpus: Gpus
     secret: str = field(repr=False)  # secret of the run
-    measure_links: Callable[[], tuple[Link, ...]] = tuple
+    measure_links: Callable[[Sequence[Link]], tuple[Link, ...]] = tuple
 
 
 def open_store(

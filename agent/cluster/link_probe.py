@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import secrets
 import socket
 import threading
@@ -30,7 +31,7 @@ from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError, Ports, listen
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.node_links import FAST, MOVED, fastest_links, nodes_with_slow_links
-from adaptdl_elastic.rendezvous.schema.records import Link, NodeRecord, Plan
+from adaptdl_elastic.rendezvous.schema.records import JobStatus, Link, NodeRecord, Plan
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError, read_record
 
 logger = logging.getLogger(__name__)
@@ -110,14 +111,20 @@ def measured_links(
         key: Key that the agents of the job share; None: nothing is measured.
         node: Name of this node.
         known: Links that are known already.
-        again: Whether to measure what was measured before, also while the job trains on several nodes.
+        again: Whether to measure what was measured before, also while the job trains on several nodes: the
+            fastest link and some others, instead of those from the last nodes to join.
     """
-    found, there = list(known), {node, *(link.node for link in known)}
+    found = [] if again else list(known)
+    there = {node, *(link.node for link in found)}
     if key is None:
         return tuple(found)
     with suppress(StoreError):  # whatever needs the store next reports it
         agents = [one for one in live_agents(store, keys, job) if one.link_port and one.node not in there]
         peers = sorted(agents, key=lambda one: one.joined)[-_PEERS:]
+        if again:
+            fastest = max(known, key=lambda link: link.bandwidth).node if known else ""
+            random.shuffle(agents)
+            peers = sorted(agents, key=lambda one: one.node != fastest)[:_PEERS]
         plan = read_record(Plan, store.get(keys.job(job, "plan"))) if peers and not again else None
         if peers and (plan is None or plan.nodes < 2 or plan.run != peers[0].run):
             worker = threading.Thread(target=_measure, args=(peers, key, found, again), daemon=True)
@@ -182,7 +189,7 @@ class LinkWatch:
     """Measure the links to this node again. All methods but `_run` are called in the agent's own thread.
 
     Args:
-        measure: Measures the links from other nodes.
+        measure: Measures the links from other nodes, given those that are known.
         registration: Of this node.
         post: Has a function called in the agent's own thread.
         submit: Has a function called that writes to the store.
@@ -190,7 +197,7 @@ class LinkWatch:
 
     def __init__(
         self,
-        measure: Callable[[], tuple[Link, ...]],
+        measure: Callable[[Sequence[Link]], tuple[Link, ...]],
         registration: Registration,
         post: Callable[[Callable[[], None]], None],
         submit: Callable[[Callable[[], None]], None],
@@ -198,23 +205,42 @@ class LinkWatch:
         self._measure, self._registration, self._post, self._submit = measure, registration, post, submit
         self.measuring = False
         self._pause = SOON
+        self._compared = -1  # generation of the slow steps, or of the changed links, after which it measured
         self.due: float | None = None  # monotonic time to call `look` again at the latest
 
-    def look(self, agents: Mapping[str, NodeRecord], plan: Plan | None, idle: bool, now: float) -> None:
-        """Measure, ever less often, while no step is made over this node's links, which may have changed.
+    def look(
+        self,
+        agents: Mapping[str, NodeRecord],
+        plan: Plan | None,
+        status: JobStatus | None,
+        idle: bool,
+        now: float,
+    ) -> None:
+        """Measure if steps are slower than was predicted, or if other links have changed.
 
-        That is while the job trains on one node, or while this node has no replica because its links are
-        slow, or were.
+        Measure also, ever less often, while no steps use these links. None do while the job trains on one
+        node, or while this node has no replica because its links are slow, or were.
 
         Args:
             agents: The registrations of the job, by node.
             plan: The newest plan.
+            status: The job's status.
             idle: Whether the node has no replica.
             now: Monotonic seconds.
         """
-        record = self._registration.record
+        record, several = self._registration.record, plan is not None and plan.nodes > 1
+        if plan is not None and several and not idle and plan.generation != self._compared:
+            now_known = status is not None and status.generation == plan.generation
+            error = status.prediction_error if status is not None and now_known else None
+            if error is not None and error < 1 / MOVED - 1:
+                self._compared = plan.generation
+                self.measure(agents, plan)
+        changed = max((one.links_since for one in agents.values()), default=-1)
+        if idle and changed > max(record.links_at, self._compared):
+            self._compared = changed
+            self.measure(agents, plan)
         slow = record.links_since >= 0 or record.node in nodes_with_slow_links(agents)
-        waits = plan is None or plan.nodes < 2 or (idle and slow)
+        waits = not several or (idle and slow)
         if not waits or fastest_links(agents).get(record.node, FAST) >= FAST:
             self.due, self._pause = None, SOON
         elif self.due is None:
@@ -234,18 +260,20 @@ class LinkWatch:
 
     def _run(self, rounds: int, before: float | None, generation: int) -> None:
         found: dict[str, Link] = {}
-        for _ in range(rounds):
-            for link in self._measure():
-                # processes that wait for a core make a link look slow
-                if link.node not in found or link.bandwidth > found[link.node].bandwidth:
-                    found[link.node] = link
-        self._post(lambda: self._measured(tuple(found.values()), before, generation))
+        try:
+            for _ in range(rounds):
+                for link in self._measure(self._registration.record.links):
+                    # processes that wait for a core make a link look slow
+                    if link.node not in found or link.bandwidth > found[link.node].bandwidth:
+                        found[link.node] = link
+        finally:
+            self._post(partial(self._measured, tuple(found.values()), before, generation))
 
     def _measured(self, links: tuple[Link, ...], before: float | None, generation: int) -> None:
         self.measuring = False
         if not links:
             return
-        fields: dict[str, Any] = {"links": links}
+        fields: dict[str, Any] = {"links": links, "links_at": generation}
         after = max(one.bandwidth for one in links)
         if before is not None and not 1 / MOVED < after / before < MOVED:
             self.due, self._pause, fields["links_since"] = None, SOON, generation

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -253,7 +252,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._decide(states.StoreBack() if up else states.StoreAway(refused))
                 if up:
                     self._check_requests()
-            case FunctionType():
+            case partial():
                 event()
             case _:
                 self._decide(event)  # type: ignore[arg-type]
@@ -308,7 +307,8 @@ class ElasticAgent(SimpleElasticAgent):
         if self.state.plan is None and (why := self._coordinator.broken) is not None:
             self._reporter.cannot_be_planned(why)
         self._coordinator.update(view.host, view.second, view.leader)
-        self._links.look(view.agents, self.state.plan, self.state.held is None, time.monotonic())
+        idle = self.state.held is None and self.state.departure is None
+        self._links.look(view.agents, self.state.plan, self.state.status, idle, time.monotonic())
 
     # Actions
 

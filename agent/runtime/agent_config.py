@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
@@ -21,4 +21,5 @@ class AgentConfig:
     options: RunOptions  # as given to this agent; `me.spec` has those of the run, which count for the job
     environment: JobEnvironment
     coordinator: CoordinatorCommand
-    measure_links: Callable[[], tuple[Link, ...]] = tuple  # measures those to this node again
+    # measures the links from other nodes again, given those that are known
+    measure_links: Callable[[Sequence[Link]], tuple[Link, ...]] = tuple

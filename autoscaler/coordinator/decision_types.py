@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from adaptdl_elastic.autoscaler.coordinator.job_links import declared
 from adaptdl_elastic.autoscaler.coordinator.job_models import DeclaredEnd
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, PolicySettings
 from adaptdl_elastic.rendezvous.schema.records import Cause
@@ -131,8 +132,8 @@ class Memory:
 
     @property
     def classes(self) -> dict[str, str]:
-        """The class of each node in the last question."""
-        return {node.name: node.node_type for node in self.asked.nodes} if self.asked else {}
+        """The class of each node in the last question, whatever its links are."""
+        return {node.name: declared(node.node_type) for node in self.asked.nodes} if self.asked else {}
 
 
 @dataclass(frozen=True)

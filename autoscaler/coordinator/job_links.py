@@ -14,13 +14,22 @@ from typing import TypeVar
 from adaptdl_elastic.autoscaler.cluster_view import Observed, View
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, NetworkPrior
 from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry, TypeProfile
-from adaptdl_elastic.rendezvous.schema.node_links import FAST, nodes_with_slow_links
+from adaptdl_elastic.rendezvous.schema.node_links import APART, FAST, nodes_with_slow_links
 from adaptdl_elastic.rendezvous.schema.records import Link, NodeRecord
 
 T = TypeVar("T", JobHints, TypeProfile)
 
-SLOW_LINKS = ", slow links"
-"""Ends the name of a type of nodes with slow links."""
+_SLOW = "slow-link"
+
+
+def with_slow_links(name: str) -> str:
+    """Return the name of the type of those nodes of a type that have slow links."""
+    return f"{name} {_SLOW}".lstrip()
+
+
+def declared(name: str) -> str:
+    """Return the type of nodes whose links may be slow."""
+    return name.removesuffix(_SLOW).rstrip() if name.endswith(_SLOW) else name
 
 
 @dataclass(frozen=True)
@@ -35,17 +44,22 @@ def links_of(view: View) -> tuple[dict[str, JobLinks], frozenset[str]]:
     """Return the links of each job, and the nodes with slow links, as jobs with agents there see them."""
     found, slow = {}, set[str]()
     for job, agents in view.nodes.items():
-        records = {node: seen.record for node, seen in agents.items()}
         links = [
-            (node, link) for node, record in records.items() for link in record.links if link.node in records
+            (node, link)
+            for node, seen in agents.items()
+            for link in seen.record.links
+            if link.node in agents and agents[link.node].record.host != seen.record.host
         ]
         if not links:
             continue
-        far = nodes_with_slow_links(records)
+        rates = [link.bandwidth for _, link in links]
+        far = frozenset[str]()
+        if max(rates) > APART * min(rates):
+            far = nodes_with_slow_links({node: seen.record for node, seen in agents.items()})
         slow |= far
         found[job] = JobLinks(
-            _median([link for node, link in links if not {node, link.node} & far]),
-            _median([link for node, link in links if {node, link.node} & far]),
+            _median([link for node, link in links if not far or not {node, link.node} & far]),
+            _median([link for node, link in links if {node, link.node} & far] if far else []),
         )
     return found, frozenset(slow)
 
@@ -57,8 +71,13 @@ def _median(links: list[Link]) -> Link | None:
 
 def still_valid(hints: JobHints, agents: Mapping[str, Observed[NodeRecord]]) -> JobHints:
     """Return a report without the step times on nodes whose links have changed since they were measured."""
-    since = {node: seen.record.links_since for node, seen in agents.items()}
-    return _only(hints, lambda one: all(since.get(node, -1) <= one.generation for node in one.on))
+    since = {node: seen.record.links_since for node, seen in agents.items() if seen.record.links_since >= 0}
+    if not since:
+        return hints
+    # the generation of what was measured on another type of nodes is not known
+    return _only(
+        hints, lambda one: one.generation < 0 or all(since.get(node, -1) <= one.generation for node in one.on)
+    )
 
 
 def over_links(hints: JobHints, slow: Container[str], over_slow: bool) -> JobHints:
@@ -91,7 +110,8 @@ def _kept(told: T, keep: Callable[[ProfileEntry], bool]) -> T:
     most = max((one.replicas for one in kept if one.nodes > 1), default=1)
     if theta is not None and most <= 2:
         a_c, b_c, a_n, _, a_r, b_r, gamma = theta
-        theta = a_c, b_c, 1.1 * a_r if most == 1 else a_n, 1.1 * b_r, a_r, b_r, gamma
+        a_n, b_n = a_r if most == 1 else a_n, b_r
+        theta = a_c, b_c, a_n, b_n, a_r, b_r, gamma
     return replace(told, profile=kept, perf_params=theta)
 
 

@@ -184,7 +184,8 @@ def curve_of(reports: Sequence[Report]) -> Curve:
     """Return the shared measurements of at least one report."""
     told: dict[_Key, tuple[_Told, ...]] = {}
     for report in reports:
-        for entry in report.hints.profile:
+        # of several measurements of a job on different nodes, the last one
+        for entry in {_key(one): one for one in sorted(report.hints.profile, key=_generation)}.values():
             both = (*told.get(_key(entry), ()), _Told(report.seen, report.job, entry))
             told[_key(entry)] = tuple(sorted(both, key=lambda one: (-one.seen, -one.entry.optim_count))[:2])
     if len(told) > MOST_SHARED:
@@ -198,6 +199,10 @@ def curve_of(reports: Sequence[Report]) -> Curve:
     }
     limits = [report.hints.memory_limit for report in reports if report.hints.memory_limit is not None]
     return Curve(told, widest.hints, totals, min(limits, default=None))
+
+
+def _generation(entry: ProfileEntry) -> int:
+    return entry.generation
 
 
 def _weight(told: tuple[_Told, ...]) -> tuple[int, float]:

@@ -17,12 +17,13 @@ import numpy as np
 
 from adaptdl_elastic.autoscaler.cluster_view import View
 from adaptdl_elastic.autoscaler.coordinator.job_links import (
-    SLOW_LINKS,
     JobLinks,
+    declared,
     links_of,
     over_links,
     still_valid,
     with_network,
+    with_slow_links,
 )
 from adaptdl_elastic.autoscaler.coordinator.job_models import (
     Curve,
@@ -118,16 +119,19 @@ class Measured:
             return None, {}
         of_script = self.of_scripts.get(profile_key, TypeRatios())
         types = {*self.types, *self.measured_on(profile_key, hints)}
-        types = {name.removesuffix(SLOW_LINKS) for name in types}
+        types = {declared(name) for name in types}
         links = self.links.get(job, JobLinks())
         found: list[tuple[GoodputModel | None, dict[str, GoodputModel]]] = []
-        kinds = (self.scripts, links.fast, ""), (self.over_slow, links.slow or links.fast, SLOW_LINKS)
-        for scripts, link, suffix in kinds if self.slow else kinds[:1]:
-            told = over_links(hints, self.slow, bool(suffix)) if self.slow else hints
+        kinds = (False, self.scripts, links.fast), (True, self.over_slow, links.slow or links.fast)
+        for slow, scripts, link in kinds if self.slow else kinds[:1]:
+            told = over_links(hints, self.slow, slow) if self.slow else hints
             one, by_type = typed_models(job, told, scripts.get(profile_key), types, of_script, self.ratios)
             if one is not None:
                 one = with_network(one, told, link)
-                by_type = {name + suffix: with_network(of, told, link) for name, of in by_type.items()}
+                by_type = {
+                    with_slow_links(name) if slow else name: with_network(of, told, link)
+                    for name, of in by_type.items()
+                }
             found.append((one, by_type))
         return found[0][0], {name: of for _, by_type in found for name, of in by_type.items()}
 
@@ -141,7 +145,7 @@ class Measured:
         if found and profile_key in self.scripts:
             found |= set(self.scripts[profile_key].by_type)
         found |= {other for one, other in self.ratios.known if one in found}
-        found |= {name + SLOW_LINKS for name in found if self.slow}  # one replica is as fast there
+        found |= {with_slow_links(name) for name in found if self.slow}  # one replica is as fast there
         return frozenset(name for name in found if SEVERAL not in name)
 
     def placed(self, hints: JobHints | None, nodes: Iterable[str]) -> JobHints | None:
@@ -160,17 +164,14 @@ def measured(view: View, before: Mapping[str, str] | None = None) -> Measured:
         view: The cluster.
         before: The class that each node had in the last question.
     """
-    reports = {
-        key: [replace(one, hints=still_valid(one.hints, view.agents(one.job))) for one in told]
-        for key, told in reports_by_script(view).items()
-    }
-    known = {node: name.removesuffix(SLOW_LINKS) for node, name in (before or {}).items()}
-    found = node_classes(view, reports, known)
+    reports = reports_by_script(view)
+    found = node_classes(view, reports, before or {})
     links, slow = links_of(view)
     scripts: list[dict[str, ScriptProfile]] = [{}, {}]
     of_scripts: dict[str, TypeRatios] = {}
     for key, told in reports.items():
         try:
+            told = [replace(one, hints=still_valid(one.hints, view.agents(one.job))) for one in told]
             named = [replace(one, hints=found.labelled(one.hints, one.nodes)) for one in told]
             for kind in (False, True) if slow else ():
                 these = [replace(one, hints=over_links(one.hints, slow, kind)) for one in named]
@@ -180,7 +181,7 @@ def measured(view: View, before: Mapping[str, str] | None = None) -> Measured:
         except Exception:  # an error in these reports: their jobs share nothing, and all others are decided
             continue
     ratios_known = TypeRatios(found.ratios | dict(_medians(of_scripts.values()).known))
-    type_of = {node: name + SLOW_LINKS * (node in slow) for node, name in found.type_of.items()}
+    type_of = {node: with_slow_links(name) if node in slow else name for node, name in found.type_of.items()}
     return Measured(type_of, scripts[0], ratios_known, of_scripts, links, found, slow, scripts[1])
 
 

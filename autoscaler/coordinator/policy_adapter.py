@@ -17,7 +17,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     PolicyQuestion,
     Target,
 )
-from adaptdl_elastic.autoscaler.coordinator.job_links import link_pause, still_valid
+from adaptdl_elastic.autoscaler.coordinator.job_links import declared, link_pause, still_valid
 from adaptdl_elastic.autoscaler.coordinator.job_models import DeclaredEnd, attained, own_hints, reported_on
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.node_types import Measured, measured, most_profiled
@@ -179,6 +179,7 @@ def _job(
     hints = known.placed(hints and still_valid(hints, view.agents(job.job)), reported_on(job))
     goodput_model, models = known.models(job.job, spec.profile_key, hints)
     several = len(known.types) > 1
+    speeds = known.ratios.speeds({declared(name) for name in known.types}) if several else {}
     pause = expected_pause(job, settings)
     fixed, places = _fixed_size(view, job, condition, places, settings)
     unsettled = condition.phase in _UNSETTLED
@@ -195,7 +196,7 @@ def _job(
         model=goodput_model,
         models=models if len(models) > 1 else {},
         measured=known.measured_on(spec.profile_key, hints),
-        speeds=known.ratios.speeds(known.types) if several else {},
+        speeds={name: speeds.get(declared(name), 1.0) for name in known.types} if speeds else {},
         max_profiled_replicas=most_profiled(hints),
         requested_replicas=None if fixed is None else fixed.size,
         fixed_because="" if fixed is None else fixed.text,
@@ -284,6 +285,7 @@ def _fingerprint(job: JobView, condition: Condition, info: JobInfo, places: Mapp
         condition.phase,
         info.requested_replicas,
         info.model and info.model.network,
+        tuple(model.network for model in info.models.values()),
         info.link_pause,
         info.max_profiled_replicas,
         None if hints is None else hints.generation,

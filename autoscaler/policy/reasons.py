@@ -54,7 +54,8 @@ def _size(allocation: Allocation, tables: Tables) -> str:
     sizes = tables.sizes
     kind = sizes.kind(allocation)
     several = len(sizes.types) > 1 and allocation
-    mixed = " and ".join(sorted({sizes.type_of[node] for node in allocation if node in sizes.type_of}))
+    names = {sizes.type_of[node] for node in allocation if node in sizes.type_of} - {""}
+    mixed = " and ".join(sorted(names))
     name = "" if not several else mixed if kind == sizes.mixed else sizes.types[kind]
     where = f"{name} node" if name else "node"
     if len(allocation) > 1:

@@ -23,18 +23,22 @@ MOVED = 1.5
 def fastest_links(agents: Mapping[str, NodeRecord]) -> dict[str, float]:
     """Return the bytes per second of each node's fastest link; nodes without a known link are left out.
 
-    What the node itself has measured counts, since it measures again. Else what others have measured counts.
+    The last measurement of a link counts, unless one of its nodes has measured other links later. Links
+    between agents of one host do not count.
     """
-    own = {
-        node: [link.bandwidth for link in record.links if link.node in agents]
-        for node, record in agents.items()
-    }
-    told: dict[str, list[float]] = {}
-    for record in agents.values():
+    newest: dict[tuple[str, str], tuple[int, float]] = {}
+    for node, record in agents.items():
         for link in record.links:
-            told.setdefault(link.node, []).append(link.bandwidth)
-    known = {node: own[node] or told.get(node) for node in agents}
-    return {node: max(rates) for node, rates in known.items() if rates}
+            if link.node in agents and agents[link.node].host != record.host:
+                ends = (node, link.node) if node < link.node else (link.node, node)
+                told = record.links_at, link.bandwidth
+                newest[ends] = max(told, newest.get(ends, told))
+    found: dict[str, float] = {}
+    for ends, (at, bandwidth) in newest.items():
+        for node in ends:
+            if at >= agents[node].links_at:
+                found[node] = max(bandwidth, found.get(node, 0.0))
+    return found
 
 
 def nodes_with_slow_links(agents: Mapping[str, NodeRecord]) -> frozenset[str]:

@@ -155,8 +155,9 @@ class NodeRecord:
     # where other agents of the job measure the link from this node; 0: they cannot
     link_port: Annotated[int, Field(ge=0, le=65535)] = 0
     links: Annotated[tuple[Link, ...], Field(max_length=MOST_SLOTS)] = ()  # as last measured
-    # newest generation when the fastest of them was found to have changed; steps over it that were measured
-    # in earlier generations say nothing any more
+    links_at: int = -1  # newest generation when they were measured again; -1: as measured when it joined
+    # the same when the fastest of them was found to have changed; steps over it that were measured in earlier
+    # generations say nothing any more
     links_since: int = -1
     # a file of the job's code that differs from the one that runs; the node takes no further replicas then
     changed: str = ""

@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,8 @@ from adaptdl_elastic.agent.cluster import link_probe
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
+    JobState,
+    JobStatus,
     Link,
     NodeRecord,
     Placement,
@@ -121,7 +123,7 @@ def test_nothing_is_measured_while_the_job_trains_on_several_nodes(store: Memory
 
 
 def record(node: str, links: tuple[Link, ...] = (), since: int = -1) -> NodeRecord:
-    return NodeRecord(node, "job", "run", "a", HERE, 1, links=links, links_since=since)
+    return NodeRecord(node, "job", "run", "a", f"host of {node}", 1, links=links, links_since=since)
 
 
 class Watched:
@@ -130,10 +132,11 @@ class Watched:
     def __init__(self, rate: float, since: int = -1) -> None:
         self.record = record("one", (Link("two", 1e-4, rate),), since)
         self.rate, self.measured = rate, 0
+        self.status: JobStatus | None = None
         self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
         self.watch = link_probe.LinkWatch(self._measure, self, self._calls.put, lambda write: write())  # type: ignore[arg-type]
 
-    def _measure(self) -> tuple[Link, ...]:
+    def _measure(self, known: Sequence[Link]) -> tuple[Link, ...]:
         self.measured += 1
         return (Link("two", 1e-4, self.rate * (0.3 if self.measured == 1 else 1.0)),)
 
@@ -146,7 +149,7 @@ class Watched:
             "two": record("two", (Link("three", 1e-4, 1e8),)),
             "three": record("three"),
         }
-        self.watch.look(agents, PLAN, idle, now)
+        self.watch.look(agents, PLAN, self.status, idle, now)
         self.finish()
 
     def steps_change(self) -> None:
@@ -172,6 +175,21 @@ def test_links_are_measured_again_when_steps_change_and_the_best_of_three_counts
     assert watched.record.links == (Link("two", 1e-4, rate),)
     assert watched.record.links_since == since
     assert watched.measured == link_probe.ROUNDS
+
+
+def test_steps_that_are_slower_than_predicted_lead_to_one_measurement_in_a_generation() -> None:
+    watched = Watched(1e8)
+    told = JobStatus("job", "run", JobState.RUNNING, PLAN.generation, prediction_error=-0.3)
+    for status, measured in (
+        (None, 0),
+        (told, 0),
+        (replace(told, generation=6, prediction_error=-0.5), 0),
+        (replace(told, prediction_error=-0.5), link_probe.ROUNDS),
+        (replace(told, prediction_error=-0.9), link_probe.ROUNDS),
+    ):
+        watched.status = status
+        watched.looks(0.0, idle=False)
+        assert watched.measured == measured
 
 
 def test_a_node_that_waits_with_slow_links_measures_ever_less_often_until_they_change() -> None:

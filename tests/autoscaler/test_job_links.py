@@ -36,7 +36,8 @@ def grown(pump: Pump, bandwidth: float, *measured: ProfileEntry) -> None:
         pump.plan("a"), **TRANSFORMER, gradient_bytes=40e6, state_bytes=120e6, perf_params=THETA,
         profile=(ONE, *measured), max_profiled_replicas=1, inplace=True,
     )  # fmt: skip
-    pump.node("n1", "a", 1, reports=False).register(links=(Link("n0", 1e-4, bandwidth),))
+    second = pump.node("n1", "a", 1, reports=False)
+    second.register(host="another", links=(Link("n0", 1e-4, bandwidth),))
     pump.later(120.0).settle()
 
 

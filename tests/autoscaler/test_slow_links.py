@@ -29,7 +29,7 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[World]:
     def make(parameters: float, *gbits: float) -> LinkWorld:
         script.restart()
         return LinkWorld(
-            script, parameters, **{node: GBIT * one for node, one in zip("abc", gbits, strict=True)}
+            script, parameters, **{node: GBIT * one for node, one in zip("abcde", gbits, strict=False)}
         )
 
     yield make
@@ -81,13 +81,39 @@ def test_a_job_goes_where_it_is_fast_whatever_falls_or_rises(
     run = world(1e6, *before).measure()
     run.run(60.0)
     run.set(*(GBIT * one for one in after))
-    run.run(200.0)
+    for _ in range(10):  # a node measures again after pauses that double
+        run.run(60.0)
+        assert run.changes(60.0) <= 3
+        if run.rate >= 0.95 * run.best():
+            break
     assert run.rate >= 0.95 * run.best()
-    assert run.changes(200.0) <= 4
+
+
+@pytest.mark.parametrize("fall", ["cde", "abe"])
+def test_a_job_on_five_nodes_leaves_three_whose_switch_falls(world: World, fall: str) -> None:
+    run = world(10e6, 1, 1, 1, 1, 1).measure()
+    run.run(60.0)
+    run.wires |= dict.fromkeys(fall, 0.1 * GBIT)
+    run.run(90.0)
+    assert run.rate >= 0.95 * run.best()
+    assert run.changes(90.0) <= 3
+
+
+@pytest.mark.parametrize("parameters", [1e6, 10e6], ids=["1 M", "10 M"])
+def test_a_link_that_falls_while_the_job_changes_is_noticed(world: World, parameters: float) -> None:
+    run = world(parameters, 1, 1, 1)
+    run.run(30.0)
+    run.pump.ask("j", replicas=3)
+    run.wires["c"] = 0.1 * GBIT
+    run.run(10.0)
+    assert len(run.on) == 3
+    run.pump.ask("j", replicas=None)
+    run.run(30.0)
+    assert "c" not in run.on
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_wires_that_change_at_random_cost_few_changes(world: World, seed: int) -> None:
     chance = random.Random(seed)
     run = world(chance.choice([1e6, 10e6]), *(chance.choice([0.1, 1.0]) for _ in range(3))).measure()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from coordinator_pump import Pump
@@ -35,14 +37,17 @@ class Agent:
 
     def __init__(self, world: LinkWorld, fake: FakeAgent) -> None:
         self._world, self._fake = world, fake
-        self.record = fake.record()
+        self.record = fake.record(host=fake.node)
         calls: queue.Queue[Callable[[], None]] = queue.Queue()
         self._calls = calls
-        self.watch = LinkWatch(lambda: world.links(fake.node), self, calls.put, lambda write: write())  # type: ignore[arg-type]
+        self.watch = LinkWatch(partial(world.links, fake.node), self, calls.put, lambda write: write())  # type: ignore[arg-type]
 
     def update(self, **fields: Any) -> None:
         self.record = replace(self.record, **fields)
-        self._fake.register(links=self.record.links, links_since=self.record.links_since)
+        told = self.record
+        self._fake.register(
+            host=told.host, links=told.links, links_at=told.links_at, links_since=told.links_since
+        )
 
     def measured(self) -> None:
         """Wait for a measurement."""
@@ -53,7 +58,7 @@ class LinkWorld:
     """A job of `parameters` parameters on nodes a, b, …, whose wires have so many bytes a second."""
 
     def __init__(self, script: Script, parameters: float, **wires: float) -> None:
-        self._script = script
+        self._script, self._chance = script, random.Random(0)
         self.wires, self.bytes = dict(wires), 4 * parameters
         self.each = 9.2e-9 * parameters  # seconds that a sample is computed for
         self.pump = Pump(policy=allocate)
@@ -75,11 +80,16 @@ class LinkWorld:
         """Change the wires of all nodes."""
         self.wires = dict(zip(self.wires, wires, strict=True))
 
-    def links(self, node: str) -> tuple[Link, ...]:
-        there = list(self.agents) if len(self.agents) < len(self.wires) else list(self.wires)
-        return tuple(
-            Link(other, LATENCY, min(self.wires[node], self.wires[other])) for other in there if other != node
-        )
+    def links(self, node: str, known: Sequence[Link] = ()) -> tuple[Link, ...]:
+        """Measure the links from at most three others, as agents do: when they join, from the last ones."""
+        others = [other for other in self.agents if other != node]
+        joins = len(self.agents) < len(self.wires)
+        if not joins:
+            self._chance.shuffle(others)
+            fastest = max(known, key=lambda link: link.bandwidth).node if known else ""
+            others.sort(key=lambda other: other == fastest)
+        peers = others[-3:]
+        return tuple(Link(other, LATENCY, min(self.wires[node], self.wires[other])) for other in peers)
 
     def seconds(self, on: frozenset[str]) -> float:
         """The seconds of a step on these nodes."""
@@ -140,7 +150,8 @@ class LinkWorld:
             return
         self.pump.later(self.now - self.pump.clock.now)
         for node, agent in self.agents.items():
-            agent.watch.look(self._registered, self.pump.plan("j"), node not in self.on, self.now)
+            plan, status = self.pump.plan("j"), self.pump.status("j")
+            agent.watch.look(self._registered, plan, status, node not in self.on, self.now)
             if agent.watch.measuring:
                 agent.measured()
 

@@ -477,7 +477,12 @@ class Metrics:
         session.send(Hints(json.loads(encode(hints))))
 
     def _refit(self) -> None:
-        entries = self.entries()
+        session, on = self._session, self._on[1]
+        here = session.nodes, session.replicas
+        # of the present number of nodes and replicas, only what was measured on these nodes
+        entries = tuple(
+            one for one in self._times.entries() if (one.nodes, one.replicas) != here or one.on in (on, ())
+        )
         self._estimates, self._entries = self._times.estimates(), entries
         if not entries:
             return

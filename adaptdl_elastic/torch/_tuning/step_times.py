@@ -233,13 +233,13 @@ class StepTimes:
         return entries(self.spans())
 
     def network_changed(self, since: float, on: tuple[str, ...]) -> None:
-        """Forget what was measured before `since` on these nodes; (): on several without known names."""
+        """Forget what was measured before `since` on these nodes, and on several without known names."""
         with self._lock:
             self._close()
             self._spans = [
                 span
                 for span in self._spans
-                if span.key.nodes == 1 or span.began >= since + self._offset or span.key.on != on
+                if span.key.nodes == 1 or span.began >= since + self._offset or span.key.on not in (on, ())
             ]
 
     def dump(self) -> list[Any]:
@@ -303,7 +303,8 @@ def since_jump(spans: Sequence[Span]) -> Sequence[Span]:
     """Return the spans after the last stay that a later one at the same configuration contradicts.
 
     Two stays contradict each other if steps take `JUMP` times as long in one as in the other. The later one
-    counts when it has lasted five times `SPAN`: the first steps after a change are often slow.
+    counts when it has lasted five times `SPAN`: the first steps after a change are often slow. On several
+    nodes the network may be the reason, so there only what was measured on the same nodes is left out.
     """
     places = [0] + [i + 1 for i, (one, other) in enumerate(pairwise(spans)) if one.key != other.key]
     stays = [spans[begin:end] for begin, end in zip(places, [*places[1:], len(spans)], strict=True)]
@@ -314,7 +315,9 @@ def since_jump(spans: Sequence[Span]) -> Sequence[Span]:
         if not same or enough is None:
             continue
         if abs(_level(enough) - _level(stays[same[-1]][-1])) > math.log(JUMP):
-            return spans[places[same[-1] + 1] :]
+            kept, key = spans[places[same[-1] + 1] :], stay[0].key
+            before = spans[: places[same[-1] + 1]] if key.nodes > 1 else ()
+            return [*(one for one in before if one.key.place != key.place), *kept]
     return spans
 
 
