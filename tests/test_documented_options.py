@@ -14,16 +14,13 @@ from adaptdl_elastic.autoscaler.cli import adaptdl
 
 # of etcd; Slurm; useradd, pip, aws, mypy, systemctl and build; examples, benchmarks and the self-test;
 # providers of `adaptdl autoscale`; every program; node services; gone, as decisions.md says
-_OTHERS = (
-    "advertise-client-urls auto-compaction-mode auto-compaction-retention cert-file client-cert-auth "
-    "data-dir enable-v2 initial-advertise-peer-urls initial-cluster interactive key-file listen-client-urls "
-    "listen-peer-urls peer-cert-file prefix trusted-ca-file account comment cpus-per-task gpus-per-node "
-    "gres job-name kill-on-bad-exit no-kill no-requeue nodes ntasks ntasks-per-node open-mode output "
-    "overlap requeue signal time create-home home-dir index-url no-create-home recursive require-hashes "
-    "shell strict system target user wheel epochs keep limit lr parallel policy runs seed storage trace "
-    "traces trials batch-file partition queue-url sbatch-option help spec local notify"
-)
-OTHERS = {f"--{word}" for word in _OTHERS.split()}
+OTHERS = """advertise-client-urls auto-compaction-mode auto-compaction-retention cert-file client-cert-auth
+data-dir enable-v2 initial-advertise-peer-urls initial-cluster interactive key-file listen-client-urls
+listen-peer-urls peer-cert-file prefix trusted-ca-file account comment cpus-per-task gpus-per-node gres
+job-name kill-on-bad-exit no-kill no-requeue nodes ntasks ntasks-per-node open-mode output overlap requeue
+signal time create-home home-dir index-url no-create-home recursive require-hashes shell strict system target
+user wheel epochs keep limit lr parallel policy runs seed storage trace traces trials batch-file partition
+queue-url sbatch-option help spec local notify"""
 COMMAND = re.compile(r"(?<![\w./-])adaptdl(?:-run)?(?: +[^\s`\"'();|&]+)+")
 
 
@@ -36,7 +33,8 @@ def commands(command: click.Command, path: str = "adaptdl") -> Iterator[tuple[st
 
 
 def named(text: str) -> set[str]:
-    return {word.rstrip("-") for word in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)} - OTHERS
+    found = {word.rstrip("-") for word in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
+    return found - {f"--{word}" for word in OTHERS.split()}
 
 
 def test_every_option_that_a_page_or_a_docstring_names_exists() -> None:
