@@ -119,13 +119,13 @@ class ElasticLoader(Protocol):
 
 
 class LearntLimit(Protocol):
-    """Hold the largest local batch that fits into memory; see `torch._tuning.memory_limit`."""
+    """Hold the largest local batch that fits into memory; None before one has not fitted."""
 
     largest: int | None
 
 
 class SavedState(Protocol):
-    """Define a state that is saved in every checkpoint, see `adaptdl_elastic.checkpoint.State`."""
+    """Define a state that is saved in every checkpoint; scripts inherit from `checkpoint.State`."""
 
     required: bool
     expires: int | None
@@ -339,7 +339,7 @@ class ScaledModel(Protocol):
 
 
 class StepCounter(Protocol):
-    """Define the position of the script; see `adaptdl_elastic.torch._runtime.position`."""
+    """Define the position of the script: its steps, and the loops that it has reached."""
 
     step: int
     """Optimizer steps finished since the job began."""
@@ -583,7 +583,7 @@ class Capability(Protocol):
 
 
 class TorchGroup(Protocol):
-    """Define torch's default process group; see `adaptdl_elastic.torch._process_group.backends.Group`."""
+    """Define torch's default process group, as all backends offer it."""
 
     completion_is_unreliable: bool
 

@@ -144,9 +144,9 @@ class Session:
         self.saved_progress = 0.0
         # whether the number of replicas can change without a restart, and if not, the reason
         self.inplace = (False, "")
-        # see `torch._data.registry`
+        # the script's data loaders, and the one whose loop runs (a `LoaderRegistry`)
         self.loaders: object = None
-        # see `torch._tuning.memory_limit`
+        # the largest batch of a replica that fits into memory; None before it is asked for
         self.memory: LearntLimit | None = None
         self.checkpoints: Closable | None = None
         # the agent has asked for a stop
@@ -157,7 +157,7 @@ class Session:
         self.last_summed: Summed | None = None
         # of the script's collectives outside of data loops
         self.past_results = PastResults()
-        # see eligibility; None: no search so far
+        # schedulers, GradScalers and plain DDP models of the script; None: no search so far
         self.user_objects: list[weakref.ref[Any]] | None = None
 
         # torch's process group: argument of init_process_group
@@ -165,7 +165,7 @@ class Session:
         self.group: TorchGroup | None = None
         # kept alive for torch, which calls it from C++
         self.group_store: Any = None
-        # the current batch does not count, see `torch._elastic.dry_batch`
+        # the current batch does not count: what the loop's body changes is undone after it
         self.dry = False
         # a transfer between replicas is running that may never end
         self.transfer_stuck = False

@@ -30,7 +30,7 @@ def initialize(
     """Connect to the other replicas; every one of them must call it.
 
     `adaptdl_elastic.torch.init_process_group` does this. Arguments that are None are read from the
-    environment (see `adaptdl_elastic.env`).
+    environment, by the functions of `adaptdl_elastic.env`.
 
     Args:
         master_addr: Host on which rank 0 listens.

@@ -86,7 +86,7 @@ def supervisor_url() -> str | None:
 
 
 def from_ray() -> bool:
-    """Return False. A trial of Ray Tune runs as any job does: see `adaptdl_elastic.tune`."""
+    """Return False: a trial of Ray Tune runs as any job does (`adaptdl_elastic.tune`)."""
     return False
 
 

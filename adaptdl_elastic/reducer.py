@@ -117,7 +117,7 @@ class Reducer:
         rank: Rank of this replica.
         replicas: Number of replicas.
         root_host: Host on which rank 0 listens.
-        root_port: Port on which rank 0 listens; 0 on rank 0: a free port (see `port`).
+        root_port: Port on which rank 0 listens; 0 on rank 0: a free port, which `port` returns.
         secret: Key that both sides must know; None: only plain data can be exchanged.
         timeout: Seconds until all replicas must be connected.
         on_control: Called with (sender's rank, message) for every control message, in the reader thread.
@@ -262,7 +262,7 @@ class Reducer:
         stream: int = MAIN,
         objects: bool = False,
     ) -> Any:
-        """Return the `obj` of all replicas combined in the order of ranks. See `allreduce_async`."""
+        """Return the `obj` of all replicas combined in the order of ranks, when it has arrived."""
         return self.allreduce_async(obj, reduce_fn, tag, stream, objects).result()
 
     def allreduce_async(
@@ -276,7 +276,7 @@ class Reducer:
         """Start to combine the `obj` of all replicas, and return a Future of the result.
 
         Args:
-            obj: Plain data (see `_codec`), unless `objects`.
+            obj: Numbers, strings, bytes, arrays, tensors and containers of them; any object if `objects`.
             reduce_fn: Function that combines two values into one; runs on rank 0.
             tag: Place of the call in the script, which must be the same on all replicas.
             stream: Stream of the call.

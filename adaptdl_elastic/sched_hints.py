@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any
 
 from adaptdl_elastic import _session
-from adaptdl_elastic._checks import integer
 from adaptdl_elastic.protocol.hints import (
     MOST,
     PERF_PARAMS,
@@ -42,14 +41,11 @@ __all__ = [
 ]
 
 
-def _plain(value: Any) -> Any:
+def _number(value: Any) -> Any:
     """Convert a NumPy number to a Python number."""
-    number = integer(value)
-    if number is None and hasattr(value, "item"):
-        return value.item()
-    if number is None:
+    if not hasattr(value, "item"):
         raise TypeError(f"hints are numbers, lists of numbers and names, got {value!r}")
-    return number
+    return value.item()
 
 
 def post_sched_hints(sched_hints: Mapping[str, Any], job_key: str | None = None) -> bool:
@@ -71,5 +67,5 @@ def post_sched_hints(sched_hints: Mapping[str, Any], job_key: str | None = None)
     hints = asdict(session.metrics.hints()) | from_adaptdl(sched_hints)
     if session.rank != 0:
         return False
-    text = encode(decode(json.dumps(hints, default=_plain)))
+    text = encode(decode(json.dumps(hints, default=_number)))
     return session.send(Hints(json.loads(text)))

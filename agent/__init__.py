@@ -3,7 +3,8 @@
 | question | module or package |
 |---|---|
 | How does the command `adaptdl-run` start, and with which exit code does it end? | `cli` |
-| How do the command's options become an agent, its environment and its store? | `launch` |
+| How is one node's part of a job run, from the command's options to an exit code? | `launch` |
+| How does a node connect to the store, register, and join a job's run or begin it? | `taking_part` |
 | Which options are there, and what does the user see? | `terminal` |
 | What does the agent write of itself and of its job into the store? | `own_records` |
 | What does the agent do about an event? (pure) | `core` |

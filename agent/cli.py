@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OptionError as error:
         print(f"adaptdl-run: error: {error}", file=sys.stderr)
         return 2
-    from adaptdl_elastic.agent.launch import LaunchError, complain, ignore_signals, launch
+    from adaptdl_elastic.agent.launch import complain, ignore_signals, launch
+    from adaptdl_elastic.agent.taking_part import LaunchError
     from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, StreamOptionError
     from adaptdl_elastic.rendezvous.local.addresses import NoPortError
     from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError

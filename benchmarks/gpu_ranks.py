@@ -1,4 +1,4 @@
-"""Change the size of a job whose two or three ranks share one GPU; see gpu_checks.py.
+"""Change the size of a job whose two or three ranks share one GPU; gpu_checks.py runs it.
 
 NCCL refuses two ranks on one device of a host. The script (that of rescale_pause.py) gives each process a
 host id of its own, so NCCL takes them for hosts and connects them by sockets. NVML is hidden from the agent,

@@ -55,7 +55,7 @@ LINGER = 2
 
 
 class Accumulator(MutableMapping[Any, Any]):
-    """Sum values over all samples and replicas; see the module's docstring.
+    """Sum values over all samples and replicas, and across restarts.
 
     The arguments are those of `dict`: initial sums over all replicas. Accumulators must be created outside of
     data loops and in the same order on every replica, because a checkpoint identifies them by epoch and

@@ -201,7 +201,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         local_bsz_bounds: tuple[int | None, int | None] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`. Not for a loader with a `batch_sampler`."""
+        """Let the batch size change, within limits. Not for a loader with a `batch_sampler`."""
         if not self._stream and self._elastic_batches.given:
             raise ValueError(
                 "autoscale_batch_size with a batch_sampler, whose batches are what they are: give a sampler, "

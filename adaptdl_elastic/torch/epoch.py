@@ -186,7 +186,7 @@ class _StepLoopHelper(AdaptiveDataLoaderHelper):
 
 
 class Steps:
-    """Count the steps of a data loop that has no loader. See `steps`."""
+    """Count the steps of a data loop that has no loader; `steps` makes it."""
 
     def __init__(self, count: int) -> None:
         self._count, self._helper = count, _StepLoopHelper()
@@ -279,7 +279,7 @@ def steps(count: int) -> Steps:
 
 
 class _OncePerEpoch(checkpoint.State):
-    """Keep what functions have returned in the running epoch, as `once_per_epoch` says."""
+    """Keep what functions have returned in the running epoch, so that they are not called again in it."""
 
     required = False
 

@@ -155,7 +155,7 @@ class AdaptiveFSDP(StepsModel):
     # A change of the number of replicas.
 
     def hand_over(self, order: Sequence[int]) -> None:
-        """Give the parts of this replica to those that stay; see `reshard.hand_over`. A collective.
+        """Give the parts of this replica to those that stay. A collective of the old process group.
 
         Args:
             order: Old ranks of the replicas that stay, in the order of their new ranks.
@@ -216,7 +216,7 @@ class AdaptiveFSDP(StepsModel):
         """Do nothing: `fully_shard` leaves buffers to each replica. Newcomers get another replica's."""
 
     def data_loop_begins(self) -> None:
-        """Do nothing: see `sync_buffers`."""
+        """Do nothing: `fully_shard` leaves buffers to each replica."""
 
     @property
     def accumulates_by_hand(self) -> bool:

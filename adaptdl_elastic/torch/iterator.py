@@ -93,7 +93,7 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
         local_bsz_bounds: tuple[int | None, int | None] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`. Gradient accumulation is not supported."""
+        """Let the batch size change during training. Gradient accumulation is not supported."""
         if gradient_accumulation:
             raise ValueError("gradient_accumulation with an AdaptiveBPTTIterator: not supported")
         super().autoscale_batch_size(max_batch_size, local_bsz_bounds)

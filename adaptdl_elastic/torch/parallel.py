@@ -302,7 +302,7 @@ class AdaptiveDataParallel(OptimizerSteps):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Override DDP's method, and handle its failure.
 
-        In the second step of a generation it runs a collective; see `_agree_on_buckets`.
+        In the second step of a generation it runs a collective, by which the replicas agree on their buckets.
         """
         if not torch.is_grad_enabled() or (self._hook.failure is None and self._hook.lost is None):
             try:

@@ -214,7 +214,7 @@ class AdaScale(ScalingRuleBase):
 class AdamScale(AdaScale):
     """Scale by AdaScale's gain of preconditioned gradients, to the power `power` (½). For Adam and AdamW.
 
-    The noise scale is that of g/P, where P is Adam's denominator (see AdamGradientNoiseScale). If gradients
+    The noise scale is that of g/P, where P = √(v̂) + ε is Adam's denominator before the step. If gradients
     are all noise, the factor is √S, the square-root rule for adaptive methods (Malladi, Lyu, Panigrahi,
     Arora, *On the SDEs and Scaling Rules for Adaptive Gradient Algorithms*, NeurIPS 2022). If gradients have
     no noise, the factor is 1. This rule is the default for Adam and AdamW. It also suits other optimizers
@@ -276,7 +276,7 @@ class AdamSqrtScale(SqrtScale):
     def initialize(
         self, adp: ScaledModel, optimizer: torch.optim.Optimizer, patch_optimizer: bool = False
     ) -> None:
-        """Use the rule for a model; see `ScalingRuleBase.initialize`.
+        """Use the rule for a model.
 
         Raises:
             ValueError: a parameter group of the optimizer has no `betas` and `eps`, or the optimizer is

@@ -288,7 +288,7 @@ class Registration:
         return record if record.agent != self.record.agent else None
 
     def claim(self, key: str, value: str, unless: str) -> None:
-        """Create a key that vanishes with this agent, as `claim` does."""
+        """Create a key that vanishes with this agent, unless it exists or this node holds `unless`."""
         claim(self._store, key, value, unless, self._held())
 
     def release(self, key: str, value: str) -> None:

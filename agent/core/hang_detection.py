@@ -33,14 +33,14 @@ SILENCE = 60.0  # seconds without an answer after which a replica hangs, if --ha
 MOMENT = 5.0  # seconds in which agents of other nodes may find a replica that does not answer
 
 
-def limit(state: State) -> float:
+def _limit(state: State) -> float:
     """Return the seconds that a replica may be silent; 0: without a limit."""
     return SILENCE if state.me.hang_timeout is None else state.me.hang_timeout
 
 
 def due(state: State, held: LocalGeneration) -> list[float]:
     """Return the times at which to check again."""
-    half = limit(state) / 2
+    half = _limit(state) / 2
     times = [
         half + (r.heard if r.pinged is None else r.pinged)
         for r in _watched(held)
@@ -51,14 +51,14 @@ def due(state: State, held: LocalGeneration) -> list[float]:
 
 def watch(state: State, now: float) -> Step:
     """Ping replicas that have been silent, and kill those that do not answer, or take no step."""
-    half, held = limit(state) / 2, state.held
+    half, held = _limit(state) / 2, state.held
     if held is None or held.end is not None or half <= 0:
         return state, []
     actions: list[Action] = []
     silent = [r for r in _watched(held) if r.heard is not None and now >= r.heard + half]
     for replica in silent:
         if replica.pinged is not None and now >= replica.pinged + half:
-            why = f"does not answer for {limit(state):g} s: it hangs, or is stopped (--hang-timeout)"
+            why = f"does not answer for {_limit(state):g} s: it hangs, or is stopped (--hang-timeout)"
             held = held.update(replica.local_rank, hanging=why)
             actions += [Say(f"replica {replica.rank} {why}"), Kill((replica.local_rank,), why)]
     asked = tuple(replica.local_rank for replica in silent if replica.pinged is None)

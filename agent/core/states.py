@@ -27,7 +27,7 @@ class AgentIdentity:
     node: str
     agent: str
     spec: JobSpec  # of the run
-    hang_timeout: float | None = None  # seconds without a step or an answer; None and 0: see `hang_detection`
+    hang_timeout: float | None = None  # without a step or an answer; None: 60 s, answers only; 0: no limit
     on_demand: bool = False  # the agent leaves when a plan has no replicas here: another is started later
 
 

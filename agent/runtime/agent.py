@@ -66,12 +66,10 @@ from adaptdl_elastic.rendezvous.schema.records import (
     CHANGED_CODE,
     CheckpointRecord,
     EndedRecord,
-    Failure,
     JobRequest,
     JobState,
     JobStatus,
     MasterRecord,
-    Outcome,
     Plan,
     Transition,
 )
@@ -140,8 +138,6 @@ class ElasticAgent(SimpleElasticAgent):
         self._failures = FailureReporter(
             output, recorder, say, config.me.spec.max_restarts, config.options.checkpoint_path
         )
-        # (generation, rank) of replicas whose death the others survived
-        self._survived_losses: set[tuple[int, int]] = set()
         self._pending_notice = PendingNotice()
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
 
@@ -343,7 +339,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._recorder.emit("peers_lost", generation=record.generation)
                 self._reporter.peer_loss(record)
             case states.Lost(generation, failure):
-                self._record_survived_loss(generation, failure)
+                self._failures.survived(generation, failure)
             case states.WriteEnded(record):
                 self._write_ended(record)
             case states.WriteDraining(reason, when):
@@ -441,12 +437,6 @@ class ElasticAgent(SimpleElasticAgent):
         for handle in self._held(local_ranks):
             self._fork_server.signal(handle.number, signal.SIGKILL)
 
-    def _record_survived_loss(self, generation: int, failure: Failure) -> None:
-        """Record and report the death of a replica that the others survive."""
-        self._survived_losses.add((generation, failure.rank))
-        self._say(f"replica {failure.rank} is lost ({failure.message})")
-        self._recorder.lost(generation, failure)
-
     def _write_running(self, generation: int, library: bool, resilient: bool = False) -> None:
         first = min((h.first_step for h in self._replicas.values() if h.first_step), default=None)
         self._reporter.running(generation, first, library, resilient)
@@ -457,16 +447,9 @@ class ElasticAgent(SimpleElasticAgent):
         if self.state.held is None:
             self._recorder.emit("ended", generation=record.generation, outcome=record.outcome.value)
         record = replace(record, last_step=self._recorder.last_step, time=time.time())
-        # the last death on this node is no failure if replicas of other nodes live on
-        elsewhere = self._plan is not None and self._plan.nodes > 1
-        failure = record.failure
-        survived = failure is not None and (record.generation, failure.rank) in self._survived_losses
-        if failure is not None and record.outcome is Outcome.FAILED and not (survived and elsewhere):
-            status = self.state.status
-            used = status.restarts_used if status is not None else 0
-            self._failures.failed(failure, self._ended_in(record.generation), used, alone=not elsewhere)
-        else:
-            self._failures.left(record, self._ended_in(record.generation))
+        alone = self._plan is None or self._plan.nodes <= 1
+        used = 0 if self.state.status is None else self.state.status.restarts_used
+        self._failures.ended(record, self._ended_in(record.generation), used, alone=alone)
         self._reporter.ended(record)
 
     def _ended_in(self, generation: int) -> list[ReplicaHandle]:

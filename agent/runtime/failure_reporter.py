@@ -36,34 +36,43 @@ class FailureReporter:
         self._recorder, self._say, self._max_restarts = recorder, say, max_restarts
         self._checkpoint_path = checkpoint_path
         self._tracebacks = TracebackDisplay(output)
+        # (generation, rank) of replicas whose death the others survived
+        self._survived: set[tuple[int, int]] = set()
         # whether a signal ended the replica that failed last on this node, and
         # why training cannot go on without a dead replica, as the replicas said; "" if it can
         self._killed, self.why_not_resilient = False, ""
 
-    def failed(
-        self, failure: Failure, ended: Iterable[EndedReplica], restarts_used: int, *, alone: bool
+    def survived(self, generation: int, failure: Failure) -> None:
+        """Tell of the death of a replica that the others survive."""
+        self._survived.add((generation, failure.rank))
+        self._say(f"replica {failure.rank} is lost ({failure.message})")
+        self._recorder.lost(generation, failure)
+
+    def ended(
+        self, record: EndedRecord, ended: Iterable[EndedReplica], restarts_used: int, *, alone: bool
     ) -> None:
-        """Tell that a generation has failed on this node.
+        """Tell how a generation has ended on this node, with one traceback.
 
         Args:
-            failure: That of the replica which the others' came of.
+            record: The end; its failure is that of the replica which the others' came of.
             ended: The replicas of the generation.
-            restarts_used: Restarts of the job before this failure.
+            restarts_used: Restarts of the job before this end.
             alone: No other node has replicas.
         """
-        self._killed = failure.exit_code < 0
-        used = min(restarts_used + 1, self._max_restarts)
-        shown = self._tracebacks.show_cause(ended, failure.rank, alone=alone)
-        self._say(failure_reports.summarise(failure, again=shown.repeated, traceback=shown.hidden_in))
-        self._recorder.failure(failure, used, self._max_restarts)
-
-    def left(self, record: EndedRecord, ended: Iterable[EndedReplica]) -> None:
-        """Tell of an error that a replica has ended with while the others were to go on without it."""
-        if record.outcome is not Outcome.STOPPED and record.failure is None:
-            return
-        shown = self._tracebacks.show_first(ended)
-        if shown.rank is not None:
-            self._say(f"replica {shown.rank} has ended with this error")
+        failure = record.failure
+        # the last death on this node is no failure if replicas of other nodes live on
+        survived = not alone and failure is not None and (record.generation, failure.rank) in self._survived
+        if failure is not None and record.outcome is Outcome.FAILED and not survived:
+            self._killed = failure.exit_code < 0
+            used = min(restarts_used + 1, self._max_restarts)
+            shown = self._tracebacks.show_cause(ended, failure.rank, alone=alone)
+            self._say(failure_reports.summarise(failure, again=shown.repeated, traceback=shown.hidden_in))
+            self._recorder.failure(failure, used, self._max_restarts)
+        elif failure is not None or record.outcome is Outcome.STOPPED:
+            # a replica may have ended with an error while the others were to go on without it
+            shown = self._tracebacks.show_first(ended)
+            if shown.rank is not None:
+                self._say(f"replica {shown.rank} has ended with this error")
 
     def withdrawn(
         self, plan: Plan, newcomers: Iterable[EndedReplica], reason: str, *, stopping: bool

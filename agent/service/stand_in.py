@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from adaptdl_elastic.agent import launch
+from adaptdl_elastic.agent import taking_part
 from adaptdl_elastic.agent.cluster import ended_run
 from adaptdl_elastic.agent.cluster.job_joining import StoppingError, last_run
 from adaptdl_elastic.agent.cluster.store_link import NameTakenError, Registration
@@ -28,7 +28,7 @@ from adaptdl_elastic.storage import StorageError
 logger = logging.getLogger(__name__)
 
 _REFUSALS = (
-    *(OptionError, ended_run.JoinError, StoreError, StorageError, launch.LaunchError, RuntimeFileError),
+    *(OptionError, ended_run.JoinError, StoreError, StorageError, taking_part.LaunchError, RuntimeFileError),
     NameTakenError,
 )
 _PASSING = StoreError, NameTakenError, StoppingError
@@ -109,13 +109,13 @@ class StandIn:
             # the script is looked for by the agent, whose directory it may be relative to
             options = parse(self.options, self.variables, look=False)
             options = replace(options, directory=self.work, version=self.version)
-            launch.check_checkpoint_path(options.checkpoint_path)
+            taking_part.check_checkpoint_path(options.checkpoint_path)
             store, keys = self.membership.store, Keys(options.cluster)
             _delete_ghost(store, keys.node(options.node_name or "", self.job))
-            found = launch.take_part(
+            found = taking_part.take_part(
                 options,
                 options.local_addr or "127.0.0.1",
-                launch.StoreAccess(options.endpoint or "", store, True, self.variables),
+                taking_part.StoreAccess(options.endpoint or "", store, True, self.variables),
                 keys,
                 lambda text: logger.info("job %s: %s", self.job, text),
                 self.membership.lease,

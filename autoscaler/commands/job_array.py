@@ -88,7 +88,7 @@ def _distinct(stem: str, every: Sequence[Sequence[tuple[str, str]]]) -> Iterator
     """Yield a name for each combination: the stem and the values, with a number where two are the same."""
     taken: set[str] = set()
     for pairs in every:
-        parts = [stem, *(f"{name}-{_plain(value)}" for name, value in pairs)]
+        parts = [stem, *(f"{name}-{_name_part(value)}" for name, value in pairs)]
         wanted = name = "-".join(parts)[:_LONGEST_NAME].rstrip("-._")
         number = 2
         while name in taken:
@@ -97,5 +97,5 @@ def _distinct(stem: str, every: Sequence[Sequence[tuple[str, str]]]) -> Iterator
         yield name
 
 
-def _plain(value: str) -> str:
+def _name_part(value: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._") or "x"

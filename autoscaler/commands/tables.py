@@ -65,7 +65,7 @@ def ask_all(where: Where, ask: Callable[[Store, Place], T]) -> list[tuple[Place,
 
 
 def load_all(where: Where) -> list[tuple[Place, View]]:
-    """Read every store that a command is about; see `ask_all`."""
+    """Read every store that a command is about; a store that does not answer is reported."""
     return ask_all(where, lambda store, place: read(store, Keys(place.cluster)))
 
 

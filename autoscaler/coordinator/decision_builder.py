@@ -125,7 +125,7 @@ class DecisionBuilder:
         return self.view.wall + wait if times else 0.0
 
     def limit(self, job: JobView, limit: SizeLimit | None, sure: bool = True) -> SizeLimit | None:
-        """Return a limit with the time of the next try above it; see `leave_out`."""
+        """Return a limit with the time of the next try above it; a first one that is not `sure`: at once."""
         if limit is None:
             return None
         again = job.limit is not None and job.limit.reason != ""

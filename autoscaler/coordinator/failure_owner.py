@@ -209,7 +209,7 @@ def _kind(way: str) -> str:
 
 
 def kind_to_remember(job: JobView, generation: int, lived: float) -> str:
-    """Return how a generation failed, as `failed_as` has it; "" if it may not fail so again.
+    """Return how a generation failed, in the words of `Plan.failed_as`; "" if it may not fail so again.
 
     Args:
         job: the job.

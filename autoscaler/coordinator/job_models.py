@@ -62,7 +62,7 @@ def model(hints: JobHints) -> GoodputModel | None:
 
 
 def _exact(hints: JobHints) -> bool:
-    """Return whether a step has the initial batch size, in unequal shares; see `Limits.exact`."""
+    """Return whether a step has exactly the initial batch size, in unequal shares if it must."""
     most = hints.max_batch_size
     return most is None or (most == hints.init_batch_size and hints.gradient_accumulation)
 
@@ -135,10 +135,6 @@ class Curve:
     widest: JobHints  # report of the job that has run on the most replicas
     totals: Mapping[str, float]  # job → samples: the final number if it is done, else to its declared end
     memory_limit: int | None = None  # largest batch of one replica that fits into memory, once known
-
-    def totals_besides(self, job: str) -> tuple[float, ...]:
-        """Return the final or declared lengths, in samples, of all jobs but `job`."""
-        return tuple(total for name, total in self.totals.items() if name != job)
 
     def besides(self, job: str) -> dict[_Key, ProfileEntry]:
         """Return the measurements of other jobs than `job`. The latest report of a configuration counts."""

@@ -131,7 +131,7 @@ def classes(type_of: Names, slow: Mapping[str, float], before: Names) -> NodeCla
 
     Args:
         type_of: The type of each node.
-        slow: The slowness of nodes; see `slowness`.
+        slow: By node, the logarithm of its times over those of the fastest.
         before: The class that each node had in the last question.
     """
     names, slower = dict(type_of), dict[str, tuple[str, float]]()

@@ -114,7 +114,7 @@ class Measured:
     def models(
         self, job: str, profile_key: str, hints: JobHints | None
     ) -> tuple[GoodputModel | None, dict[str, GoodputModel]]:
-        """Return a job's goodput model, and its models by type of node; see `typed_models`."""
+        """Return a job's goodput model, and its models by type of node; none without a report."""
         if hints is None:
             return None, {}
         of_script = self.of_scripts.get(profile_key, TypeRatios())

@@ -269,7 +269,7 @@ def expected_pause(job: JobView, settings: CoordinatorSettings) -> float | None:
     """Return how many seconds the next change is expected to pause the job; None if that is unknown.
 
     Use the median of the job's measured pauses. Before the first measurement, use the settings' pause of a
-    change in place if the job can change in place. For None see `PolicySettings.pause`.
+    change in place if the job can change in place. For None the policy takes its own default.
     """
     measured = typical_pause(job)
     hints = own_hints(job)

@@ -93,7 +93,7 @@ class JobInfo:
     attained: float = 0.0  # samples at the initial batch size done so far
     # final or declared lengths of other jobs of its command line, in samples at the initial batch size
     kind_totals: tuple[float, ...] = ()
-    pause: float | None = None  # measured seconds that a change costs; None: see PolicySettings.pause
+    pause: float | None = None  # measured seconds that a change costs; None: `default_pause`
     # seconds of a change to nodes of another type, where no replica stays; None: as any other change
     move_pause: float | None = None
     # seconds that its state takes over the link to another node, until a change to several nodes was measured

@@ -1,4 +1,4 @@
-"""Serve a store in this process's memory to other processes of the same user: see `store.local_socket`.
+"""Serve a store in this process's memory to other processes of the same user.
 
 Each connection has a thread. A connection that watches has a second thread, which sends. A client that stops
 reading blocks only its own thread: the history of changes is bounded, and a watch that falls behind it ends

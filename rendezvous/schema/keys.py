@@ -102,7 +102,7 @@ class _KeyOf(_Key):
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one cluster. Names that end with a slash are prefixes; see the module's table."""
+    """The keys of one cluster. Names that end with a slash are prefixes."""
 
     cluster: str = "default"
 

@@ -20,7 +20,7 @@ WRONG_CLOCK = Path(__file__).parents[1] / "support" / "wrong_clock.c"
 pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_pause_of_etcd_evicts_nobody(cluster: Cluster) -> None:
+def test_a_pause_of_etcd_evicts_no_node(cluster: Cluster) -> None:
     first, second = cluster.together("first", "second")
     began = len(first.of("generation"))
     cluster.etcd.pause()

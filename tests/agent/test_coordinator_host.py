@@ -83,7 +83,7 @@ def world() -> World:
     return World(now=SETTLED)
 
 
-def test_nobody_keeps_one_so_we_do_at_once() -> None:
+def test_an_agent_claims_the_coordinator_at_once_if_no_agent_keeps_one() -> None:
     world = World()
     assert world.update(None, None, leads=False) == [FIRST]
     assert world.update(None, None, leads=False) == []
@@ -108,7 +108,7 @@ def test_an_agent_of_a_service_leaves_a_key_that_is_free_for_a_moment_to_service
         assert world.update(first, first and NEIGHBOUR, leads=False) == claimed
 
 
-def test_where_a_service_leads_nobody_tries(world: World) -> None:
+def test_no_agent_claims_the_coordinator_where_a_service_leads(world: World) -> None:
     assert world.update(None, None, leads=True) == []
     assert world.host.due is None
 
@@ -139,7 +139,7 @@ def test_one_stands_by_only_when_the_start_is_over() -> None:
     assert world.update(FAR, None, leads=True) == [SECOND]
 
 
-def test_who_has_lost_its_place_claims_it_again_while_its_coordinator_goes_on(world: World) -> None:
+def test_an_agent_claims_a_lost_place_again_while_its_coordinator_goes_on(world: World) -> None:
     """The store was away for longer than our lease; the coordinator has its own."""
     world.update(ME, None, leads=True)
     assert world.update(None, None, leads=True) == [FIRST]
@@ -164,7 +164,7 @@ def test_of_two_places_on_one_node_the_second_is_given_up(first: Holder, world: 
     assert len(world.children) == 1
 
 
-def test_who_holds_the_first_place_keeps_it_whoever_has_the_second(world: World) -> None:
+def test_the_holder_of_the_first_place_keeps_it_beside_any_second(world: World) -> None:
     world.update(ME, NEIGHBOUR, leads=True)
     assert (world.released, len(world.children)) == ([], 1)
 
@@ -182,7 +182,7 @@ def test_a_third_coordinator_is_ended(world: World) -> None:
 
 
 @pytest.mark.parametrize(("first", "second", "mine"), [(ME, FAR, FIRST), (FAR, ME, SECOND)])
-def test_who_can_not_keep_one_leaves_it_to_others_for_a_while(
+def test_an_agent_whose_coordinator_fails_leaves_it_to_others_for_a_while(
     first: Holder, second: Holder, mine: str, world: World
 ) -> None:
     world.update(first, second, leads=True)
@@ -269,7 +269,7 @@ def test_a_coordinator_that_can_not_be_started_is_tried_again_and_it_is_said_onc
     assert starter.tried == 4
 
 
-def test_what_can_never_be_started_is_left_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_coordinator_that_never_starts_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     starter = Starter(OSError(12, "Cannot allocate memory"), always=True)
     with kept(monkeypatch, starter, tmp_path / "log") as said:
         for thread in threading.enumerate():
@@ -337,7 +337,7 @@ def test_a_log_that_can_not_be_written_keeps_no_coordinator_away(
         assert starter.process.log == os.devnull
 
 
-def test_what_nobody_can_read_is_somebody() -> None:
+def test_an_unreadable_holder_still_holds_the_key() -> None:
     assert Holder.parse("garbage") == Holder("", "garbage")
     assert Holder.parse(None) is None
     assert Holder.parse(str(FAR)) == FAR

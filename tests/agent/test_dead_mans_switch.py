@@ -65,7 +65,7 @@ def test_a_node_whose_store_is_gone_ends_after_an_hour() -> None:
         (Look(trouble="the store refuses us", autoscaler=True), False),
     ],
 )
-def test_who_accounts_for_a_node(look: Look, accounted_for: bool) -> None:
+def test_a_leading_coordinator_or_the_autoscaler_accounts_for_a_node(look: Look, accounted_for: bool) -> None:
     """A job that a coordinator leads keeps its nodes; an idle node needs the autoscaler to give it back."""
     assert (ended_after(every(INTERVAL, lambda _: look, 2 * HOUR)) is None) == accounted_for
 
@@ -156,7 +156,7 @@ def plan(*instances: str) -> Plan:
     return Plan(JOB, "run", 1, placements, Cause.START, Transition.RESTART, "", first=1)
 
 
-def test_what_a_look_reads() -> None:
+def test_a_look_reads_the_coordinator_the_agent_and_its_plan() -> None:
     store, keys = MemoryStore(), Keys()
     with store:
         leader = encode(LeaderRecord("one"))
@@ -229,7 +229,7 @@ class Group:
     [(0, 1, False), (2, 3, False), (99, 5, True)],
     ids=["at once", "late", "never"],
 )
-def test_it_leaves_its_group_and_is_switched_off_only_if_it_cannot(
+def test_a_node_leaves_its_group_and_is_switched_off_only_if_it_cannot(
     refusals: int, calls: int, off: bool
 ) -> None:
     group, done = Group(refusals), list[str]()

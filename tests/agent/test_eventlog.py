@@ -49,7 +49,7 @@ def test_events_are_written_when_a_full_disk_has_room_again(
     assert [json.loads(line)["number"] for line in lines] == [0, 1]
 
 
-def test_a_reader_that_stalls_holds_nobody_up_and_misses_nothing_that_fits(
+def test_a_stalled_reader_delays_no_writer_and_misses_nothing_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_log, "LAST_WAIT", 0.0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
+from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.records import Cause, CheckpointRecord, Failure, Plan, Transition
 
 
@@ -24,7 +25,8 @@ def restarted(path: Path, cause: Cause, exit_code: int, why: str, saved: Checkpo
     output: Any = Ignored()
     reporter = FailureReporter(output, output, said.append, 3, str(path))
     reporter.why_not_resilient = why
-    reporter.failed(Failure(0, exit_code, "failed"), [], 0, alone=True)
+    end = records.EndedRecord("n", 1, records.Outcome.FAILED, 0, Failure(0, exit_code, "failed"))
+    reporter.ended(end, [], 0, alone=True)
     plan = Plan("a", "1", 2, (), cause, Transition.ABORT, "a reason", restarts=1)
     reporter.starts_again(plan, saved)
     return said[-1]

@@ -133,7 +133,7 @@ def test_each_further_run_leaves_its_own_checkpoints(job: Job) -> None:
 
 @pytest.mark.parametrize("state", [JobState.STOPPED, JobState.FAILED])
 @pytest.mark.parametrize("in_store", [False, True])
-def test_what_was_stopped_or_has_failed_goes_on_except_with_once(
+def test_a_stopped_or_failed_job_goes_on_unless_once_is_given(
     job: Job, state: JobState, in_store: bool
 ) -> None:
     saved = job.save(b"one")
@@ -281,7 +281,7 @@ def test_a_disk_that_does_not_answer_keeps_no_agent(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_what_is_no_file_in_the_place_of_the_note_is_neither_waited_for_nor_written(
+def test_an_odd_file_in_place_of_the_note_is_not_waited_for_and_not_written(
     tmp_path: Path, kind: str
 ) -> None:
     job, note, target = Job(str(tmp_path)), tmp_path / "finished.json", tmp_path / "moved"
@@ -310,7 +310,7 @@ def test_a_full_disk_leaves_the_note_that_was_there(tmp_path: Path, monkeypatch:
     job.start()
 
 
-def test_who_comes_while_another_puts_them_aside_waits_for_it(
+def test_an_agent_waits_while_another_moves_the_checkpoints_aside(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.save(b"one")
@@ -340,7 +340,7 @@ def test_who_comes_while_another_puts_them_aside_waits_for_it(
     assert job.ids == []
 
 
-def test_who_gives_up_while_it_waits_lets_nobody_else_in(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_gives_up_leaves_the_lock_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     key, impatient = f"{KEYS.root}archiving/job", job.store.client()
 
     def away(*what: object) -> None:
@@ -356,7 +356,7 @@ def test_who_gives_up_while_it_waits_lets_nobody_else_in(job: Job, monkeypatch: 
     assert job.store.get(key) is None
 
 
-def test_where_nobody_can_look_it_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_cannot_be_read_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     away = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_MAX_ATTEMPTS": "1"}
     for name, value in {**CREDENTIALS, **away}.items():
         monkeypatch.setenv(name, value)
@@ -369,7 +369,7 @@ def test_where_nobody_can_look_it_is_one_clear_error(monkeypatch: pytest.MonkeyP
         checkpoint_archive.kept("s3://")
 
 
-def test_that_a_job_is_done_is_noted_before_its_agent_goes(
+def test_the_end_of_a_job_is_noted_before_its_agent_goes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     order = Mock()

@@ -196,7 +196,7 @@ def test_a_script_runs_as_python_runs_it(runner: Runner, tmp_path: Path, name: s
     assert found == plainly(tmp_path, script, "a", "--b")
 
 
-def test_what_is_left_open_reaches_the_disk(runner: Runner, tmp_path: Path) -> None:
+def test_files_left_open_reach_the_disk(runner: Runner, tmp_path: Path) -> None:
     assert runner.run(SAME["what is left open, in order"])[:2] == (0, "finalized b\n")
     assert (tmp_path / "text").read_text() == "not flushed"
     assert (tmp_path / "hidden").read_bytes() == b"by another module"
@@ -284,7 +284,7 @@ def test_a_program_that_is_not_there_is_said_in_one_line(runner: Runner) -> None
     assert runner.said()[1] == "adaptdl-run: cannot run '/nowhere/at-all': No such file or directory\n"
 
 
-def test_an_interrupt_that_nobody_catches_is_reported_as_one(runner: Runner, tmp_path: Path) -> None:
+def test_an_uncaught_interrupt_is_reported_as_one(runner: Runner, tmp_path: Path) -> None:
     code, out, err = runner.run("import atexit; atexit.register(print, 'bye'); raise KeyboardInterrupt")
     assert (code, out) == (-signal.SIGINT, "bye\n")
     assert err.splitlines()[-1] == "KeyboardInterrupt"
@@ -372,7 +372,7 @@ os.wait()
 
 
 @pytest.mark.parametrize("how", ["dies", "lives"])
-def test_what_has_outlived_a_killed_replica_is_quiet_about_it(
+def test_a_child_that_outlived_a_killed_replica_prints_no_traceback(
     runner: Runner, tmp_path: Path, how: str
 ) -> None:
     os.mkfifo(tmp_path / "done")
@@ -511,9 +511,7 @@ STUBBORN = "trap '' TERM; exec 3> life; echo > begun; exec sleep 1000"
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_what_an_ended_replica_leaves_behind_is_killed_though_it_does_not_want_to_go(
-    runner: Runner, tmp_path: Path, code: int
-) -> None:
+def test_a_stubborn_child_of_an_ended_replica_is_killed(runner: Runner, tmp_path: Path, code: int) -> None:
     os.mkfifo(tmp_path / "begun")
     with alive(tmp_path / "life") as dead:
         runner.start("exec", "sh", "-c", f"({STUBBORN}) & read line < begun; exit {code}")
@@ -539,7 +537,7 @@ PATIENT = "from adaptdl_elastic.agent.runtime import fork_server\nfork_server._G
 
 
 @pytest.mark.parametrize("then", ["read line < go", "exec sleep 1000"])
-def test_what_has_detached_itself_can_end_in_an_orderly_way(tmp_path: Path, then: str) -> None:
+def test_a_detached_process_can_end_in_an_orderly_way(tmp_path: Path, then: str) -> None:
     (tmp_path / "patient.py").write_text(PATIENT)
     server = ForkServer.start({**os.environ, "PYTHONPATH": str(tmp_path)}, modules=("patient",))
     runner = Runner(server, tmp_path)

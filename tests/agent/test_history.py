@@ -104,13 +104,13 @@ def test_a_successor_is_fine_and_so_is_garbage() -> None:
     assert violations(history(*steps, plan(refenced), line, *garbage), logs=LOGS) == []
 
 
-def test_what_an_agent_says_late_is_no_more_than_late() -> None:
+def test_a_late_word_of_an_agent_is_no_violation() -> None:
     """It was stopped as it was about to say so, and has lost its name since."""
     late = [(KEYS.node("a", "job"), None), node("a", "agent-new"), running("a", 1)]
     assert violations(history(*GOOD, *late)) == []
 
 
-def test_who_was_lost_has_left() -> None:
+def test_a_lost_node_counts_as_left() -> None:
     steps = [step for step in GOOD if step != ended("a", 0)]
     steps.insert(6, (KEYS.node("a", "job"), None))
     assert violations(history(*steps)) == []
@@ -140,7 +140,7 @@ def test_who_was_lost_has_left() -> None:
         ([step for step in GOOD if step != ended("a", 0)], "a has not left"),
     ],
 )
-def test_what_must_not_be_is_found(steps: list[tuple[str, str | None]], words: str) -> None:
+def test_the_history_check_finds_each_violation(steps: list[tuple[str, str | None]], words: str) -> None:
     (found,) = violations(history(*steps))
     assert words in found
 
@@ -153,5 +153,5 @@ def test_what_must_not_be_is_found(steps: list[tuple[str, str | None]], words: s
         ({**LOGS, "a": LOGS["a"][::-1]}, "starts generation 0 after 1"),
     ],
 )
-def test_who_trains_without_being_planned_is_found(logs: dict[str, object], words: str) -> None:
+def test_the_history_check_finds_replicas_that_train_unplanned(logs: dict[str, object], words: str) -> None:
     assert any(words in found for found in violations(history(*GOOD), logs=logs))  # type: ignore[arg-type]

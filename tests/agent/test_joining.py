@@ -79,7 +79,7 @@ def test_agents_that_start_at_the_same_moment_are_of_one_run(store: MemoryStore)
 
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("state", [JobState.STOPPED, JobState.FAILED])
-def test_what_was_stopped_or_has_failed_goes_on_as_another_run(
+def test_a_stopped_or_failed_job_goes_on_as_another_run(
     store: MemoryStore, state: JobState, anew: bool
 ) -> None:
     join(store, "run-1")
@@ -94,7 +94,7 @@ def test_what_was_stopped_or_has_failed_goes_on_as_another_run(
     assert kept != anew, "only another run begins with fresh weights"
 
 
-def test_what_is_done_stays_done_without_anew(store: MemoryStore) -> None:
+def test_a_done_job_stays_done_without_anew(store: MemoryStore) -> None:
     join(store, "run-1")
     ended(store, "run-1", JobState.DONE)
     with pytest.raises(JobEndedError, match=r"'job' is done.*run-1.*--anew") as caught:
@@ -213,7 +213,7 @@ def test_a_default_name_that_is_taken_gets_a_suffix(store: MemoryStore) -> None:
     assert names == ["here", "here-2", "here-3"]
 
 
-def test_a_given_name_waits_for_the_lease_of_who_had_it(
+def test_a_given_name_waits_for_the_lease_of_its_former_agent(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_joining, "LEASE_SECONDS", 200.0)  # the timer may be late on a busy machine
@@ -223,7 +223,7 @@ def test_a_given_name_waits_for_the_lease_of_who_had_it(
     assert after.record.node == "here"
 
 
-def test_who_says_otherwise_about_the_job_as_a_whole_is_told(store: MemoryStore) -> None:
+def test_an_agent_is_told_which_of_its_options_have_no_effect(store: MemoryStore) -> None:
     job_joining.register(store, KEYS, NODE, exact=True)
     first = replace(spec("run-1"), min_nodes=1, max_nodes=8)
     job_joining.join_job(store, KEYS, first, "1.0", pytest.fail)
@@ -266,7 +266,7 @@ def test_a_node_whose_address_only_it_reaches_refuses_the_others(loopback: str) 
 
 
 @pytest.mark.parametrize("other", ["192.0.2.7", "2001:db8::7"])
-def test_a_loopback_address_that_nobody_gave_gives_way(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+def test_a_loopback_address_that_was_not_given_gives_way(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     routes = {"192.0.2.7": "192.0.2.9", "2001:db8::7": "2001:db8::9"}
     monkeypatch.setattr(
         addresses, "local_addresses", lambda url: [routes[str(addresses.urlsplit(url).hostname)]]

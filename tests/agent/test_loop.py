@@ -10,7 +10,7 @@ from adaptdl_elastic.agent.runtime.event_loop import Loop, Signalled
 NUMBERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
-def test_what_is_ignored_from_the_start_stays_so() -> None:
+def test_a_signal_ignored_at_the_start_stays_ignored() -> None:
     # as `nohup` and a shell that starts a program in the background leave them
     inherited = {signal.SIGHUP: signal.SIG_IGN, signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL}
     for number, handler in inherited.items():

@@ -99,7 +99,7 @@ def restore(store: MemoryStore, run: JobSpec, generation: int, **others: Any) ->
     reporter.restore({KEYS.job(run.job, name): encode(record) for name, record in records.items()})
 
 
-def test_what_has_been_written_to_a_replaced_store_meanwhile_stays() -> None:
+def test_newer_records_in_a_replaced_store_stay() -> None:
     request, mine = KEYS.job("job", "request"), JobSpec("job", "run-1", created=1.0)
     with MemoryStore() as store:
         store.put(KEY, encode(CheckpointRecord("newer", "/saved", 3, time=20.0)))

@@ -145,7 +145,7 @@ def test_a_line_without_an_end_costs_no_more_than_its_length(monkeypatch: pytest
     assert len(shown) <= chunks + 1
 
 
-def test_what_has_no_end_comes_through_the_pump() -> None:
+def test_a_line_without_end_comes_through_the_pump() -> None:
     shown: queue.Queue[bytes] = queue.Queue()
     pump = Pump()
     write = pump.pipe(Flow(None, shown.put))

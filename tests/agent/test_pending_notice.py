@@ -34,7 +34,7 @@ def test_a_reason_that_stands_is_said_once_and_when_it_changes(waiting: PendingN
     assert waiting.notice(pending("one node"), 200.0 + AFTER) == "no replica yet: one node"
 
 
-def test_that_nobody_decides_is_said_once(waiting: PendingNotice) -> None:
+def test_a_missing_coordinator_is_reported_once(waiting: PendingNotice) -> None:
     assert waiting.notice(None, 1.0) is None
     assert waiting.notice(None, SILENCE) is None
     assert waiting.notice(None, 1.0 + SILENCE) == UNHEARD
@@ -43,7 +43,7 @@ def test_that_nobody_decides_is_said_once(waiting: PendingNotice) -> None:
     assert waiting.notice(pending("one node"), 100.0 + AFTER) == "no replica yet: one node"
 
 
-def test_what_is_over_in_a_moment_is_not_worth_a_word(waiting: PendingNotice) -> None:
+def test_a_moment_of_waiting_is_not_reported(waiting: PendingNotice) -> None:
     assert waiting.notice(pending("its turn"), 0.0) is None
     assert waiting.notice(pending("slots"), AFTER / 2) is None
     assert waiting.notice(pending("slots"), AFTER) is None
@@ -58,7 +58,7 @@ def test_why_a_size_is_kept_is_said_at_once_and_once(waiting: PendingNotice) -> 
     assert waiting.notice(INSISTS, 2.0) is None
 
 
-def test_who_keeps_its_size_waits_for_nothing(waiting: PendingNotice) -> None:
+def test_a_job_that_keeps_its_size_reports_no_wait(waiting: PendingNotice) -> None:
     assert waiting.notice(None, 0.0) is None
     assert waiting.notice(INSISTS, 1.0) == INSISTS.reason
     assert waiting.due is None

@@ -61,7 +61,7 @@ def test_a_run_says_when_and_why_each_generation_began() -> None:
     assert (run.exit_code, run.outcome) == (0, "exit code 0: done")
 
 
-def test_it_is_printed_for_people() -> None:
+def test_the_summary_is_printed_for_people() -> None:
     text = io.StringIO()
     display.print_summary(Console(file=text, width=100), "job", run_of(RUN))
     for word in ("goodput 300 → 450", "2.5 s", "accuracy 0.9", "replica 1: SIGKILL", "32", "64"):
@@ -256,7 +256,7 @@ def test_a_pause_lasts_from_the_last_step_to_the_first() -> None:
     assert [e["pids"] for e in written if e["event"] == "started"][1] == {"0": 12, "1": 13}
 
 
-def test_who_comes_back_to_join_others_does_not_know_how_long_they_paused() -> None:
+def test_an_agent_that_joins_others_again_reports_no_pause() -> None:
     written: list[Event] = []
     recorder = EventRecorder(written.append)
     recorder.started(plan(0), {0: 10}, None)

@@ -22,8 +22,8 @@ from adaptdl_elastic import _secrets
 from adaptdl_elastic._private import RuntimeFileError
 from adaptdl_elastic._secrets import file_in, machine_secret, secret_in
 from adaptdl_elastic.agent.cluster.run_secret import CommonSecret, common_secret, invitation, refusal
-from adaptdl_elastic.agent.launch import LaunchError, check_checkpoint_path, invite, store_environment
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
+from adaptdl_elastic.agent.taking_part import LaunchError, check_checkpoint_path, invite, store_environment
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec
@@ -124,7 +124,7 @@ def test_nodes_whose_file_system_numbers_the_folder_otherwise_keep_a_secret_each
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ODD)
-def test_what_is_no_file_in_the_place_of_the_secret_is_neither_waited_for_nor_followed(
+def test_an_odd_file_in_place_of_the_secret_is_not_waited_for_and_not_followed(
     tmp_path: Path, kind: str
 ) -> None:
     secret_in(tmp_path)
@@ -361,7 +361,7 @@ def test_a_coordinator_of_a_standalone_job_gets_no_credentials_of_an_etcd() -> N
     assert os.environ == before
 
 
-def test_what_the_command_line_says_of_the_store_goes_before_the_environment() -> None:
+def test_the_command_line_goes_before_the_environment_for_the_store() -> None:
     given = {**FOREIGN, "ADAPTDL_ETCD_PASSWORD": "x"}
     options = parse(["--etcd=e:1", "--etcd-ca=/mine", "--etcd-user=me", "--rdzv-id=job", __file__], given)
     mine = {"ADAPTDL_ETCD_CA": "/mine", "ADAPTDL_ETCD_USER": "me"}

@@ -26,7 +26,7 @@ def agent_of(handles: list[ReplicaHandle], monkeypatch: Any) -> Any:
     return agent
 
 
-def test_what_survivors_have_said_is_decided_before_the_end_of_another(monkeypatch: Any) -> None:
+def test_messages_of_survivors_are_decided_before_the_death_of_a_peer(monkeypatch: Any) -> None:
     """An unread "resilient" of a survivor made the death of its peer a restart."""
     handles = [ReplicaHandle(number, 0, number, number, "") for number in (0, 1)]
     agent = agent_of(handles, monkeypatch)

@@ -57,13 +57,13 @@ def test_registrations_are_told_all_at_once(view: StoreView) -> None:
     assert list(view.apply(snapshot(KEYS.nodes, items))) == [d.NodesSeen({"a": "agent-a", "b": "agent-b"})]
 
 
-def test_what_vanished_while_nobody_watched_is_told(view: StoreView) -> None:
+def test_nodes_that_vanished_between_two_snapshots_are_reported(view: StoreView) -> None:
     list(view.apply(snapshot(KEYS.nodes, dict([node("a"), node("b")]))))
     assert list(view.apply(snapshot(KEYS.nodes, dict([node("b")])))) == [d.NodesSeen({"b": "agent-b"})]
     assert list(view.apply(changed(node("b")[0], None))) == [d.NodesSeen({})]
 
 
-def test_who_has_this_nodes_name_is_told(view: StoreView) -> None:
+def test_the_agent_that_has_this_nodes_name_is_reported(view: StoreView) -> None:
     (seen,) = view.apply(changed(*node("here")))
     assert seen == d.NodesSeen({"here": "agent-here"}, "the agent at 127.0.0.1, process 0")
 

@@ -62,7 +62,7 @@ def holder(store: MemoryStore) -> NodeRecord:
     return decode(NodeRecord, found.value)
 
 
-def test_who_comes_back_leaves_a_name_alone_that_another_has_taken(
+def test_an_agent_that_comes_back_leaves_a_name_that_another_has_taken(
     store: MemoryStore, registration: Registration
 ) -> None:
     theirs = store.client()
@@ -146,7 +146,7 @@ def failing(*errors: StoreError) -> tuple[Callable[[], None], threading.Event]:
     return work, done
 
 
-def test_what_the_store_will_never_take_is_given_up_and_said(heard: Heard) -> None:
+def test_a_write_that_the_store_refuses_is_given_up_and_reported(heard: Heard) -> None:
     work, done = failing(*[StoreRefusedError("a value is too large")] * 2)
     after, later = failing()
     heard.writer.submit(work)
@@ -203,7 +203,7 @@ def test_a_store_that_was_only_away_is_back(heard: Heard) -> None:
     assert [str(heard.next()) for _ in range(2)][1] == "the store is back"
 
 
-def test_what_one_source_of_news_can_do_hides_no_trouble_of_another(heard: Heard) -> None:
+def test_one_working_connection_hides_no_trouble_of_another(heard: Heard) -> None:
     away, back = Connection(False, "no answer"), Connection(True)
     heard.monitor.note("writer", away)
     heard.monitor.note("registration", back)

@@ -142,7 +142,7 @@ def test_of_replicas_that_leave_the_first_error_is_shown_that_is_not_of_a_lost_p
         ({"several": False}, ["E"]),
     ],
 )
-def test_it_is_shown_where_stderr_is(tmp_path: Path, options: dict[str, object], seen: list[str]) -> None:
+def test_a_traceback_goes_with_stderr(tmp_path: Path, options: dict[str, object], seen: list[str]) -> None:
     node = Node(tmp_path, **options)  # type: ignore[arg-type]
     node.display.show_cause([node.fails(0, "E")], 0, alone=True)
     assert node.seen == seen

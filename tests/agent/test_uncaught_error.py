@@ -31,7 +31,7 @@ def test_an_error_of_a_loaders_worker_is_told_by_its_last_line(tmp_path: Path) -
     assert failure_reports.describe(1, str(tmp_path / "error.json")) == "OSError: no file 7"
 
 
-def test_that_a_peer_has_ended_well_is_an_error_of_the_script() -> None:
+def test_a_peer_that_has_ended_well_is_an_error_of_the_script() -> None:
     found = raised("from adaptdl_elastic.reducer import PeerFinishedError\nraise PeerFinishedError('rank 1')")
     assert (found.lost_peer, found.kind.endswith(" at train.py:2 in <module>")) == (False, True)
 
@@ -91,7 +91,7 @@ def because(cause: BaseException) -> BaseException:
         (SystemExit(3), False),
     ],
 )
-def test_what_tells_only_of_a_lost_peer(error: BaseException, lost_peer: bool, tmp_path: Path) -> None:
+def test_errors_of_a_lost_peer_are_known(error: BaseException, lost_peer: bool, tmp_path: Path) -> None:
     found = uncaught_error.describe(error, None)
     assert found.lost_peer == lost_peer
     uncaught_error.write(found, tmp_path)

@@ -103,7 +103,7 @@ def test_a_jobs_own_measurements_outweigh_those_of_others_however_many_those_are
     assert pump.placed("young") == {"n0": 1}
 
 
-def test_what_others_have_measured_is_told_at_the_jobs_own_speed(pump: Pump) -> None:
+def test_measurements_of_other_jobs_are_scaled_to_the_jobs_own_speed(pump: Pump) -> None:
     running(pump, "old", "young", profile_key="k")
     for _ in range(3):
         report(pump, "old", GOOD_PERF, count=1000)

@@ -220,7 +220,7 @@ def test_wide_characters_count_twice() -> None:
 
 
 @pytest.mark.etcd
-def test_a_request_that_nobody_can_read_is_written_anew(world: World) -> None:
+def test_an_unreadable_request_is_written_again(world: World) -> None:
     world.store.put(world.keys.job("mnist", "request"), "garbage")
     world.says("scale", "mnist", "--replicas", "3", "--wait", "--timeout", "120")
     assert world.json("status", "mnist")["requested"] == 3

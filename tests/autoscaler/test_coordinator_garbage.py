@@ -47,7 +47,7 @@ NUMBERS = (-1e308, -1.0, 0.0, 1e-300, 0.1, 1.0, 60.0, 1e9, 1e300, 1e308)
 NODES = ("n1", "n2", "n3")
 
 
-def test_a_forecast_that_was_nearly_nothing_stops_nobody(pump: Pump) -> None:
+def test_a_forecast_of_nearly_zero_stops_no_job(pump: Pump) -> None:
     elastic(pump)
     absurd = hints_of("a", pump.plan("a").generation, 3, goodput=1e10, predicted_goodput=1e-300)
     plan = json.loads(records.encode(pump.plan("a")))
@@ -130,7 +130,7 @@ def test_a_job_that_can_not_be_dealt_with_is_left_alone_and_said(
     assert pump.plan("a").fence == pump.fence
 
 
-def test_what_a_broken_job_holds_is_not_given_to_others(pump: Pump, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_a_broken_job_are_not_given_to_others(pump: Pump, monkeypatch: pytest.MonkeyPatch) -> None:
     elastic(pump)
     break_for_a(monkeypatch, jobs, "condition_of")
     pump.job("b", max_replicas=4, max_nodes=4)
@@ -184,7 +184,7 @@ def _view(pump: Pump) -> View:
 
 
 @pytest.mark.parametrize("generation", ["²", "9" * 5000, "1_0", "٣"])
-def test_keys_that_are_no_generations_stop_nobody(pump: Pump, generation: str) -> None:
+def test_keys_that_are_no_generations_stop_no_job(pump: Pump, generation: str) -> None:
     pump.store.put(f"{pump.keys.root}jobs/a/generations/{generation}/running/n0", "{}")
     play(pump, "job b; node n9 b; settle -> b/running")
 
@@ -344,7 +344,7 @@ class Garbage:
 
 
 @pytest.mark.parametrize("first", range(0, 200, 20))
-def test_whatever_is_written_everything_else_goes_on(first: int) -> None:
+def test_the_coordinator_goes_on_whatever_garbage_is_written(first: int) -> None:
     for seed in range(first, first + 20):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

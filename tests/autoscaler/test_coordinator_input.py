@@ -207,7 +207,7 @@ def test_a_job_that_says_nothing_of_its_length_is_measured_by_those_of_its_kind(
         (None, 0.0, (50.0, 150.0), 100.0),
     ],
 )
-def test_what_is_left_is_declared_or_learnt_or_as_long_again(
+def test_remaining_work_is_declared_or_learnt_or_as_long_again(
     remaining: float | None, attained: float, totals: tuple[float, ...], expected: float
 ) -> None:
     job = JobInfo("a", remaining=remaining, attained=attained, kind_totals=totals)

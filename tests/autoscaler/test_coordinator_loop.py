@@ -174,7 +174,7 @@ def test_a_policy_whose_thread_dies_is_noticed(
     assert set(world.said()) == {"MemoryError" if death is MemoryError else "its thread was ended"}
 
 
-def test_a_plan_that_somebody_else_always_writes_first_keeps_nobody_busy(made: Callable[..., World]) -> None:
+def test_a_plan_that_another_always_writes_first_is_not_tried_at_once(made: Callable[..., World]) -> None:
     world = made(share_policy, Deaf)
     world.step(3)
     world.heard()

@@ -191,7 +191,7 @@ def test_a_leader_that_stops_is_followed_at_once(cluster: Cluster) -> None:
     assert fences_never_fall(cluster.plans)
 
 
-def test_nothing_waits_for_a_policy_that_takes_its_time(cluster: Cluster) -> None:
+def test_no_other_decision_waits_for_a_slow_policy(cluster: Cluster) -> None:
     entered, released = threading.Event(), threading.Event()
 
     def slow(*question: Any) -> Decision:
@@ -241,7 +241,7 @@ def test_kill_9_of_the_leader_leaves_training_alone(cluster: Cluster) -> None:
     assert fences_never_fall(cluster.plans)
 
 
-def test_who_stands_by_has_seen_who_was_lost_with_the_leader(cluster: Cluster) -> None:
+def test_a_standby_has_seen_the_node_that_was_lost_with_the_leader(cluster: Cluster) -> None:
     """A leader that has not would wait for the node: here, for hours."""
     first = cluster.process(ttl=5.0)  # it does not come to give it back
     cluster.until(cluster.leader, "a leader")
@@ -264,7 +264,7 @@ def test_who_stands_by_has_seen_who_was_lost_with_the_leader(cluster: Cluster) -
 
 
 @pytest.mark.slow
-def test_who_stands_by_while_the_store_is_away_evicts_nobody(keys: Keys) -> None:
+def test_a_standby_evicts_no_node_while_the_store_is_away(keys: Keys) -> None:
     """All leases run out in the pause, the leader's as well: those who are missing may be quite well."""
     with ExitStack() as stack:
         server = stack.enter_context(EtcdServer())
@@ -336,7 +336,7 @@ def test_a_leader_that_another_one_follows_stands_by_though_its_lease_still_runs
     assert served.leads.wait(PATIENCE)
 
 
-def test_the_store_is_restarted_and_paused_and_nobody_is_evicted(keys: Keys) -> None:
+def test_a_restart_and_a_pause_of_the_store_evict_no_node(keys: Keys) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(EtcdServer())
         cluster = Cluster(server, keys, stack)
@@ -359,7 +359,7 @@ def test_the_store_is_restarted_and_paused_and_nobody_is_evicted(keys: Keys) -> 
 
 
 @pytest.mark.parametrize("parent", [True, False])
-def test_it_ends_when_its_parent_does_or_without_one_at_sigterm(cluster: Cluster, parent: bool) -> None:
+def test_a_coordinator_ends_with_its_parent_or_without_one_at_sigterm(cluster: Cluster, parent: bool) -> None:
     reader, writer = os.pipe()
     options = ("--parent-fd", str(reader)) if parent else ()
     process = cluster.process(*options, pass_fds=(reader,))

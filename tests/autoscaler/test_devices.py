@@ -53,7 +53,7 @@ def test_two_jobs_on_a_node_get_different_devices(pump: Pump) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_no_device_has_two_owners(seed: int) -> None:
+def test_no_device_ever_has_two_owners(seed: int) -> None:
     chance, pump = random.Random(seed), Pump()
     jobs = "abcde"
     for job in jobs:
@@ -94,7 +94,7 @@ def test_survivors_keep_their_devices_and_newcomers_get_others(pump: Pump) -> No
     assert names(pump.plan("b"), "n0") == [("GPU-2",), ("GPU-3",)]
 
 
-def test_what_an_agent_may_not_use_is_never_given_to_its_job(pump: Pump) -> None:
+def test_a_device_that_an_agent_may_not_use_is_never_given_to_its_job(pump: Pump) -> None:
     own = EIGHT[6:1:-2]
     pump.job("a", max_replicas=8, autoscale=False)
     join(pump, "n0", "a", 3, own)

@@ -71,7 +71,7 @@ def test_the_address_is_the_one_that_an_agent_gives_to_others(monkeypatch: pytes
         assert socket.gethostname() in finding.detail
 
 
-def test_an_address_nobody_can_reach() -> None:
+def test_an_unreachable_address_is_reported() -> None:
     assert checks.check_address("127.0.0.1")[0].level is Level.WARNING
     assert checks.check_address("no-such-host.invalid")[0].level is Level.ERROR
     assert checks.check_address("a..b")[0].level is Level.ERROR

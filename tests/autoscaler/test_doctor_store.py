@@ -68,7 +68,7 @@ def say(endpoint: str, *options: str, **environ: str) -> str:
         (http(b"hello"), "not JSON"),
     ],
 )
-def test_what_is_no_etcd(answer: bytes, word: str) -> None:
+def test_an_endpoint_that_is_no_etcd_is_reported(answer: bytes, word: str) -> None:
     with answering(answer) as endpoint:
         said = say(endpoint)
     assert "answers, but not as an etcd does" in said
@@ -76,7 +76,7 @@ def test_what_is_no_etcd(answer: bytes, word: str) -> None:
     assert "-> is this etcd's port for clients (2379)?" in said
 
 
-def test_a_name_that_nobody_knows_and_one_that_is_none() -> None:
+def test_an_unknown_and_a_malformed_host_name_are_reported() -> None:
     assert "-> correct the name in --etcd" in say("no-such-host.invalid:2379")
     assert "-> correct the name in --etcd" in say("a..b:2379")
 

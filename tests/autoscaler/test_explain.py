@@ -77,7 +77,7 @@ def test_one_more_and_one_fewer_and_what_they_cost(pump: Pump) -> None:
     assert found.free_slots == 2
 
 
-def test_who_else_wants_it(pump: Pump) -> None:
+def test_explain_names_the_jobs_that_share_the_nodes(pump: Pump) -> None:
     for job in ("a", "b"):
         pump.job(job)
         pump.node("n0", job, 4)

@@ -210,7 +210,7 @@ def test_machines_may_have_another_python(registry: str, tmp_path: Path) -> None
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_what_no_machine_could_install_is_said_in_a_line(registry: str, tmp_path: Path) -> None:
+def test_requirements_that_cannot_be_resolved_are_one_line(registry: str, tmp_path: Path) -> None:
     done = pack(tmp_path, sys.executable, "--python", "3.7")
     assert done.returncode == 1
     assert re.fullmatch(

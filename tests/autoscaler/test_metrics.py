@@ -68,7 +68,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
     }
 
 
-def test_what_a_scrape_shows(pump: Pump) -> None:
+def test_a_scrape_shows_cluster_and_jobs(pump: Pump) -> None:
     found = Scraped(pump).samples
     assert found["adaptdl_leader", ""] == 1
     assert found["adaptdl_slots", ""] == 4
@@ -84,7 +84,7 @@ def test_what_a_scrape_shows(pump: Pump) -> None:
 
 
 @pytest.mark.parametrize(("age", "said"), [(30.0, True), (90.0, False)])
-def test_what_a_dead_autoscaler_paid_an_hour_is_not_said(pump: Pump, age: float, said: bool) -> None:
+def test_the_hourly_cost_of_a_dead_autoscaler_is_not_shown(pump: Pump, age: float, said: bool) -> None:
     status = AutoscalerStatus("ec2", 1, 1, 2.5, 7.0, jobs=(JobCost("a", 6.5, 2.5, 9.0, 3600.0),))
     pump.store.put(pump.keys.autoscaler_status, encode(replace(status, updated=pump.view().wall - age)))
     found = Scraped(pump).samples
@@ -119,7 +119,7 @@ def test_the_dashboard_is_what_its_generator_writes() -> None:
     assert json.loads(DASHBOARD.read_text()) == module["dashboard"]()
 
 
-def test_it_is_served_where_it_is_asked_to_be(pump: Pump) -> None:
+def test_metrics_are_served_at_the_given_address(pump: Pump) -> None:
     metrics = serve("127.0.0.1", 0)
     try:
         observe(pump, metrics)

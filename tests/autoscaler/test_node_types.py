@@ -418,7 +418,7 @@ def test_a_job_is_predicted_on_a_type_by_what_other_scripts_lost_there() -> None
     assert slow / fast == pytest.approx(0.25, rel=0.15)
 
 
-def test_what_a_job_measured_itself_counts_more_than_what_others_lost() -> None:
+def test_a_jobs_own_measurement_counts_more_than_ratios_learnt_from_others() -> None:
     mine = report_on("mine", "fast", 1.0, 1, 2, 4)
     slow = TypeProfile("slow", entries(2.0, 1), (1.8, 1e-9, 0.0, 0.0, 0.0, 0.0, 1.0), 1)
     learnt = TypeRatios({("fast", "slow"): 3.0, ("slow", "fast"): -3.0})

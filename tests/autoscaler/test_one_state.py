@@ -117,7 +117,7 @@ def test_all_views_show_each_state_as_what_it_is(monkeypatch: pytest.MonkeyPatch
     assert counted(world) == set(states)
 
 
-def test_all_views_show_that_nobody_answers_for_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_views_show_a_job_without_coordinator_and_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     world = small_world(LOST, "done")
     world.store.delete(world.keys.coordinator_leader)
     shown = views(world, monkeypatch)

@@ -281,7 +281,7 @@ def test_generations_that_follow_each_other_are_one_run(tmp_path: Path) -> None:
     assert json.loads(done.output)["seconds"] == 30.0
 
 
-def test_what_can_be_read_of_a_log_that_was_cut_in_the_middle_is_reported(tmp_path: Path) -> None:
+def test_the_readable_part_of_a_cut_log_is_reported(tmp_path: Path) -> None:
     whole = ask(path := written(tmp_path, log([100.0] * 10)), "--json").stdout
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:6], '{"time": 11, "ev' + lines[6], *lines[6:]]) + "\n")
@@ -458,7 +458,7 @@ def test_a_log_that_is_not_there_gets_one_line_with_the_remedy(tmp_path: Path) -
     assert "start a job with adaptdl-run --event-log FILE" in done.output
 
 
-def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
+def test_the_report_says_which_figures_are_not_known(tmp_path: Path) -> None:
     events = log([100.0] * 5, perf_params=None, grad_params=None)
     done = ask(written(tmp_path, events))
     assert done.exit_code == 0

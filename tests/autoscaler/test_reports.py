@@ -65,7 +65,7 @@ def test_nonsense_is_refused_where_it_is_read_and_where_it_is_written(name: str)
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_a_job_keeps_its_last_good_report_and_nobody_else_notices(name: str) -> None:
+def test_a_job_keeps_its_last_good_report_and_disturbs_no_other(name: str) -> None:
     pump = Pump()
     elastic(pump)
     pump.job("b")
@@ -85,7 +85,7 @@ def test_a_job_keeps_its_last_good_report_and_nobody_else_notices(name: str) -> 
     assert problem.message.endswith("; the last good report is kept")
 
 
-def test_what_a_real_job_reports_is_accepted() -> None:
+def test_reports_of_real_jobs_are_accepted() -> None:
     for changes in (
         {},
         {"init_batch_size": 0, "batch_size": 0, "atomic_bsz": 0, "max_batch_size": None},  # says little yet

@@ -75,7 +75,7 @@ def test_the_answer_of_a_round_holds_for_what_has_not_changed_meanwhile(pump: Pu
     play(pump, script, asked_once, answer_of, round_waits)
 
 
-def test_what_a_person_asked_for_and_could_not_be_had_at_once_waits_for_no_interval(pump: Pump) -> None:
+def test_a_request_without_room_is_put_to_the_policy_without_an_interval(pump: Pump) -> None:
     # no room: the policy has to say; the answer is of the round that knew nothing of it
     play(pump, "ask a replicas=4; settle; answer; settle")
     assert len(pump.asked) == 1

@@ -40,7 +40,7 @@ def brute(replicas: int, places: dict[str, Room], min_nodes: int, max_nodes: int
     data=st.data(),
     nodes=st.tuples(st.integers(1, 4), st.integers(0, 3)),
 )
-def test_what_resize_finds_is_allowed(
+def test_resize_finds_only_allowed_sizes(
     places: dict[str, Room], replicas: int, data: st.DataObject, nodes: tuple[int, int]
 ) -> None:
     min_nodes, max_nodes = nodes[0], sum(nodes)
@@ -73,7 +73,7 @@ def four(count: int = 4) -> dict[str, Room]:
     return {f"n{i}": Room(f"n{i}", 1, 4, "") for i in range(count)}
 
 
-def test_shrinking_keeps_rank_0_and_moves_nobody_else() -> None:
+def test_shrinking_keeps_rank_0_and_moves_no_other_replica() -> None:
     assert resize({"n1": 4, "n0": 4}, 5, four()) == {"n1": 4, "n0": 1}
     assert resize({"n1": 4, "n0": 4}, 4, four()) == {"n1": 4}
 

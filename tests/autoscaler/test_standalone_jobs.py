@@ -128,7 +128,7 @@ def test_a_drain_is_cancelled_where_it_was_asked_for(jobs: Jobs) -> None:
     assert asked.get(KEYS.drain("other")) is None
 
 
-def test_what_concerns_one_store_asks_which_is_meant(jobs: Jobs) -> None:
+def test_a_command_for_one_store_asks_which_of_two_is_meant(jobs: Jobs) -> None:
     jobs.start("first")
     jobs.start("second")
     said = jobs.run("doctor").output

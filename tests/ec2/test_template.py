@@ -81,7 +81,7 @@ def test_a_reference_without_a_value_is_refused(name: str) -> None:
         rendered(name, {"Jobs": "train"})
 
 
-def test_a_boot_ends_before_those_who_wait_for_it(template: dict[str, Any]) -> None:
+def test_a_boot_ends_before_its_waiters_give_up(template: dict[str, Any]) -> None:
     """CloudFormation waits for the head, the autoscaler for a node; a kill may take 30 s more."""
     limits = {
         name: int(re.findall(r"^boot_seconds=(\d+)$", user_data(template, name), re.MULTILINE)[0])
@@ -203,7 +203,7 @@ def test_a_node_may_end_nodes_of_its_own_stack_and_nothing_else_of_ec2(template:
     }
 
 
-def test_the_head_is_reached_from_outside_by_nobody_and_has_a_way_out(template: dict[str, Any]) -> None:
+def test_the_head_cannot_be_reached_from_outside_and_has_a_way_out(template: dict[str, Any]) -> None:
     """An interface that is made before its instance gets no public address from its subnet."""
     resources = template["Resources"]
     joined = resources["HeadAddressAssociation"]

@@ -59,7 +59,7 @@ def attacker(run: ElasticRun, tmp_path: Path) -> Iterator[Attacker]:
 
 
 @pytest.mark.essential
-def test_who_reads_everything_learns_nothing_and_changes_nothing(run: ElasticRun, attacker: Attacker) -> None:
+def test_an_attacker_that_reads_all_keys_learns_no_secret(run: ElasticRun, attacker: Attacker) -> None:
     secret = (run.directory / "secret").read_bytes()
     attacker.do(attacker.read_all, attacker.impersonate)
     assert run.adaptdl("scale", "prey", "--replicas", "3").returncode == 0
@@ -76,7 +76,7 @@ def test_who_reads_everything_learns_nothing_and_changes_nothing(run: ElasticRun
 
 
 @pytest.mark.parametrize("options", [["--rescale-timeout=15"]], ids=["soon given up"])
-def test_who_writes_everything_and_connects_to_everything_runs_no_code(
+def test_an_attacker_that_writes_all_keys_and_connects_to_all_ports_runs_no_code(
     run: ElasticRun, attacker: Attacker
 ) -> None:
     """The job goes on, or it stops and says why; both are fine."""

@@ -125,14 +125,14 @@ def test_make_targets_exist(snippet: Snippet) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("snippet", of("shell"))
-def test_it_runs_as_it_stands(snippet: Snippet, tmp_path: Path) -> None:
+def test_a_shell_snippet_runs_as_it_stands(snippet: Snippet, tmp_path: Path) -> None:
     run(snippet, tmp_path)
 
 
 @pytest.mark.processes
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("snippet", of("module"))
-def test_it_runs_as_a_script(snippet: Snippet, tmp_path: Path) -> None:
+def test_a_module_snippet_runs_as_a_script(snippet: Snippet, tmp_path: Path) -> None:
     """In a process that was forked from one with torch, which imports in the order of the tests."""
     script = tmp_path / "snippet.py"
     script.write_text(snippet.text)
@@ -145,7 +145,7 @@ def test_it_runs_as_a_script(snippet: Snippet, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("snippet", of("etcd"))
-def test_it_runs_with_an_etcd(snippet: Snippet, tmp_path: Path) -> None:
+def test_an_etcd_snippet_runs_with_an_etcd(snippet: Snippet, tmp_path: Path) -> None:
     with EtcdServer() as server:
         run(snippet, tmp_path, server.endpoint)
 
@@ -155,7 +155,7 @@ def test_it_runs_with_an_etcd(snippet: Snippet, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("snippet", of("job"))
-def test_it_runs_while_a_job_does(snippet: Snippet, tmp_path: Path) -> None:
+def test_a_job_snippet_runs_while_a_job_runs(snippet: Snippet, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     with EtcdServer() as server:
         command = [

@@ -127,7 +127,7 @@ def test_one_replica_may_grow_without_accumulation() -> None:
     assert GoodputFunction(THETA, GradParams(1e-6, 2.0), 64).optimize(1, 1, 1024)[1] > 64
 
 
-def test_nothing_fits() -> None:
+def test_a_total_size_that_does_not_fit_has_no_goodput() -> None:
     assert GoodputFunction(THETA, GRADS, 64).optimize(2, 8, 64, (16, 32), True)[0] == 0.0
 
 

@@ -54,7 +54,7 @@ def test_ec2_knows_what_is_asked_of_it(node_type: str) -> None:
     assert asked["InstanceType"] in kinds
 
 
-def test_it_has_the_ray_with_which_this_was_tested() -> None:
+def test_the_cluster_file_has_the_tested_version_of_ray() -> None:
     (version,) = (line[5:] for line in CONSTRAINTS.read_text().splitlines() if line.startswith("ray=="))
     assert cluster()["docker"]["image"].startswith(f"rayproject/ray:{version}-py")
 

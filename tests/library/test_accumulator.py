@@ -51,7 +51,7 @@ class Word(str, enum.Enum):  # str() of which is "Word.ONE"
         np.str_("ab"),
     ],
 )
-def test_whatever_is_taken_comes_back_after_a_restart(script: Script, value: Any) -> None:
+def test_accumulated_values_come_back_after_a_restart(script: Script, value: Any) -> None:
     for life in range(3):
         sums = Accumulator()
         sums["x"] += value  # counted once, in the first life
@@ -171,7 +171,7 @@ def test_overwriting_outside_of_synchronized_says_what_to_do(script: Script) -> 
         sums["a"] = sums["b"] + 1
 
 
-def test_what_does_not_add_up_is_refused_when_it_is_added(script: Script) -> None:
+def test_a_value_that_cannot_be_added_is_refused_at_once(script: Script) -> None:
     sums = Accumulator()
     for bad in ({}, object(), None):
         with pytest.raises(TypeError, match="cannot add a"):

@@ -77,7 +77,7 @@ def stop_after_epochs(job: FakeAgent, heard: Heard, more: int) -> None:
 
 
 @pytest.mark.parametrize("name", list(EXAMPLES))
-def test_it_grows_shrinks_loses_a_replica_and_goes_on(tmp_path: Path, name: str) -> None:
+def test_an_example_grows_shrinks_loses_a_replica_and_goes_on(tmp_path: Path, name: str) -> None:
     """From 1 to 2 to 1 to 2 replicas in place, then a death, a stop, and a start from the checkpoint."""
     arguments, size = EXAMPLES[name]
     heard = Heard()

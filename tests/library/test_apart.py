@@ -123,7 +123,7 @@ def test_a_checkpoint_while_one_has_left_an_evaluation_loop(start: Any, tmp_path
     job.finish()
 
 
-def test_nobody_ends_before_the_others_have_come_to_the_end(start: Any, tmp_path: Path) -> None:
+def test_no_replica_ends_before_the_others_have_reached_the_end(start: Any, tmp_path: Path) -> None:
     """What follows the last loop takes one replica longer than the end takes another."""
     job = start(2, kind="slow", epochs=2, rank=1)
     job.finish()

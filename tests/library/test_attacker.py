@@ -92,7 +92,7 @@ def test_the_attacker_wins_where_the_guard_is_broken_and_only_there(
         assert attacker.owned.exists() == broken
 
 
-def test_who_only_reads_and_talks_changes_nothing(start: Any, attack: Any) -> None:
+def test_an_attacker_that_only_reads_and_talks_changes_nothing(start: Any, attack: Any) -> None:
     job = start(2)
     attacker = attack(job)
     attacker.do(attacker.read_all, attacker.impersonate)

@@ -143,7 +143,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 @pytest.mark.parametrize("given", [None, False, True, 0, 1, np.False_, np.True_, np.int64(0), np.int64(1)])
-def test_what_plainly_means_true_or_false_is_taken(given: Any) -> None:
+def test_values_that_plainly_mean_true_or_false_are_accepted(given: Any) -> None:
     """torch's DataLoader has shuffle=None for its default, and argparse's type=int gives 0 and 1."""
     meant = bool(given)
     loader = LOADER(DATA, 4, given, drop_last=given)
@@ -156,7 +156,7 @@ def test_what_plainly_means_true_or_false_is_taken(given: Any) -> None:
         LOADER(STREAM, 4, given, drop_last=given)
 
 
-def test_what_json_has_no_number_for_is_reported_as_text(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_reported_as_text(tmp_path: Path) -> None:
     adl.report(
         a=math.nan, b=-math.inf, c=np.float32(0.5), d=torch.tensor([2]), e=Fraction(1, 4), f=None, g=True
     )

@@ -167,7 +167,7 @@ def test_as_many_whole_checkpoints_are_kept_whatever_lies_between_them(
         assert (lost in saved_ids(tmp_path)) == (whole[0] < lost)
 
 
-def test_what_has_no_manifest_stays_while_there_are_too_few_whole_checkpoints(
+def test_a_folder_without_manifest_stays_while_whole_checkpoints_are_too_few(
     script: Script, tmp_path: Path
 ) -> None:
     Number("n")
@@ -447,7 +447,7 @@ def test_a_generation_that_was_replaced_saves_no_more(script: Script, tmp_path: 
     assert len(saved_ids(tmp_path)) == 3
 
 
-def test_what_a_replaced_generation_saved_late_is_passed_over(
+def test_a_late_checkpoint_of_a_replaced_generation_is_passed_over(
     script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Number("n", 1)
@@ -474,7 +474,7 @@ def newest_states(tmp_path: Path) -> dict[str, Any]:
     return storage.manifest(storage.ids()[-1]).states
 
 
-def test_what_does_not_fit_the_script_is_an_error_that_names_it(script: Script) -> None:
+def test_the_error_names_the_state_that_does_not_fit_the_script(script: Script) -> None:
     Model(torch.nn.Linear(2, 2))
     script.resume()
     with pytest.raises(CheckpointError, match=r"state 'model' of checkpoint .* does not fit"):

@@ -47,7 +47,7 @@ def test_no_batch_is_larger_than_allowed(given: Limits, replicas: int) -> None:
 
 
 @given(limits(), st.integers(1, 16))
-def test_what_does_not_fit_has_no_goodput(given: Limits, replicas: int) -> None:
+def test_a_size_that_does_not_fit_has_no_goodput(given: Limits, replicas: int) -> None:
     """So the coordinator, which has the limits from the hints, does not choose that number of replicas."""
     assume(misfit(given, replicas) is not None)
     function = GoodputFunction(PerfParams(0.1, 0.01, 0.1, 0.01, 0.1, 0.01, 1.2), GradParams(1, 5), given.init)

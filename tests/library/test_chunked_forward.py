@@ -90,7 +90,7 @@ def test_a_dimension_that_happens_to_have_the_size_of_a_chunk_is_not_taken_for_s
         (lambda x: [0] * len(x), "its outputs are different structures for different samples"),
     ],
 )
-def test_what_cannot_be_put_together(output: Any, why: str) -> None:
+def test_outputs_that_cannot_be_joined_are_refused(output: Any, why: str) -> None:
     with pytest.raises(NotChunkableError, match=f"^{why.replace('[', '.')[:20]}"):
         run_in_chunks(output, (torch.arange(8.0),), {}, 8, None, 4)
 
@@ -115,7 +115,7 @@ def test_how_many_samples_there_are() -> None:
     assert count_samples(("text",), 6, None) is None
 
 
-def test_which_errors_are_exhausted_memory() -> None:
+def test_errors_of_exhausted_memory_are_recognised() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
     assert not is_out_of_memory(RuntimeError("size mismatch"))

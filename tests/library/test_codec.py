@@ -131,7 +131,7 @@ class Number(int):
         defaultdict(lambda: 1),
     ],
 )
-def test_what_is_no_plain_data_is_refused_by_name(value: Any) -> None:
+def test_a_value_that_is_no_plain_data_is_refused(value: Any) -> None:
     with pytest.raises(NotPlainError, match="is no plain data"):
         encode(value)
 
@@ -162,7 +162,7 @@ def nested(value: Any, levels: int) -> Any:
         (slice(1, 2), 1),
     ],
 )
-def test_whatever_is_encoded_can_be_decoded(value: Any, inner: int) -> None:
+def test_encoded_values_can_be_decoded_up_to_the_deepest_nesting(value: Any, inner: int) -> None:
     deepest = encode(nested(value, 100 - inner))
     assert encode(decode(deepest)) == deepest
     with pytest.raises(NotPlainError, match="nested more than 100 deep"):
@@ -186,7 +186,7 @@ def test_bytes_that_are_nested_too_deep_are_refused() -> None:
         decode(103 * one + encode(1))
 
 
-def test_bytes_that_nobody_encoded_are_an_error_and_nothing_else() -> None:
+def test_corrupted_bytes_raise_only_a_codec_error() -> None:
     choose = random.Random(0)
     whole = encode([*PLAIN, np.arange(9.0), torch.ones(3)])
     for _ in range(20_000):
@@ -218,6 +218,6 @@ def test_bytes_that_nobody_encoded_are_an_error_and_nothing_else() -> None:
         encode(torch.ones(1)).replace(b"float32", b"Storage"),
     ],
 )
-def test_what_can_not_be_is_an_error(data: bytes) -> None:
+def test_malformed_bytes_are_a_codec_error(data: bytes) -> None:
     with pytest.raises(CodecError):
         decode(data)

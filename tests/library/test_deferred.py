@@ -241,7 +241,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 
 @pytest.mark.processes
-def test_the_self_test_ends_with_who_has_asked(tmp_path: Path) -> None:
+def test_the_self_test_ends_with_the_replica_that_started_it(tmp_path: Path) -> None:
     """A replica may be killed at any time."""
     script = (
         "import deferred_backend\n"

@@ -48,7 +48,7 @@ def test_a_clause_on_len_loader_after_growth_is_an_error_with_the_remedy(
         ("parameter", "the parameters of ranks 0 and 1 differ in epoch 0"),
     ],
 )
-def test_what_one_rank_does_alone_is_an_error(tmp_path: Path, kind: str, found: str) -> None:
+def test_a_change_on_one_rank_alone_is_an_error(tmp_path: Path, kind: str, found: str) -> None:
     with run(tmp_path, 2, kind=kind, epochs=1) as job:
         for line in errors(job):
             assert "ReplicasApartError: drift_script.py:" in line

@@ -151,7 +151,7 @@ def test_our_variable_comes_first_then_torchruns(
 
 
 @pytest.mark.parametrize(("name", "variable", "text", "value"), OURS_ALONE)
-def test_what_only_we_have(
+def test_variables_of_this_library_are_read(
     monkeypatch: pytest.MonkeyPatch, name: str, variable: str, text: str, value: Any
 ) -> None:
     monkeypatch.setenv(variable, text)
@@ -161,7 +161,7 @@ def test_what_only_we_have(
 
 
 @pytest.mark.parametrize(("name", "variable", "text", "message"), MALFORMED)
-def test_what_can_not_be_meant_is_named(
+def test_the_error_names_a_malformed_variable(
     monkeypatch: pytest.MonkeyPatch, name: str, variable: str, text: str, message: str
 ) -> None:
     monkeypatch.setenv(variable, text)

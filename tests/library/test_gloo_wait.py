@@ -48,7 +48,7 @@ def test_an_error_is_raised() -> None:
         Gloo("gloo", session()).wait([Work(2, "connection closed")], LONG)
 
 
-def test_what_gloo_forgets_after_a_death_is_not_waited_for() -> None:
+def test_a_transfer_that_gloo_forgets_after_a_death_is_not_waited_for() -> None:
     present = session("rank 2 is gone")
     with pytest.raises(PeerLostError, match="rank 2 is gone"):
         Gloo("gloo", present).wait([Work(float("inf"))], LONG)

@@ -31,7 +31,7 @@ one = pytest.mark.skipif(VISIBLE < 1, reason="no CUDA device is visible")
 @pytest.mark.gpu
 @one
 @pytest.mark.parametrize("check", ["self_test", "made_anew", "newcomer", "state_transfer"])
-def test_what_one_gpu_allows(check: str) -> None:
+def test_the_checks_for_one_gpu_pass(check: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(CHECKS), "--only", check]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
@@ -109,7 +109,7 @@ def test_a_check_that_hangs_or_crashes_is_one_that_failed(checks: Any, code: str
 
 
 @pytest.mark.processes
-def test_what_a_check_found_is_read_from_its_process(checks: Any) -> None:
+def test_the_result_of_a_check_is_read_from_its_process(checks: Any) -> None:
     code = "import sys; open(sys.argv[2], 'w').write('{\"ok\": true, \"bytes\": 7}\\n')"
     found = checks.run_apart([sys.executable, "-c", code], 60.0)
     assert (found["ok"], found["bytes"]) == (True, 7)

@@ -165,7 +165,7 @@ def test_a_replica_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("flag", ["loops_over", "between", "saving"])
-def test_nobody_hangs_behind_the_epochs_in_a_switch_or_while_rank_0_saves(
+def test_no_replica_is_hung_after_the_epochs_in_a_switch_or_while_rank_0_saves(
     monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     world = World(monkeypatch, 3, timeout="30")

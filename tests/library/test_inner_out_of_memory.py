@@ -117,7 +117,7 @@ def test_loaders_in_a_zip_are_divided_alike(script: Script, inner: int, most: in
         (1, None, [], {}),
     ],
 )
-def test_whose_batch_it_was(outer: int, inner: Any, passed: list[int], found: dict[str | None, int]) -> None:
+def test_culprits_are_found(outer: int, inner: Any, passed: list[int], found: dict[str | None, int]) -> None:
     assert find_culprits(outer, inner, passed) == found
 
 

@@ -83,7 +83,7 @@ def test_a_newcomer_gets_the_results_of_collectives_that_the_others_have_passed(
         ("plain DDP", "there is a DistributedDataParallel beside AdaptiveDataParallel"),
     ],
 )
-def test_what_newcomers_would_not_share_is_no_change_in_place(start: Any, habit: str, why: str) -> None:
+def test_unshared_objects_prevent_a_change_in_place(start: Any, habit: str, why: str) -> None:
     """The agent hears of it; and who comes all the same is told, and leaves the others in peace."""
     job = start(2, habit)
     assert hints(job, lambda told: not told["inplace"])["inplace_reason"] == why
@@ -118,7 +118,7 @@ def test_thawed_parameters_of_several_replicas_are_an_error(start: Any) -> None:
     "habit",
     ["scheduler", pytest.param("nested scheduler", marks=pytest.mark.slow), "scaler"],
 )
-def test_what_was_given_goes_along(start: Any, tmp_path: Path, habit: str) -> None:
+def test_given_objects_take_part_in_a_change_in_place(start: Any, tmp_path: Path, habit: str) -> None:
     job = start(2, habit, given=True)
     stays_in_place(job, tmp_path)
 
@@ -129,7 +129,7 @@ def test_a_scheduler_in_a_variable_goes_along(start: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("habit", ["", "barrier", pytest.param("dry run", marks=pytest.mark.slow)])
-def test_what_is_not_used_is_in_nobodys_way(start: Any, tmp_path: Path, habit: str) -> None:
+def test_unused_objects_do_not_prevent_a_change_in_place(start: Any, tmp_path: Path, habit: str) -> None:
     """A scheduler and a GradScaler that are there and do nothing; a barrier; a step before the data loop."""
     job = start(2, habit)
     stays_in_place(job, tmp_path)

@@ -37,7 +37,7 @@ def test_all_of_loopback_is_on_its_interface() -> None:
 
 
 @pytest.mark.parametrize("address", ["192.0.2.77", "2001:db8::77", "no-such-host.invalid", ""])
-def test_what_is_no_address_of_this_machine_has_none(address: str) -> None:
+def test_a_foreign_address_selects_no_interface(address: str) -> None:
     listen_on(address)
     assert GLOO_VARIABLE not in os.environ
 
@@ -50,7 +50,7 @@ def test_the_next_generation_may_listen_elsewhere(monkeypatch: pytest.MonkeyPatc
     assert os.environ[GLOO_VARIABLE] == "eth1"
 
 
-def test_what_a_person_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_chosen_by_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO_VARIABLE, "ib0")
     listen_on("127.0.0.1")
     assert os.environ[GLOO_VARIABLE] == "ib0"

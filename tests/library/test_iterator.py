@@ -62,7 +62,7 @@ def test_streams_run_side_by_side(script: Script) -> None:
     ]
 
 
-def test_it_has_a_length_and_an_attribute_for_each_part(script: Script) -> None:
+def test_the_iterator_has_a_length_and_its_batches_text_and_target(script: Script) -> None:
     iterator = AdaptiveBPTTIterator(torch.arange(101), batch_size=5, bptt_len=7)
     assert len(iterator) == 3
     for _ in remaining_epochs_until(2):

@@ -42,7 +42,7 @@ def test_three_times_slower_is_named_with_host_and_part(part: str, replicas: int
     assert lag.ratio == pytest.approx(3, rel=0.05)
 
 
-def test_it_is_over_only_when_it_is_clearly_less() -> None:
+def test_a_lag_ends_only_when_it_is_clearly_less() -> None:
     judge = LagJudge()
     for own in (0.3, 0.3, 0.19, 0.19, 0.16, 0.12, 0.16, 0.12):
         judge.judge(reports(0.1, own, 0.1))

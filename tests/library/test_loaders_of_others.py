@@ -186,7 +186,7 @@ def test_a_sampler_that_divides_by_rank_may_be_made_for_one_reader() -> None:
         ({"num_workers": 1, "in_order": False}, "the replicas could not tell which samples were used"),
     ],
 )
-def test_what_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
+def test_contradicting_loader_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         adl.AdaptiveDataLoader(range(4), **options)  # type: ignore[arg-type]
 
@@ -244,7 +244,7 @@ def test_a_loader_around_a_plain_batch_sampler_takes_another_batch_size() -> Non
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_what_is_no_loader_or_makes_no_batches_is_not_taken_over() -> None:
+def test_from_loader_refuses_other_objects_and_loaders_without_batches() -> None:
     with pytest.raises(TypeError, match=r"from_loader\(3\): give a torch.utils.data.DataLoader"):
         adl.AdaptiveDataLoader.from_loader(3)  # type: ignore[arg-type]
     unbatched: DataLoader[Any] = DataLoader(torch.arange(4), batch_size=None)  # type: ignore[arg-type]

@@ -217,7 +217,7 @@ def test_shuffled_loops_inside_another_one_have_an_order_of_their_own_each() -> 
     assert all(sorted(order) == list(range(8)) for order in orders)
 
 
-def test_what_cannot_be_inside_another_data_loop_is_refused() -> None:
+def test_a_loop_that_cannot_be_inside_a_data_loop_is_refused() -> None:
     outer, adaptive = adl.AdaptiveDataLoader(numbers()), adl.AdaptiveDataLoader(numbers())
     adaptive.autoscale_batch_size(4)
     for _ in adl.remaining_epochs_until(1):
@@ -293,7 +293,7 @@ def test_numpys_integers_are_integers() -> None:
     assert insides.helper(loader).local_bsz_bounds == (2, 16)
 
 
-def test_an_epoch_with_autoscaling_ends_where_nobody_trains(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_epoch_with_autoscaling_ends_without_optimizer_steps(caplog: pytest.LogCaptureFixture) -> None:
     """It is as long as one pass's progress, and none is made."""
     loader = adl.AdaptiveDataLoader(numbers(), batch_size=4)
     loader.autoscale_batch_size(8)
@@ -612,7 +612,7 @@ def test_with_autoscaling_no_sample_comes_twice_within_one_pass(
     assert seen[:36] != seen[40:]
 
 
-def test_what_is_left_is_counted_in_progress_where_batches_are_worth_less(
+def test_remaining_samples_count_progress_where_batches_are_worth_less(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After one pass over the data, worth half a pass at the initial size, half of the job is left."""

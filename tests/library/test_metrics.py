@@ -261,7 +261,7 @@ def test_one_decision_at_most_doubles_the_batch_size_in_use(script: Script, per_
 
 
 @pytest.mark.parametrize(("factor", "seed", "spread"), [(1.0, 1, 0.05), (2.5, 0, 0.0), (0.4, 0, 0.0)])
-def test_neither_noise_nor_another_speed_makes_the_batch_size_wander(
+def test_the_batch_size_does_not_wander_with_noise_or_another_speed(
     script: Script, factor: float, seed: int, spread: float
 ) -> None:
     """Sizes that were left before looked as fast as then: 201 → 183 → 109 → 104 → 100 → 93 → 88."""
@@ -287,7 +287,7 @@ def grown_machine() -> Machine:
     return machine
 
 
-def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Script) -> None:
+def test_the_batch_size_in_use_before_a_restart_is_within_reach_after_it(script: Script) -> None:
     """A job at thirty times its initial batch size does not begin again at twice."""
     machine = grown_machine()
     saved = json.loads(json.dumps(machine.metrics.dump()))
@@ -300,7 +300,7 @@ def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Scrip
     assert best.atomic_bsz > 900
 
 
-def test_what_was_in_use_is_kept_when_the_replicas_change_in_place(script: Script) -> None:
+def test_the_batch_size_in_use_is_kept_when_replicas_change_in_place(script: Script) -> None:
     machine = grown_machine()
     session = current_session()
     session.identity = dataclasses.replace(session.identity, replicas=2)
@@ -393,7 +393,7 @@ def test_a_suggestion_for_another_batch_size_than_the_present_is_dropped(script:
     assert machine.metrics.suggestion() is None
 
 
-def test_what_was_learnt_survives_a_restart(script: Script) -> None:
+def test_the_learnt_profile_survives_a_restart(script: Script) -> None:
     session = current_session()
     metrics = session.metrics
     machine = Machine.__new__(Machine)

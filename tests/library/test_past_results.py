@@ -37,7 +37,7 @@ def test_a_kept_result_does_not_change_with_the_scripts_object() -> None:
 
 
 @pytest.mark.parametrize("result", [threading.Lock(), bytes(LARGEST), list(range(LARGEST)), lambda: None])
-def test_what_is_large_or_cannot_be_sent_is_not_kept(result: Any) -> None:
+def test_a_large_or_unpicklable_result_is_not_kept(result: Any) -> None:
     results = PastResults()
     call = results.next_call(None, 0, "a")
     results.keep(call, result)

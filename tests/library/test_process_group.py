@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("script")
         (("",), "backend=''"),
     ],
 )
-def test_what_can_not_be_is_refused_and_changes_nothing(arguments: Any, message: str) -> None:
+def test_impossible_arguments_are_refused_and_change_nothing(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         adl.init_process_group(*arguments)
     assert _session.current().identity == Identity.from_environment()

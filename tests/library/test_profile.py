@@ -156,7 +156,7 @@ def test_a_size_is_believed_when_its_mean_is_known() -> None:
     assert len(machine.times.entries()) == 1
 
 
-def test_what_is_kept_is_bounded_and_forgets_no_size() -> None:
+def test_kept_step_times_are_bounded_and_forget_no_size() -> None:
     machine = Machine(lambda now: 1.0 + now / 1000)  # slower and slower
     for _ in range(4):
         for atomic in range(8, 128, 8):
@@ -180,7 +180,7 @@ def test_any_sequence_of_sizes_on_an_even_machine_is_told_exactly(stays: list[tu
         assert entry.optim_count == sum(steps for other, steps in stays if other == size)
 
 
-def test_what_was_measured_survives_a_restart() -> None:
+def test_measured_step_times_survive_a_restart() -> None:
     machine = Machine()
     machine.train(16, 5)
     machine.train(64, 5.5)
@@ -194,7 +194,7 @@ def test_what_was_measured_survives_a_restart() -> None:
     assert machine.ratio(16, 64) == pytest.approx(1.0, rel=0.05)
 
 
-def test_nothing_is_known_of_nothing() -> None:
+def test_no_samples_give_no_entries() -> None:
     assert entries([]) == ()
     times = StepTimes()
     assert times.dump() == []

@@ -283,7 +283,7 @@ def root() -> Iterator[Callable[..., Root]]:
             one.abort()
 
 
-def test_a_stranger_is_refused_and_disturbs_nobody(root: Callable[..., Root]) -> None:
+def test_a_stranger_is_refused_and_disturbs_no_replica(root: Callable[..., Root]) -> None:
     first = root()
     with pytest.raises(_wire.AuthenticationError):
         first.meet(secret=b"wrong")
@@ -293,7 +293,7 @@ def test_a_stranger_is_refused_and_disturbs_nobody(root: Callable[..., Root]) ->
     assert first.reducer().rank == 0
 
 
-def test_silent_connections_and_garbage_delay_nobody(
+def test_silent_connections_and_garbage_delay_no_replica(
     root: Callable[..., Root], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One handshake after the other would take 10 s for each of them."""
@@ -427,7 +427,7 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
             Reducer(0, 2, "127.0.0.1", port)
 
 
-def test_it_listens_on_the_address_it_was_told_only(root: Callable[..., Root]) -> None:
+def test_the_root_listens_only_on_the_given_address(root: Callable[..., Root]) -> None:
     first = root()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", first.port), timeout=1)

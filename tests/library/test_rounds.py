@@ -44,7 +44,7 @@ def test_a_round_is_opened_for_the_present_generation() -> None:
     assert follower.round_open
 
 
-def test_a_round_of_an_earlier_generation_lets_nobody_wait() -> None:
+def test_a_round_of_an_earlier_generation_lets_no_replica_wait() -> None:
     """Rank 0's control thread may send a message of the old generation over the new one's connections."""
     follower, sent = replica(1, generation=2)
     follower.on_message(0, ("prepare", 7, 1))

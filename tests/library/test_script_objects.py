@@ -238,7 +238,7 @@ def test_an_object_that_holds_a_model_and_more_is_saved_and_a_part_is_not() -> N
     assert part.state["w"] is net.weight
 
 
-def test_what_differs_between_replicas_is_left_out_and_named(
+def test_objects_that_differ_between_replicas_are_left_out_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     average, buffer, alone = Holder(n=0), Holder(samples=[0]), Holder(n=0)

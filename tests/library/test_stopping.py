@@ -90,7 +90,7 @@ if number == 3:
     assert replica.code == 143
 
 
-def test_a_killed_replica_leaves_nobody_waiting(run: Any) -> None:
+def test_a_killed_replica_leaves_no_other_waiting(run: Any) -> None:
     body = """
 if number == 3 and adl.rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -245,7 +245,7 @@ ENDED = "until(lambda: seen('left') and session.reducer.finished)"
         ),
     ],
 )
-def test_a_replica_that_ends_before_the_others_leaves_nobody_waiting(
+def test_a_replica_that_ends_before_the_others_leaves_none_waiting(
     tmp_path: Path, replicas: int, first: int, ends: str, body: str
 ) -> None:
     script = tmp_path / "script.py"

@@ -104,7 +104,7 @@ def test_a_new_id_sorts_after_all_that_exist(existing: list[str], generation: in
     assert fresh != storage_module.new_id(existing, generation)  # another writer's
 
 
-def test_what_is_not_committed_is_not_there(tmp_path: Path) -> None:
+def test_an_uncommitted_checkpoint_is_not_listed(tmp_path: Path) -> None:
     storage = DirectoryStorage(tmp_path / "new" / "directory")
     assert storage.ids() == []
     writing = storage.begin("00000001-g00000-x")

@@ -57,7 +57,7 @@ def test_a_large_state_goes_in_parts(script: Script, bucket: Any) -> None:
         assert file.read() == content
 
 
-def test_what_has_no_manifest_is_no_checkpoint_and_is_swept(script: Script, bucket: Any) -> None:
+def test_data_without_manifest_is_no_checkpoint_and_is_swept(script: Script, bucket: Any) -> None:
     storage = S3Storage(f"s3://{BUCKET}/x")
     writing = storage.begin("00000001-g00000-dead")
     with writing.state("a") as file:
@@ -127,7 +127,7 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_data_stays_while_nobody_knows_whether_it_was_committed(
+def test_data_stays_while_its_commit_is_uncertain(
     script: Script, proxy: CuttingProxy, bucket: Any, monkeypatch: pytest.MonkeyPatch, arrives: bool
 ) -> None:
     number = Number("n", 1)

@@ -8,7 +8,7 @@ import pytest
 from adaptdl_elastic.utils import print_exc
 
 
-def test_what_a_function_raises_is_printed_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_a_function_is_printed_and_raised(capsys: pytest.CaptureFixture[str]) -> None:
     @print_exc
     def divide(a: int, *, by: int) -> float:
         """Its own docstring."""
@@ -25,7 +25,7 @@ def test_what_a_function_raises_is_printed_and_goes_on(capsys: pytest.CaptureFix
     assert (divide.__name__, divide.__doc__) == ("divide", "Its own docstring.")
 
 
-def test_it_is_seen_where_nobody_would_have_looked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_a_thread_without_reader_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """A thread whose owner asks for no result, as a pool's."""
 
     @print_exc

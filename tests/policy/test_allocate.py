@@ -391,7 +391,7 @@ def test_short_remainders_come_first() -> None:
     assert short > long >= 1
 
 
-def test_nobody_waits_while_another_has_two() -> None:
+def test_no_job_waits_while_another_has_two_replicas() -> None:
     jobs = [job(f"j{i}", remaining=10.0**i) for i in range(8)]
     found = allocate(jobs, cluster(4, 4), {}, 0.0)
     assert all(sum(found.allocations[j.name].values()) == 1 for j in jobs)
@@ -458,7 +458,7 @@ def test_a_node_that_lost_slots_is_not_overfilled() -> None:
     assert sum(sum(a.values()) for a in found.allocations.values()) == 2
 
 
-def test_the_fairness_knob_moves_slots_from_who_scales_well_to_who_does_not() -> None:
+def test_fairness_moves_slots_from_a_job_that_scales_well_to_one_that_does_not() -> None:
     slow_bus = replace(MODEL, perf_params=PerfParams(0.12, 0.003, 0.40, 0.01, 0.50, 0.05, 1.6))
     jobs, nodes = [job("well"), job("badly", model=slow_bus)], cluster(8)
     shares = {}
@@ -490,7 +490,7 @@ def test_reasons_say_whose_choice_a_size_is() -> None:
 
 @pytest.mark.parametrize("pause", [0.2, 30.0, 600.0])
 @pytest.mark.parametrize("p", [-1.0, -3.0, -5.0, -20.0])
-def test_whatever_the_fairness_it_is_worth_more_to_run_than_not(p: float, pause: float) -> None:
+def test_running_is_worth_more_than_waiting_at_any_fairness(p: float, pause: float) -> None:
     settings = PolicySettings(objective=Objective.SPEEDUP, fairness=p, default_pause=pause)
     jobs = [replace(job("new"), model=None), replace(job("known"), max_replicas=8, remaining=100.0)]
     with warnings.catch_warnings():

@@ -87,7 +87,7 @@ def test_an_instance_is_solved(solve: Solve) -> None:
         ({**INSTANCE, "jobs": [{**JOB, "init_batch_size": 0}]}, "jobs.0.init_batch_size"),
     ],
 )
-def test_what_is_no_instance_is_refused_in_one_line(
+def test_a_malformed_instance_is_refused_in_one_line(
     solve: Solve, tmp_path: Path, instance: object, complaint: str
 ) -> None:
     status, output, errors = solve(instance)

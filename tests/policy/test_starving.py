@@ -98,7 +98,7 @@ def test_a_crowd_for_one_slot_takes_turns_of_fifteen_pauses(pause: float, declar
     assert starts >= 20  # everybody has had a turn
 
 
-def test_who_has_just_been_changed_is_not_made_smaller_for_one_that_is_overdue() -> None:
+def test_a_job_that_was_just_changed_is_not_made_smaller_for_an_overdue_one() -> None:
     grown = JobInfo(
         "grown", max_replicas=4, model=MODEL, max_profiled_replicas=4, pause=30.0, last_change=900.0
     )
@@ -116,7 +116,7 @@ def test_who_has_just_been_changed_is_not_made_smaller_for_one_that_is_overdue()
     assert allocate([grown, fresh], [NodeInfo("n", 4)], current, 1000.0).allocations["late"]
 
 
-def test_nobody_is_left_in_peace_for_longer_than_others_have_to_wait() -> None:
+def test_no_job_is_left_unchanged_for_longer_than_others_have_to_wait() -> None:
     slow = JobInfo("slow", model=MODEL, max_profiled_replicas=1, pause=1e7, last_change=900.0)
     late = JobInfo("late", model=MODEL, max_profiled_replicas=1, waiting_since=0.0)
     current = {"slow": {"n": 1}}
@@ -127,7 +127,7 @@ def test_nobody_is_left_in_peace_for_longer_than_others_have_to_wait() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 3])
-def test_whose_last_change_comes_again_and_again_is_not_left_in_peace_for_ever(others: int) -> None:
+def test_a_job_that_changes_again_and_again_is_not_left_in_peace_for_ever(others: int) -> None:
     # it recovers every minute; one that can never run is nobody to wait for
     late = [JobInfo(f"late{i}", model=MODEL, waiting_since=float(i)) for i in range(1 + others)]
     late.append(JobInfo("never", 9, 9, model=MODEL, waiting_since=0.0))
@@ -138,7 +138,7 @@ def test_whose_last_change_comes_again_and_again_is_not_left_in_peace_for_ever(o
         assert bool(found.changed) == changed
 
 
-def test_who_lies_on_two_nodes_and_need_not_moves_together_at_once() -> None:
+def test_a_job_spread_over_two_nodes_without_need_is_put_on_one_for_a_waiting_job() -> None:
     # for itself none of them would: the pause is a tenth of the horizon, and one node is 9 % faster
     jobs = [rigid(f"wide{i}", max_nodes=2, pause=1e4) for i in range(8)]
     current = {f"wide{i}": {f"n{2 * i}": 2, f"n{2 * i + 1}": 2} for i in range(8)}
@@ -165,7 +165,7 @@ def test_a_job_whose_only_node_is_taken_by_one_that_stays_waits() -> None:
     assert found.allocations == {"stays": {"n0": 2}, "mine": {}}
 
 
-def test_what_may_not_be_preempted_is_not_ended_for_anybody() -> None:
+def test_a_job_that_may_not_be_preempted_is_not_ended_for_another() -> None:
     jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2, preemptible=i == 5) for i in range(8)]
     current = allocate(jobs, NODES, {}, 0.0).allocations
     found = allocate([*jobs, rigid("whole", waiting_since=0.0)], NODES, current, 1000.0)
@@ -217,7 +217,7 @@ def crowded(draw: st.DrawFn) -> tuple[list[JobInfo], list[NodeInfo], JobInfo]:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(crowded())
-def test_whoever_could_run_alone_runs_when_it_has_waited_too_long(
+def test_an_overdue_job_runs_if_it_could_run_alone(
     problem: tuple[list[JobInfo], list[NodeInfo], JobInfo],
 ) -> None:
     jobs, nodes, late = problem
@@ -290,7 +290,7 @@ def test_a_longer_job_does_not_push_out_another_before_its_time() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_decided_does_not_depend_on_the_order_of_the_jobs(seed: int) -> None:
+def test_the_decision_does_not_depend_on_the_order_of_the_jobs(seed: int) -> None:
     import random
 
     jobs, current = eight_wide_jobs()

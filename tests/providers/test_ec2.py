@@ -155,7 +155,7 @@ def test_ruling_is_undone_even_after_a_crash(moto: Moto) -> None:
     assert RULED_TAG not in {tag["Key"] for tag in after["Tags"]}
 
 
-def test_processes_that_somebody_else_suspended_stay_suspended(moto: Moto) -> None:
+def test_processes_that_a_person_suspended_stay_suspended(moto: Moto) -> None:
     make_group(moto, "workers", NewInstancesProtectedFromScaleIn=True)
     moto.client("autoscaling").suspend_processes(
         AutoScalingGroupName="workers", ScalingProcesses=["AZRebalance"]
@@ -222,7 +222,7 @@ def test_a_group_or_setting_that_cannot_be_used_is_refused_with_the_remedy(
         used()
 
 
-def test_an_instance_of_somebody_else(moto: Moto) -> None:
+def test_an_instance_of_another_group_is_not_released(moto: Moto) -> None:
     make_group(moto, "workers", desired=1)
     make_group(moto, "theirs", desired=1)
     stranger = moto.group("theirs")["Instances"][0]["InstanceId"]

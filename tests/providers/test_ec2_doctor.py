@@ -82,14 +82,14 @@ def test_the_policy_in_the_docs_is_all_that_is_tried() -> None:
     assert "autoscaling:TerminateInstanceInAutoScalingGroup" in allowed
 
 
-def test_what_is_wrong_with_the_groups_is_named(moto: Moto) -> None:
+def test_the_doctor_names_the_faults_of_the_groups(moto: Moto) -> None:
     make_group(moto, "closed", high=0)
     found = " / ".join(failing(check_aws(["closed", "absent"])))
     assert "its Max is 0" in found
     assert "no auto-scaling group 'absent' in eu-central-1" in found
 
 
-def test_what_is_changed_meanwhile_is_not_undone(moto: Moto) -> None:
+def test_a_concurrent_change_of_the_group_is_not_undone(moto: Moto) -> None:
     make_group(moto, "workers", desired=1)
     client = moto.client("autoscaling")
 

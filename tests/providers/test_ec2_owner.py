@@ -64,7 +64,7 @@ def test_the_same_cluster_goes_on_after_a_crash(moto: Moto) -> None:
     assert tags_of(moto.group()) == {}
 
 
-def test_who_is_told_to_takes_over_and_the_other_finds_out(moto: Moto) -> None:
+def test_a_seizing_autoscaler_takes_over_and_the_other_finds_out(moto: Moto) -> None:
     make_group(moto, "workers", desired=1)
     first, second = provider("one/1"), provider("two/2", seize=True)
     first.take_over()

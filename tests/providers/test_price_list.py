@@ -71,7 +71,7 @@ class Listed:
         self.list = PriceList(self.pricing, region, lambda: self.now)
 
 
-def test_it_is_asked_for_linux_on_shared_machines_and_for_storage_by_region() -> None:
+def test_the_price_list_is_asked_for_shared_linux_and_for_storage_by_region() -> None:
     listed = Listed(g5_xlarge="1.2580000000", gp3="0.0952000000")
     assert listed.list.of(["g5.xlarge"]) == {"g5.xlarge": 1.258}
     assert listed.pricing.filters == {

@@ -50,7 +50,7 @@ def test_an_unknown_spot_price_is_taken_for_on_demand() -> None:
     ("base", "fraction", "terms"),
     [(0, 1.0, "dddd"), (0, 0.0, "ssss"), (2, 0.0, "ddss"), (0, 0.5, "dsds"), (1, 0.25, "ddss")],
 )
-def test_what_a_mixed_group_launches_next(base: int, fraction: float, terms: str) -> None:
+def test_a_mixed_group_launches_by_its_terms(base: int, fraction: float, terms: str) -> None:
     kind = Kind(("g5.xlarge",), base, fraction, mixed=True)
     found = ""
     for _ in range(4):

@@ -149,7 +149,7 @@ def test_nodes_are_given_back_before_their_hours_are_over() -> None:
     assert len(slurm.jobs) == 2
 
 
-def test_what_slurm_needs_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_slurm_option_is_one_line(tmp_path: Path) -> None:
     for name, text in (
         ("good", "srun adaptdl-run --rdzv-id=a --once t.py"),
         ("bad", "srun adaptdl-run t.py"),

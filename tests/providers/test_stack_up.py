@@ -237,7 +237,7 @@ def test_an_account_that_may_buy_no_node_is_told_before_anything_is_made() -> No
     assert "how many on-demand instances the account may run is not known" in account.said[0]
 
 
-def test_what_is_no_answer_of_aws_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_aws_credentials_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -260,7 +260,7 @@ def test_an_update_keeps_what_it_does_not_name() -> None:
     assert "upload train/package" not in account.called
 
 
-def test_nothing_to_change_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_without_changes_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refuse(_: Account, **__: Any) -> None:
         raise refusal("ValidationError", "No updates are to be performed.")
@@ -272,7 +272,7 @@ def test_nothing_to_change_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("status", ["ROLLBACK_COMPLETE", "CREATE_FAILED", "DELETE_FAILED"])
-def test_what_a_failed_try_has_left_is_deleted_first(status: str) -> None:
+def test_the_remains_of_a_failed_stack_are_deleted_first(status: str) -> None:
     account = Account(status, "DELETE_IN_PROGRESS", "DELETE_COMPLETE", "CREATE_COMPLETE").up()
     names = list(account.called)
     assert names.index("delete_stack") < names.index("create_stack")

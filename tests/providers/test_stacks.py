@@ -143,7 +143,7 @@ def test_prices_are_those_of_the_list_and_the_head_is_among_them(moto: Moto) -> 
         ((None, None), "0.00 per hour; g5.xlarge, t3.small come to that: AWS's price list cannot be read\n"),
     ],
 )
-def test_what_has_no_price_is_named(
+def test_machines_without_a_price_are_named(
     prices: tuple[float | None, ...], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = zip(("t3.small", "g5.xlarge"), prices, strict=True)
@@ -260,7 +260,7 @@ class Parameters:
         assert len(Names) == 3
 
 
-def test_what_cloudformation_cannot_delete_is_said_with_its_reason() -> None:
+def test_a_failed_deletion_of_a_stack_gives_its_reason() -> None:
     with pytest.raises(ProviderError, match="stack s could not be deleted: it is in use"):
         delete("CREATE_COMPLETE", "DELETE_IN_PROGRESS", "DELETE_FAILED")
     with pytest.raises(ProviderError, match="still DELETE_IN_PROGRESS after 60 s"):

@@ -29,7 +29,7 @@ def test_an_endpoint_on_this_machine_says_nothing_of_how_others_reach_it(
     assert address_towards(("lost", "local")) == "127.0.0.1"
 
 
-def test_a_reserved_port_is_for_who_names_it() -> None:
+def test_a_reserved_port_can_be_bound_only_by_its_number() -> None:
     with reserve(HOST, None) as kept:
         port = kept.getsockname()[1]
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):

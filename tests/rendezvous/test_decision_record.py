@@ -179,7 +179,7 @@ def test_another_version_is_named_and_replayed(tmp_path: Path) -> None:
         lambda text: text.replace("agent.core.states:State", "os:system"),
         lambda text: text.replace("agent.core.states:State", "agent.core.states:replace"),
         lambda text: text.replace("agent.core.states:State", "agent.core.states:Mapping"),
-        lambda text: text.replace("agent.core.states:State", "agent.launch:LaunchError"),
+        lambda text: text.replace("agent.core.states:State", "agent.taking_part:LaunchError"),
         lambda text: text.replace('"acted"', '"unknown"'),
         lambda text: text.replace('["call",[0.0', '["call",["x"'),
         lambda text: text.replace('["begin"', '["else"'),

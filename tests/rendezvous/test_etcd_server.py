@@ -24,7 +24,7 @@ sys.stdin.read()
 
 
 @pytest.mark.etcd
-def test_it_dies_with_its_owner():
+def test_an_etcd_server_dies_with_its_owner():
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:

@@ -59,7 +59,7 @@ def test_a_holder_known_to_be_dead_has_no_lock(path: Path, lines: list[str], fre
 
 
 @pytest.mark.parametrize("kind", ["text", "link", "directory", "fifo"])
-def test_what_is_not_a_lock_stays_as_it_is(path: Path, kind: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_lock_stays_as_it_is(path: Path, kind: str, tmp_path: Path) -> None:
     (tmp_path / "users").write_text("precious")
     make = {
         "text": lambda: path.hardlink_to(tmp_path / "users"),

@@ -190,7 +190,7 @@ def test_a_watch_is_sent_what_happened_before_the_end(server: LocalServer, colle
         connect(server.endpoint, options=PATIENT)
 
 
-def test_a_reader_that_sleeps_holds_up_nobody_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleeping_reader_delays_no_writer_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_server, "MOST_CHANGES", 10)
     with LocalServer() as server, LocalStore(socket_path(server.endpoint), PATIENCE) as store:
         watch = store.watch("/")

@@ -88,7 +88,7 @@ def test_a_token_is_dropped_only_by_the_request_that_had_it(server: Server) -> N
     assert server.tried == ["first", "first"]
 
 
-def test_what_is_no_refusal_of_the_password_is_passed_on(server: Server) -> None:
+def test_an_error_other_than_a_refused_password_is_passed_on(server: Server) -> None:
     def authenticate(user: str, password: str) -> str:
         raise HttpStatusError(400, "authentication is not enabled", 9)
 

@@ -162,7 +162,7 @@ def test_only_what_this_machine_lacks_is_a_reason_for_having_no_room(
     assert not missing or str(raised.value).endswith(": mount: /x: unknown filesystem type")
 
 
-def test_what_a_room_is_given_is_readable_for_all_whatever_the_umask(room: Room) -> None:
+def test_files_given_to_a_room_are_readable_for_all_at_any_umask(room: Room) -> None:
     before = os.umask(0o077)
     try:
         room.write("/srv/given/by/root", "read", "first")

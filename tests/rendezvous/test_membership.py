@@ -143,7 +143,7 @@ def test_at_most_one_proposes_and_only_what_may_be(seen: View, now: float):
 
 
 @given(views(), st.floats(0, 300))
-def test_whoever_waits_is_served_in_the_end(seen: View, now: float):
+def test_every_waiting_node_is_served_in_the_end(seen: View, now: float):
     """With nothing new happening, the waiting get a round, or are spares of one that runs undisturbed."""
     far = now + 1e4
     waiting = candidates(seen)

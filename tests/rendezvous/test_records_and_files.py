@@ -190,7 +190,7 @@ def test_one_of_a_user_has_the_lock_of_a_job(own: Path) -> None:
     assert [path for path in own.rglob("*") if path.is_file()] == []
 
 
-def test_many_who_want_the_lock_at_once_have_it_one_at_a_time(own: Path) -> None:
+def test_many_threads_have_the_lock_one_at_a_time(own: Path) -> None:
     inside, had = list[int](), list[int]()
 
     def want() -> None:

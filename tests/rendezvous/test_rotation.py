@@ -144,7 +144,7 @@ def test_certificates_of_another_authority_are_read_again(guarded, store, collec
     assert [change.value for change in seen.wait(2)] == ["1", "3"]
 
 
-def test_an_authority_is_replaced_as_the_page_says_and_nobody_is_refused(guarded, store, collect):
+def test_an_authority_is_replaced_as_the_page_says_and_no_client_is_refused(guarded, store, collect):
     seen = collect(store.watch(ROOT, store.put(f"{ROOT}a", "0")))
     old, new = guarded.authority, certificates.authority("next CA")
     guarded.trust(old, new)

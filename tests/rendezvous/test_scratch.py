@@ -20,7 +20,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.processes
-def test_what_a_killed_process_left_is_swept_and_what_is_held_is_not(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_swept_and_held_ones_are_not(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     (left,) = tmp_path.iterdir()
     mine = Scratch("x-", tmp_path)

@@ -28,7 +28,7 @@ def store(world) -> Store:
     return world.client()
 
 
-def test_what_is_put_is_there_and_revisions_grow(world, store):
+def test_a_written_key_is_there_and_revisions_grow(world, store):
     key = world.prefix + "a"
     assert store.get(key) is None
     first = store.put(key, "1")
@@ -147,7 +147,7 @@ def _increment(store: Store, key: str, times: int) -> None:
                 break
 
 
-def test_of_those_who_saw_the_same_revision_one_wins(world):
+def test_one_client_wins_of_those_that_saw_the_same_revision(world):
     key, rounds = world.prefix + "counter", 15
     clients = [world.client() for _ in range(4)]
     everybody = threading.Barrier(4)

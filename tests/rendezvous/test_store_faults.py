@@ -228,7 +228,7 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [EtcdV2Store, EtcdV3Store])
-def test_nobody_there(kind, clock):
+def test_an_error_names_the_endpoints_that_refuse(kind, clock):
     first, second = free_ports(2)
     urls = parse_endpoints(f"127.0.0.1:{first},127.0.0.1:{second}")
     with kind(urls, StoreOptions(timeout=2.0)) as store:

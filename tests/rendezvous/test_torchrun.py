@@ -141,7 +141,7 @@ def kill_node(agent: subprocess.Popen[str]) -> None:
     agent.wait()
 
 
-def test_nodes_come_go_and_wait_and_a_pause_of_etcd_disturbs_nobody(run: Run):
+def test_nodes_come_go_and_wait_and_a_pause_of_etcd_disturbs_none(run: Run):
     first = run.agent()
     run.wait_for_size(1)
     second = run.agent()

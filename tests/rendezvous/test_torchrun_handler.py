@@ -108,7 +108,7 @@ def master_port(info: RendezvousInfo) -> int:
     return int(info.bootstrap_store_info.master_port)
 
 
-def test_a_lapsed_lease_disturbs_nobody(group: Group):
+def test_a_lapsed_lease_disturbs_no_node(group: Group):
     handlers = [group.handler((2, 2), grace="600") for _ in range(2)]
     group.ranks(group.enter(*handlers))
     roster = handlers[0].connection.roster

@@ -163,7 +163,7 @@ def test_a_node_that_is_idle_within_the_band_is_released() -> None:
     ],
     ids=["--min-nodes", "Min", "--idle-minutes"],
 )
-def test_what_a_person_asked_to_have_stays(pool: Pool, settings: ScalingSettings) -> None:
+def test_nodes_that_a_person_asked_for_stay(pool: Pool, settings: ScalingSettings) -> None:
     world = World(pool, settings=settings).grown(8)
     idling(world, world.running[3])
     world.want(7).run(3600)

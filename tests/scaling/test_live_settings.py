@@ -33,7 +33,7 @@ NOW = 1_000_000.0
         ("max-job-cost=train=50", {"max_job_costs/train": 50.0}),
     ],
 )
-def test_what_a_change_says(text: str, values: dict[str, float | None]) -> None:
+def test_the_text_of_a_change_is_parsed(text: str, values: dict[str, float | None]) -> None:
     assert parse_change(text, NOW) == values
 
 
@@ -118,7 +118,7 @@ def test_values_that_fit_only_together_are_all_taken() -> None:
     assert len(refused) == 1
 
 
-def test_what_does_not_fit_the_command_line_is_a_warning_and_nothing_changes(store: MemoryStore) -> None:
+def test_a_live_setting_that_contradicts_the_command_line_is_a_warning_only(store: MemoryStore) -> None:
     cluster = Cluster(store)
     cluster.ruler.change(ScalingSettings(min_nodes=1, max_nodes=2))
     cluster.submit(nodes=2)

@@ -106,7 +106,7 @@ def test_a_node_whose_agent_was_absent_for_long_was_not_idle() -> None:
     assert minutes(loss(PoolMemory(), gone, now=END + 10 * MINUTE)) == (31, 20)
 
 
-def test_time_in_which_nobody_looked_is_not_counted() -> None:
+def test_time_without_looks_is_not_counted() -> None:
     """The work of such a time is not known: only the time between two looks counts as work."""
     late = replace(NODE, became=NODE.first_seen + 5 * HOUR)
     assert minutes(loss(PoolMemory(), late, now=END + 6 * HOUR)) == (10 + 30, 20)

@@ -93,7 +93,7 @@ def test_unlike_nodes_keep_to_the_bounds_and_come_to_rest(
     st.integers(0, 10),
     st.integers(10, 40),
 )
-def test_what_goes_can_be_spared_or_is_too_much(keep: float, there: list[int], floor: int, most: int) -> None:
+def test_nodes_go_if_they_are_spare_or_too_many(keep: float, there: list[int], floor: int, most: int) -> None:
     gone = going(there, keep, floor, most)
     left = len(there) - len(gone)
     assert left <= most
@@ -105,7 +105,7 @@ def test_what_goes_can_be_spared_or_is_too_much(keep: float, there: list[int], f
         assert all(slots - there[place] < keep for place in set(range(len(there))) - set(gone))
 
 
-def test_what_can_not_go_is_counted() -> None:
+def test_nodes_that_cannot_go_are_counted() -> None:
     assert going([4, 4], 6, 0, 10, fixed=(1, 2)) == [0]
     goal = target(6, 4, [4, 4], ScalingSettings(), since_change=1e9, low_for=1e9, fixed=(1, 2))
     assert goal.nodes == 2
@@ -143,7 +143,7 @@ def test_jobs_that_take_nodes_whole_share_none(modelled: bool, registered: bool)
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 8), st.booleans())
-def test_what_a_job_takes_is_the_next_size_that_nodes_can_hold(
+def test_a_job_takes_the_next_size_that_nodes_can_hold(
     replicas: int, least: int, slots: int, registered: bool
 ) -> None:
     """By trying every number of nodes; one that needs more than a node has is on nodes that have it."""
@@ -274,7 +274,7 @@ def test_a_setting_that_cannot_be_kept_is_said(
 
 
 @pytest.mark.parametrize("most", [0, 3])
-def test_what_max_nodes_keeps_from_being_bought_is_said(most: int) -> None:
+def test_a_warning_says_which_slots_max_nodes_keeps_from_being_bought(most: int) -> None:
     world = World(DEMAND, settings=ScalingSettings(max_nodes=most)).want(8).run(300)
     said = f"--max-nodes {most} is the limit: 8 slots would be worth their price"
     assert any(said in text for text in world.tick().warnings)

@@ -70,7 +70,7 @@ def lose_lease(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     "error", [NoPermissionError("ExpiredToken"), ProviderError("throttled"), ZeroDivisionError("defect")]
 )
-def test_what_goes_wrong_later_is_said_and_tried_again(store: MemoryStore, error: Any) -> None:
+def test_a_later_error_is_reported_and_tried_again(store: MemoryStore, error: Any) -> None:
     cluster = ruling(store)
     cluster.submit()
     cluster.provider.errors["capacity"] = [error]
@@ -84,7 +84,7 @@ def test_what_goes_wrong_later_is_said_and_tried_again(store: MemoryStore, error
 @pytest.mark.parametrize(
     "error", [NoPermissionError("denied"), ProviderError("no price"), UnknownPoolError("no group")]
 )
-def test_what_is_wrong_from_the_beginning_ends_it(store: MemoryStore, error: ProviderError) -> None:
+def test_an_error_at_the_first_look_ends_the_autoscaler(store: MemoryStore, error: ProviderError) -> None:
     cluster = Cluster(store, provider=Recording({"workers": POOL}, lambda: 0.0))
     cluster.provider.errors["capacity"] = [error]
     with pytest.raises(type(error)):
@@ -125,7 +125,7 @@ def test_a_dry_run_reads_no_queue(store: MemoryStore) -> None:
 # -- one at a time
 
 
-def test_who_has_lost_the_rule_hands_nothing_back(store: MemoryStore) -> None:
+def test_an_autoscaler_that_lost_its_lease_hands_nothing_back(store: MemoryStore) -> None:
     cluster = ruling(store)
     lose_lease(cluster)
     store.put(KEYS.autoscaler_leader, OTHER)
@@ -135,7 +135,7 @@ def test_who_has_lost_the_rule_hands_nothing_back(store: MemoryStore) -> None:
     assert cluster.provider.rule == ["take_over"]
 
 
-def test_who_rules_again_takes_over_again_and_knows_what_the_other_one_did(store: MemoryStore) -> None:
+def test_an_autoscaler_that_leads_again_knows_the_acts_of_the_other(store: MemoryStore) -> None:
     cluster = ruling(store)
     lose_lease(cluster)
     other = Cluster(store, provider=cluster.provider)
@@ -152,7 +152,7 @@ def test_who_rules_again_takes_over_again_and_knows_what_the_other_one_did(store
     assert cluster.provider.rule[-1] == "hand_back"
 
 
-def test_nothing_is_done_while_another_one_may_rule(
+def test_no_node_is_bought_while_another_autoscaler_may_lead(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a SIGSTOP that outlasted the lease: nobody has told us yet that it is lost."""
@@ -164,7 +164,7 @@ def test_nothing_is_done_while_another_one_may_rule(
     assert "not certain" in cluster.events("warning")[-1]["message"]
 
 
-def test_who_is_stopped_in_the_middle_of_a_look_leaves_the_rest(
+def test_an_autoscaler_stopped_in_mid_look_does_not_act_further(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = ruling(store)
@@ -181,7 +181,7 @@ def test_who_is_stopped_in_the_middle_of_a_look_leaves_the_rest(
     assert len(list(store.range(KEYS.events).items)) == events
 
 
-def test_who_was_deposed_in_the_middle_of_a_look_does_not_write_over_his_successor(
+def test_a_deposed_autoscaler_does_not_overwrite_the_status_of_its_successor(
     store: MemoryStore,
 ) -> None:
     cluster = ruling(store)
@@ -244,7 +244,7 @@ def test_a_successor_deletes_the_drain_requests_of_the_dead(store: MemoryStore) 
     assert store.get(theirs) is not None
 
 
-def test_it_ends_with_the_least_nodes_that_its_pools_have(store: MemoryStore) -> None:
+def test_until_done_ends_with_the_least_nodes_of_the_pools(store: MemoryStore) -> None:
     pool = Pool("workers", desired=1, minimum=1, maximum=4, hourly_price=1.0)
     provider = FakeProvider({"workers": pool}, lambda: 0.0, boot_seconds=0)
     cluster = Cluster(store, provider=provider, options=LoopOptions(until_done=True)).submit(nodes=3).ticks(1)

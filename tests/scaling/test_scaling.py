@@ -77,11 +77,11 @@ def test_a_deadline_that_can_not_be_met_is_said_and_run_for() -> None:
 
 
 @pytest.mark.parametrize("profiled", [1, 2, 4, 8])
-def test_nobody_is_sized_beyond_twice_what_was_profiled(profiled: int) -> None:
+def test_no_job_is_sized_beyond_twice_its_profiled_replicas(profiled: int) -> None:
     assert one(ScalingSettings(hour_value=1e9), max_profiled_replicas=profiled) <= 2 * profiled
 
 
-def test_what_says_its_size_or_nothing_gets_that() -> None:
+def test_a_job_without_a_model_gets_its_requested_or_least_size() -> None:
     jobs = [waiting("a", 7), job("b", model=None, min_replicas=3)]
     assert [w.replicas for w in Demand(jobs, 4, ScalingSettings(), 0.0, 64).at(1.0)] == [7, 3]
 
@@ -195,7 +195,7 @@ def test_every_slot_is_worth_its_own_price(
     assert filled <= max(at(level.slot_price) for level in ladder)
 
 
-def test_who_is_nearly_done_waits_for_nobody_to_boot() -> None:
+def test_a_nearly_done_job_gets_no_node_that_must_boot() -> None:
     rate = float(rates([1])[0])
     settings = ScalingSettings(hour_value=100.0)
     for left, more in ((11.0, False), (60.0, False), (120.0, False), (36000.0, True)):
@@ -217,7 +217,7 @@ def test_who_is_nearly_done_waits_for_nobody_to_boot() -> None:
     st.floats(0, 60),
     st.floats(0.1, 50),
 )
-def test_what_is_bought_saves_more_than_it_costs_boot_and_pause_included(
+def test_bought_nodes_save_more_than_they_cost_with_boot_and_pause(
     seconds: float, running: int, idle: int, boot: float, pause: float, value: float
 ) -> None:
     left = seconds * float(rates([1])[0])

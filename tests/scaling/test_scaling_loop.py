@@ -82,7 +82,7 @@ def test_an_interrupted_node_gets_a_drain_request_that_goes_with_it(store: Memor
     assert store.get(KEYS.drain(node)) is None
 
 
-def test_it_is_told_what_a_job_without_nodes_takes_of_one(store: MemoryStore) -> None:
+def test_the_slots_that_a_job_without_nodes_needs_come_from_its_spec(store: MemoryStore) -> None:
     command = ["--nnodes=1:4", "--nproc-per-node=4", "--etcd=e:1", "--rdzv-id=train", __file__]
     store.put(KEYS.job("train", "spec"), records.encode(job_spec(run_options.parse(command, {}))))
     (info,) = observe(view_of(KEYS, store.range(KEYS.root), 0.0, 0.0), Capacity((POOL,)), ()).jobs
@@ -146,7 +146,7 @@ def test_a_job_that_was_started_by_hand_gets_nodes_once_it_is_resumed(
         resume_started(store, KEYS, "train")
 
 
-def test_nodes_of_nobody_count(store: MemoryStore) -> None:
+def test_nodes_that_were_not_bought_count(store: MemoryStore) -> None:
     cluster = Cluster(store).submit(nodes=1)
     record = records.NodeRecord("metal", "train", "run", "a", "127.0.0.1", 1)
     store.put(KEYS.node("metal", "train"), records.encode(record))

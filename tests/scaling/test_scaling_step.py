@@ -235,7 +235,7 @@ def test_goodput_decides_the_size_and_the_forecast() -> None:
     assert told.seconds_left > 0
 
 
-def test_what_fails_is_tried_again() -> None:
+def test_a_failed_request_is_tried_again() -> None:
     world = World(DEMAND).want(1)
     world.provider.errors["request"] = [ProviderError("throttled")]
     with pytest.raises(ProviderError):
@@ -254,7 +254,7 @@ def test_what_fails_is_tried_again() -> None:
         max_size=12,
     )
 )
-def test_whatever_happens_bounds_hold_and_all_is_well_in_the_end(story: list[tuple[int, str]]) -> None:
+def test_bounds_hold_in_any_story_and_all_is_well_in_the_end(story: list[tuple[int, str]]) -> None:
     world = World(DEMAND, SPOT, settings=ScalingSettings(max_nodes=6, max_hourly_cost=5.0))
     for replicas, event in story:
         world.jobs = (waiting(replicas=replicas),) if replicas else ()
@@ -278,7 +278,7 @@ def test_whatever_happens_bounds_hold_and_all_is_well_in_the_end(story: list[tup
     assert (world.running, set(world.desired.values())) == ([], {0})
 
 
-def test_what_a_changing_job_has_or_is_to_have_stays() -> None:
+def test_nodes_that_a_changing_job_holds_or_awaits_stay() -> None:
     world = World(DEMAND, settings=ScalingSettings(idle_after=3600.0))
     world.jobs = (waiting("a", 4),)
     world.until_running(4)
@@ -333,7 +333,7 @@ def test_how_long_a_boot_takes_is_measured() -> None:
     assert 300 <= boot <= 330
 
 
-def test_what_a_job_will_cost_is_told_before_its_nodes_are_there() -> None:
+def test_the_cost_of_a_job_is_forecast_before_its_nodes_are_there() -> None:
     """By the size that it is to have, not by what runs at the moment."""
     world = World(DEMAND, settings=ScalingSettings(hour_value=100.0), boot=300.0)
     world.jobs = (job(remaining=1e7),)
@@ -347,7 +347,7 @@ def test_what_a_job_will_cost_is_told_before_its_nodes_are_there() -> None:
     assert first.cost_left == pytest.approx(last.cost_left, rel=0.05)
 
 
-def test_what_a_job_will_cost_where_it_is_to_have_less() -> None:
+def test_the_cost_of_a_job_is_forecast_while_it_is_to_shrink() -> None:
     world = World(DEMAND).grown(4)
     world.jobs = (job(remaining=1e6, max_profiled_replicas=1),)
     world.tick()
@@ -357,7 +357,7 @@ def test_what_a_job_will_cost_where_it_is_to_have_less() -> None:
     assert told.cost_left == pytest.approx(world.memory.wanted["train"] * told.seconds_left / 3600)
 
 
-def test_what_came_while_nobody_looked_is_paid_from_its_launch() -> None:
+def test_instances_launched_between_two_looks_are_paid_from_their_launch() -> None:
     world = World(DEMAND, boot=0).want(1).run(60)
     before = world.memory.cost
     world.now += 10 * 3600 - 60
@@ -369,7 +369,7 @@ def test_what_came_while_nobody_looked_is_paid_from_its_launch() -> None:
     assert world.memory.pools["demand"].hours == pytest.approx(world.memory.cost)
 
 
-def test_what_is_gone_after_nobody_looked_for_long_was_not_interrupted() -> None:
+def test_instances_that_vanish_in_a_long_time_without_looks_are_no_interruption() -> None:
     world = World(SPOT).want(8).run(1800)
     for name in list(world.running):
         world.provider.instances.pop(name)

@@ -54,7 +54,7 @@ class StaleWorld(World):
 
 
 @pytest.mark.parametrize("looks", [0, 1, 2, 3, 30])
-def test_what_was_released_and_is_still_shown_is_not_bought_back(looks: int) -> None:
+def test_a_released_instance_that_is_still_shown_is_not_bought_back(looks: int) -> None:
     world = StaleWorld(DEMAND, looks)
     world.want(4).run(120)
     world.want(2).run(3600, every=5)

@@ -346,7 +346,7 @@ def test_a_job_that_has_measured_nothing_grows_on_its_own_type() -> None:
     assert (cluster.bought(), cluster.provider.launched) == ({"a100": 2, "t4": 3}, 5)
 
 
-def test_the_least_nodes_are_had_while_a_job_lacks_a_type_that_nobody_sells() -> None:
+def test_the_least_nodes_are_bought_while_a_job_lacks_an_unavailable_type() -> None:
     cluster = world(on_a100=1)
     cluster.run(100)
     cluster.provider.outage["a100"] = "no capacity"

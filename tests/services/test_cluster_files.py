@@ -162,7 +162,7 @@ def fake_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch, login: str) -> None:
 
 
 @pytest.mark.processes
-def test_what_a_login_says_is_no_part_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logins_greeting_is_no_part_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ssh(tmp_path, monkeypatch, "printf 'hello\\r\\n'; printf 'no line'; printf 'no line' >&2")
     assert Ssh().run("n1", ["printf", r"a\r\nb"]) == "a\nb"
     assert Ssh().run("n1", ["cat"], b"\n x \n") == "\n x \n"

@@ -189,7 +189,7 @@ def test_a_job_that_was_cancelled_in_the_queue_is_replaced(world: World) -> None
     assert (request.cancelled_by, request.submission.follows) == (None, "")
 
 
-def test_what_cannot_be_replaced_is_one_line_with_the_remedy(
+def test_a_job_that_cannot_be_replaced_is_one_line_with_the_remedy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(*words: str) -> str:

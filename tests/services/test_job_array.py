@@ -50,6 +50,6 @@ def test_names_can_be_used_and_differ(values: str) -> None:
         ([f"n={','.join(map(str, range(MOST_JOBS + 1)))}"], f"{MOST_JOBS} may be submitted at once"),
     ],
 )
-def test_what_cannot_be_expanded_is_refused(given: list[str], message: str) -> None:
+def test_a_malformed_job_array_is_refused(given: list[str], message: str) -> None:
     with pytest.raises(ArrayError, match=message):
         expand("train", ["train.py"], given)

@@ -251,7 +251,7 @@ def test_the_command_copies_folders_files_logs_and_checkpoints(
     assert found == {"model.pt", "run.sh", "logs/output.log", "saved/00000001-g00000-abcd/manifest.json"}
 
 
-def test_what_is_kept_of_a_node_that_has_gone_is_shown_by_all(
+def test_the_kept_log_of_a_node_that_has_gone_is_shown_by_all(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for node, text in (("", "[rank0]: one"), ("n0", "2020-11-30T09:15:00Z [rank1]: last"), ("n1", "more")):
@@ -283,7 +283,7 @@ def test_the_page_knows_tensorboard_while_it_runs(world: World, monkeypatch: pyt
     assert (found, copy.tensorboard_url(world.context)) == (["http://127.0.0.1:6007/"], "")
 
 
-def test_what_is_nowhere_or_cannot_be_written_is_one_line(
+def test_a_missing_or_unwritable_file_is_one_line(
     world: World, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(copy.CommandError, match=r"hers:absent is not on n1"):

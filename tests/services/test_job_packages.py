@@ -85,7 +85,7 @@ def test_a_file_beside_the_requirements_makes_the_environment_one_of_the_directo
 
 
 @pytest.mark.parametrize("text", ["absent-package\n", "thing==7\n", "-r nowhere.txt\n"])
-def test_what_cannot_be_installed_is_said_in_the_installers_words(
+def test_a_failed_installation_is_reported_in_the_installers_words(
     node: ServiceDirectory, tmp_path: Path, text: str
 ) -> None:
     with pytest.raises(PackagesError, match=r"its packages cannot be installed: .*(No matching|nowhere)"):

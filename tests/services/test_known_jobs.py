@@ -85,7 +85,7 @@ def test_a_job_that_another_version_has_noted_with_other_fields_is_the_same_job(
     assert (found.requests, dict(found.refused)) == ((cancelled,), {})
 
 
-def test_what_has_ended_stays_ended_when_the_record_of_it_is_deleted(tmp_path: Path) -> None:
+def test_an_ended_job_stays_ended_when_its_record_is_deleted(tmp_path: Path) -> None:
     cancelled = Request(job(), "admin", JobState())
     known = opened(tmp_path / "cancelled")
     known.check(read(cancelled), PEOPLE)
@@ -175,7 +175,7 @@ def waiting_again(request: Request) -> Request:
     return waiting(request.submission)
 
 
-def test_the_owner_replaces_a_job_and_nobody_brings_the_old_one_back(tmp_path: Path) -> None:
+def test_the_owner_replaces_a_job_and_no_other_brings_the_old_one_back(tmp_path: Path) -> None:
     path = tmp_path / "jobs.json"
     failed = Request(job(), None, JobState(state=State.FAILED, run="r1"))
     opened(path).check(read(failed), PEOPLE)

@@ -120,7 +120,7 @@ def test_how_much_priority_and_weight_a_person_may_give(lab: Lab) -> None:
     assert lab.grant("alice", "--most-priority", "1001").exit_code == 2
 
 
-def test_an_archive_that_cannot_be_written_lets_nobody_in(lab: Lab, tmp_path: Path) -> None:
+def test_an_archive_that_cannot_be_written_lets_no_person_in(lab: Lab, tmp_path: Path) -> None:
     for place in (tmp_path / "none" / "a.tar", lab.key / "a.tar"):
         refused = lab.grant("alice", "--archive", str(place))
         assert refused.exit_code == 2

@@ -204,7 +204,7 @@ def test_the_end_of_a_nodes_output_is_kept_by_another_one_when_it_has_gone(
     assert kept.read_text() == "line 8\nline 9\n"
 
 
-def test_who_signs_by_a_wrong_clock_is_told_so_also_where_an_answer_has_no_body(
+def test_a_person_whose_clock_is_wrong_is_told_so_also_without_an_answers_body(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, signed = world.client("alice"), time.time() - 5000
@@ -289,7 +289,7 @@ def test_a_server_that_is_not_of_the_cluster_is_not_asked(world: World, tmp_path
             world.client("alice").get_json(gone, "/v1/status")
 
 
-def test_silent_connections_keep_nobody_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_keep_no_person_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adaptdl_elastic.rendezvous.services.connections.MOST_UNKNOWN", 4)
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
@@ -569,7 +569,7 @@ def test_a_cancellation_from_the_page_is_signed_as_by_the_command(world: World) 
         world.page(store, "admin").cancel("x")
 
 
-def test_who_may_not_cancel_a_job_is_told_so_and_leaves_no_record(world: World) -> None:
+def test_a_person_who_may_not_cancel_a_job_is_told_so_and_leaves_no_record(world: World) -> None:
     store, keys = MemoryStore(), Keys("lab")
     for job, owner in (("other", "admin"), ("new", "admin")):
         world.put(store, keys.submission(job), submission_by(owner, job), owner)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from submitted_jobs import submission_by
 
-from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.service.agents import agent_options, write_spec
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
+from adaptdl_elastic.agent.taking_part import Found, StoreAccess, take_part
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -55,12 +55,12 @@ def make(store: Store, folder: Path, submission: Submission = SUBMISSION) -> Sta
     return StandIn(submission, work, {}, options, {SECRET: "secret"}, membership).register()
 
 
-def take_over(store: Store, folder: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> launch.Found:
+def take_over(store: Store, folder: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Do what the agent does that the service starts."""
     monkeypatch.chdir(folder / "work")
     options = parse(stand_in.options, stand_in.environment)
-    access = launch.StoreAccess("", store, True, stand_in.environment)
-    return launch.take_part(options, "127.0.0.1", access, KEYS, print)
+    access = StoreAccess("", store, True, stand_in.environment)
+    return take_part(options, "127.0.0.1", access, KEYS, print)
 
 
 def record(store: Store) -> NodeRecord | None:

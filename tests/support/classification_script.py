@@ -1,4 +1,4 @@
-"""A script in the shape of torchvision's reference for classification, on made images; see framework_runs.
+"""A script in the shape of torchvision's reference for classification, on made images, for framework_runs.
 
 A network with BatchNorm, SGD with momentum, a warm-up and a cosine, an average of the weights, label
 smoothing, clipping, a progress bar, the accuracy, and a checkpoint of the best one. Until OUT/hurry exists a

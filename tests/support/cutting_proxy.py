@@ -21,7 +21,7 @@ from types import TracebackType
 
 
 class CuttingProxy:
-    """See the module's docstring. `bytes` and `connections` count what went through in both directions."""
+    """Pass bytes on, or cut them; `bytes` and `connections` count those of both directions."""
 
     def __init__(self, target: str, listen: str = "127.0.0.1") -> None:
         host, _, port = target.rpartition("//")[2].rpartition(":")

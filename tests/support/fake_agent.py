@@ -34,7 +34,7 @@ from adaptdl_elastic.protocol.messages import (
 
 dist: Any = torch.distributed
 SIGN = "sign: "
-"""What the events of tests' scripts begin with; see `signs.sign`."""
+"""What the events of tests' scripts begin with, which `signs.sign` writes."""
 
 PATIENCE = 200.0  # seconds: the first process may have to import torch on a busy machine
 

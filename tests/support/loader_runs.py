@@ -1,4 +1,4 @@
-"""Jobs over loaders of other kinds, and what they must have handed out; see loaders_script."""
+"""Jobs over loaders of other kinds, and what they must have handed out; loaders_script is the job."""
 
 from __future__ import annotations
 

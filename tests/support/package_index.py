@@ -58,7 +58,7 @@ def stubs_of_installed(index: Path, roots: Sequence[str], code: str) -> None:
         index: The index.
         roots: Names of the packages.
         code: Folder where the code of all of them is, without their metadata, where they are installed from
-            the index: see `link_code`.
+            the index; `link_code` puts it there.
     """
     seen: set[str] = set()
     left = list(roots)

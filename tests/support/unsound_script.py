@@ -1,4 +1,4 @@
-"""A script whose training learns nothing: `unsound_script.py KIND EPOCHS`; see tests/library/test_health.py.
+"""A script whose training learns nothing: `unsound_script.py KIND EPOCHS`, of test_health.py.
 
 It ends early once the file `end` is in the working directory.
 """

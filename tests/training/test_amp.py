@@ -64,7 +64,7 @@ def test_the_scale_does_not_change_within_a_sum_of_gradients(other_first: bool, 
 
 
 @pytest.mark.parametrize("chunk_with_inf", [0, 1])
-def test_what_another_optimizer_finds_within_a_window_counts_at_its_end(chunk_with_inf: int) -> None:
+def test_an_infinity_of_another_optimizer_in_a_window_counts_at_its_end(chunk_with_inf: int) -> None:
     model, other = cases.linear(), cases.linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)

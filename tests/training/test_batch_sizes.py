@@ -94,7 +94,7 @@ def test_another_size_is_told_and_reckoned_with_once(
     assert caplog.text.count("the checkpoint is of batch_size=") == 1
 
 
-def test_a_newcomer_decides_as_those_who_were_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newcomer_decides_as_the_older_replicas(caplog: pytest.LogCaptureFixture) -> None:
     """It has their state, and its first batch is of a loader that nobody has used before."""
     there = begin()
     train(there, {"0": 8})

@@ -56,7 +56,7 @@ def test_parts_that_move_keep_weights_states_and_references() -> None:
     assert_close(first["next"], {name: value.tolist() for name, value in net.state_dict().items()})
 
 
-def test_what_is_not_supported_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_use_of_fsdp_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     net = sharded_cases.network()
     fully_shard(net[0])
     optimizer = torch.optim.AdamW(net.parameters())
@@ -165,7 +165,7 @@ def test_a_pass_that_adds_to_gradients_that_were_stepped_is_refused() -> None:
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_what_is_due_between_two_backward_passes_of_a_step_waits_for_the_step(
+def test_a_boundary_between_two_backward_passes_waits_for_the_step(
     sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, optimizer = sharded_cases.sharded() if sharded else _plain()

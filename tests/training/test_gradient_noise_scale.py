@@ -206,7 +206,7 @@ def test_gain_and_progress() -> None:
     assert gns.batches_seen == 3.0
 
 
-def test_nothing_is_gained_before_anything_is_known() -> None:
+def test_the_gain_is_1_before_the_first_measurement() -> None:
     assert GradientNoiseScale(None, optimizer()).gain(8.0) == 1.0
 
 

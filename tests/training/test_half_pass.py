@@ -160,7 +160,7 @@ def pair(model: nn.Module, x: torch.Tensor, samples: int | None = None) -> Forwa
     return ForwardPass(model, ((x,), {}), samples, None, [torch.ones(())])
 
 
-def test_what_cannot_be_halved_is_refused() -> None:
+def test_a_batch_that_cannot_be_halved_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
     norms = Norms(lambda: [{"params": list(model.parameters())}])
     generator = torch.Generator()

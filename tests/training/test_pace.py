@@ -68,7 +68,7 @@ def test_estimates_that_are_not_precise_may_cost_more_for_some_time() -> None:
     assert gap(1e9, EARLY, settled=True) == LONGEST
 
 
-def test_what_was_not_timed_has_the_expected_cost() -> None:
+def test_an_untimed_way_has_the_expected_cost() -> None:
     pace = Pace({"way": 0.5}, iter(range(100)).__next__)
     for step in range(20):
         pace.measured("way", 0.0, step)

@@ -117,7 +117,7 @@ def test_a_pass_behind_step_counts_unless_zero_grad_comes(zero: bool, scaled: bo
     torch.testing.assert_close(gradient(model), gradient(whole))
 
 
-def test_what_is_differentiated_is_as_without_us() -> None:
+def test_gradients_are_the_same_as_without_the_wrapper() -> None:
     """On uneven batches too."""
     model = net()
     adp = wrapped(model)

@@ -103,7 +103,7 @@ def test_a_job_that_fails_is_one_line_with_the_end_of_its_log(tmp_path: Path, pl
         job.next()
 
 
-def test_a_saved_state_has_the_reports_before_it_that_nobody_has_taken(
+def test_a_saved_state_has_the_earlier_reports_that_were_not_taken(
     tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report behind the checkpoint is made again by the job that goes on."""

@@ -166,7 +166,7 @@ def test_no_other_page_can_change_anything(
 
 
 @pytest.mark.parametrize("body", [{}, {"replicas": 0}, {"replicas": "4"}, {"replicas": True}, [], "x"])
-def test_what_is_no_request_is_refused(server: WebServer, world: PageWorld, body: Any) -> None:
+def test_a_malformed_request_is_refused(server: WebServer, world: PageWorld, body: Any) -> None:
     status, _, _ = ask(server, "POST", "/api/jobs/speech/scale", body, **as_page(server))
     assert status == 400
     assert world.store.get(world.keys.job("speech", "request")) is None
@@ -187,7 +187,7 @@ def test_a_hostile_name_is_sent_as_data_only(server: WebServer) -> None:
 @pytest.mark.parametrize(
     "path", ["/static/../access.py", "/static/%2e%2e%2faccess.py", "/api/jobs/none", "/x"]
 )
-def test_nothing_else_is_served(server: WebServer, path: str) -> None:
+def test_other_paths_are_not_served(server: WebServer, path: str) -> None:
     status, _, _ = ask(server, "GET", path, **let_in(server))
     assert status == 404
 

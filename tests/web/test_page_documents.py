@@ -173,7 +173,7 @@ def test_events_are_bounded_and_what_is_no_event_is_left_out() -> None:
     assert len(history.events("b")) == 0
 
 
-def test_what_is_known_of_a_job_goes_with_it() -> None:
+def test_the_curves_of_a_job_are_forgotten_with_the_job() -> None:
     world, history = small_world(), History()
     view = view_now(world)
     history.observe(view)

@@ -1,4 +1,4 @@
-"""Hand out the batches of a data loop inside another data loop. See `_runtime.inner_loops`.
+"""Hand out the batches of a data loop inside another data loop.
 
 The replicas share the samples as in any data loop, at the loader's initial batch size. Nothing is
 synchronised: every replica reads its share without waiting for the others.

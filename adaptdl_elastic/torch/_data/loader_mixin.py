@@ -23,7 +23,7 @@ class AdaptiveDataLoaderMixin:
         local_bsz_bounds: tuple[int | None, int | None] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`."""
+        """Let the batch size change during training: `AdaptiveDataLoaderHelper.autoscale_batch_size`."""
         self._elastic.autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
 
     @property
@@ -47,5 +47,5 @@ class AdaptiveDataLoaderMixin:
         return self._elastic.training
 
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
-        """See `AdaptiveDataLoaderHelper.to_tensorboard`."""
+        """Write the batch sizes to TensorBoard. Does nothing on ranks other than 0."""
         self._elastic.to_tensorboard(writer, global_step, tag_prefix)

@@ -400,7 +400,7 @@ class LoaderBatchSize(ElasticLoader):
         return {"kind": "batch_size", "atomic": atomic, "accumulation": accumulation}
 
     def _change(self, command: Command) -> None:
-        """Change the batch size, as `command` says. Runs on every replica at the same boundary."""
+        """Change the batch size to the one in `command`. Runs on every replica at the same boundary."""
         largest = memory_limit(self.session).largest
         if largest is not None and command["atomic"] > largest:
             # it was chosen before the limit was known

@@ -94,7 +94,7 @@ class Recovery:
         self._before: StepSnapshot | None = None  # snapshot at the start of the current window
         self._mark: Mark | None = None
         self._failed = False  # during `recover`: the current window failed and has not been undone
-        self._partially_restored = False  # see SurvivorReport
+        self._partially_restored = False  # the donor of its model died during the transfer
         self._passed = False  # the others have passed the end of the data loop at which this replica waits
         self._buffers_diverged = False  # a training loop has run since the replicas' buffers were last equal
         self.waiting = False  # for a plan without the dead replica

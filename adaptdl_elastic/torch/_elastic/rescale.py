@@ -63,7 +63,7 @@ from adaptdl_elastic.torch._process_group.store import FOREVER, PATIENCE, Cancel
 log = logging.getLogger(__name__)
 
 _LONGEST_WAIT = 16.0
-"""Seconds that the running replicas wait for newcomers at most, see `Plan.catch_up`."""
+"""Seconds that the running replicas wait at most for newcomers that are behind them."""
 
 
 class Plan:
@@ -74,7 +74,7 @@ class Plan:
         self.generation = message.generation
         self.newcomers: list[int] = list(message.newcomers)
         self.attempt = 0  # number of the preview that the newcomers work with
-        self.missed = 0  # number of misses, see `catch_up`
+        self.missed = 0  # boundaries that were agreed in another data loop than that of the newcomers
         self.called_off = False
         self.tried = threading.Event()  # set when the switch was tried or the plan was withdrawn
 

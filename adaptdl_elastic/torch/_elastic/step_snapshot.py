@@ -298,7 +298,8 @@ class LargeState:
     """Restore one large TensorState of the script.
 
     Raises:
-        RuntimeError: changes of this State cannot be recognised, see `StateMarks`.
+        RuntimeError: changes of this State cannot be recognised: a tensor is sparse or quantised, or has no
+            version counter.
         ValueError: its `state_dict` returns copies.
     """
 

@@ -28,7 +28,7 @@ class SurvivorReport:
     mark: int | None = None  # index of its Mark in the running data loop
     seeds: dict[str, int] = field(default_factory=dict)  # loader's key → seed of its order
     announced: Place = (0, 0)  # last data loop that the others were told
-    memory: dict[str, Any] = field(default_factory=dict)  # the limits of memory, see `MemoryLimit`
+    memory: dict[str, Any] = field(default_factory=dict)  # what `MemoryLimit` saves
 
 
 class UnrecoverableStateError(RuntimeError):

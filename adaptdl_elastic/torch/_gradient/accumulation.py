@@ -73,7 +73,7 @@ class Batch:
         """
         initial, window = loader.batch_size, loader.window_samples
         micro_batches, parts = loader.accumulation_steps + 1, loader.parts
-        # as `is_accum_step`
+        # no optimizer step follows this batch
         accumulating = loader.micro_batch < micro_batches - 1
         return cls(
             replicas=replicas,

@@ -35,7 +35,7 @@ from adaptdl_elastic.torch._process_group.backends import Group
 
 logger = logging.getLogger(__name__)
 
-# names of the estimators in reports; see `estimator`
+# names in reports of the estimators, by what they compare
 REPLICAS = "gradients of replicas"
 MICRO_BATCHES = "first micro-batch"
 ROWS = "half of the batch by its rows"
@@ -68,7 +68,7 @@ class _Pending:
 
 
 class Sampler:
-    """Decide which steps are measured, and by which estimator; see `estimator`.
+    """Decide which steps are measured, and by which estimator.
 
     Args:
         gns: the statistics.
@@ -250,7 +250,7 @@ class Sampler:
         return self._halves
 
     def forward_pass(self, key: object, one: ForwardPass) -> None:
-        """Keep a forward pass with the gradients of its outputs, to make it again; see `half_pass`."""
+        """Keep a forward pass with the gradients of its outputs, to make it again on half of the batch."""
         self._passes[key] = one
 
     def can_not_split(self, reason: str) -> None:

@@ -45,7 +45,7 @@ class GradientNoiseScale:
         optimizer: estimates are kept by its parameter groups.
         mp_scaler: the torch.amp.GradScaler in use.
         num_replicas: as in AdaptDL: with `accum_scale` the scale of a step without an AdaptiveDataLoader.
-        accum_scale: see `num_replicas`.
+        accum_scale: as in AdaptDL: the other factor of that scale.
         smoothing: the means are over at most 1/(1 − smoothing) steps of the initial batch size, fewer if
             gradients have changed; in (0, 1).
 
@@ -216,7 +216,7 @@ class GradientNoiseScale:
     def record(self, measurement: Measurement, step: int) -> bool:
         """Add the measurement of `step`; return whether the means have changed.
 
-        They do not if it was inf or nan, and until its group is complete (see `Moments`).
+        They do not if it was inf or nan, and until its group of measurements is complete.
         """
         self.health.measured(step, measurement.finite)
         if not measurement.finite:

@@ -493,7 +493,7 @@ def _survive(found: list[MemoryGuard], waiting: list[MemoryGuard], text: str) ->
 
 
 def settle(found: list[MemoryGuard]) -> None:
-    """Let the step fail on all models if a replica's memory was exhausted; see `MemoryGuard.settle`."""
+    """Let the step fail on all models if a replica's memory was exhausted. A collective after nan."""
     for guard in found:
         failure = guard.settle()
         if failure is not None:

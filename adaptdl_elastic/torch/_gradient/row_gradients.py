@@ -6,7 +6,7 @@ signs sᵢ on some rows (0 on the others) one smaller product per layer gives Σ
 The training pass runs as it would without: nothing of it is replaced, and its gradients are the same.
 
 Signs on h of the m samples, half +1 and half −1 at random, times √(m/h), have the sum 0 and Σ sᵢ² = m. So
-V = |Σ sᵢ gᵢ|² has the mean tr Σ/m, as with signs on all samples (see `estimator`). A smaller h costs less. It
+V = |Σ sᵢ gᵢ|² has the mean tr Σ/m, as with signs on all samples. A smaller h costs less. It
 does not change the error of V if gradients are nearly normal. If a few samples have most of the gradient, it
 does (docs/explanation/decisions.md).
 

@@ -71,7 +71,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.seeds: dict[str, int] = {}
         # loader's key → samples of a pass
         self.end_indices: dict[str, int] = {}
-        # see note_stream
+        # (samples handed out, next part, samples by part) of a stream at the last windows; by `note_stream`
         self.stream_positions: list[tuple[int, int, list[int]]] = []
         # model → (epoch, options of its optimizer at the job's first step, at the epoch's first step)
         self.first_options: dict[str, tuple[int, str, str]] = {}

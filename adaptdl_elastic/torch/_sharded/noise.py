@@ -123,11 +123,11 @@ class ShardedNoise:
             self._forgotten += 1
 
     def own(self, gradients: Gradients) -> None:
-        """Measure gradients before they are added up; see `fully_shard.GradientObserver`."""
+        """Keep the squares of this replica's gradients before they are added up."""
         self._passes[-1].recording.own.append(self._hook.norms.squares(gradients))
 
     def summed(self, passed: Gradients, whole: Gradients) -> None:
-        """Measure this replica's rows of the sums; see `fully_shard.GradientObserver`."""
+        """Keep the squares of this replica's rows of the sums."""
         current, norms = self._passes[-1], self._hook.norms
         row = norms.squares(passed)
         current.passed.append(row)

@@ -112,7 +112,7 @@ class Metrics:
         # an attribute, because every training step calls it
         self.report_problem = self._warnings.report
         self._stragglers: tuple[Straggler, ...] = ()
-        # see `JobHints.node_times`
+        # node → (samples, seconds of a pass on it, time of that measurement)
         self._node_times: dict[str, tuple[int, float, float]] = {}
         self._measured = BatchSize(0, 0)
         # global batch size of the last step, also before a restart

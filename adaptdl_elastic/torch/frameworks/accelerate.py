@@ -68,7 +68,7 @@ class _Loader(adl.AdaptiveDataLoader[Any]):
         self.given = self.first
 
     def __len__(self) -> int:
-        """Return the number of batches of this replica in a pass; see `autoscale_batch_size`."""
+        """Return the number of batches of this replica in a pass; with autoscaling, those given."""
         if self.given is None or isinstance(self.dataset, IterableDataset):
             return super().__len__()
         rounded = math.floor if self.drop_last else math.ceil

@@ -572,4 +572,4 @@ class ElasticTrainerMixin:
 
 
 class Trainer(ElasticTrainerMixin, transformers.Trainer):
-    """transformers' Trainer, elastic; see `ElasticTrainerMixin`."""
+    """Run transformers' Trainer on a changing number of replicas, with `TrainingArguments` of this module."""

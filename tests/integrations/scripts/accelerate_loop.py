@@ -1,4 +1,4 @@
-"""An Accelerate loop on made data, whose records tell which samples were trained with; see framework_runs.
+"""An Accelerate loop on made data, whose records tell which samples were trained with, for framework_runs.
 
 SETTINGS: "batch", "epochs", "accumulation", "stop": sample at which the last replica alone asks to end the
 epoch, "items": the loss is a mean over items, of which samples have different numbers, "grow": the batch of a

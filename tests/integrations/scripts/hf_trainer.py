@@ -1,4 +1,4 @@
-"""A Trainer on made data, whose records tell which samples were trained with; see framework_runs.
+"""A Trainer on made data, whose records tell which samples were trained with, for framework_runs.
 
 SETTINGS are arguments of TrainingArguments as JSON. Until OUT/hurry exists a step takes PACE.
 With PLAIN it is transformers' own Trainer; with LANGUAGE the model is a language model, whose loss is a mean

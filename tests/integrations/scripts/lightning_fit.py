@@ -1,4 +1,4 @@
-"""A Lightning run on made data, whose records tell which samples were trained with; see framework_runs.
+"""A Lightning run on made data, whose records tell which samples were trained with, for framework_runs.
 
 SETTINGS are arguments of Trainer as JSON; "batch" is the loader's. Until OUT/hurry exists a step takes PACE.
 With "most" the batch size is chosen up to it, and the batch of a replica is another one after each step.
