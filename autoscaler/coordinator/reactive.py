@@ -29,6 +29,9 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 from adaptdl_elastic.rendezvous.text import pluralize
 
+SWITCH_WAIT = 10.0
+"""Seconds that other plans wait for replicas that may be switching in place."""
+
 
 def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
     """Write a plan if something about this job cannot wait for the policy."""
@@ -41,6 +44,11 @@ def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
         # all other changes wait for the recovery, since no replica could save now
         draft.wake(condition.health.settled_at)
         _late_recovery(draft, job, condition.plan)
+    elif condition.health.broken and not (condition.health.failed or condition.health.lost):
+        # who lives is not known yet: until the survivors have another generation they cannot save
+        draft.wake(condition.health.settled_at)
+    elif _is_switching(draft, job, condition, condition.plan):
+        return
     elif jobs.stop_requested(job):
         broken = condition.phase is Phase.BROKEN
         how = Transition.ABORT if broken else Transition.RESTART
@@ -59,6 +67,24 @@ def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
             _by_hand(draft, job, condition.plan)
         else:
             _late(draft, job, condition, condition.plan)
+
+
+def _is_switching(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
+    """Return whether replicas may be about to switch in place, so that other plans wait for a moment.
+
+    At another plan agents withdraw the change until they have heard that a replica has switched. Replicas in
+    the middle of the switch would lose each other, and could not save.
+    """
+    starting = set(condition.health.starting)
+    if condition.phase is not Phase.CHANGING or plan.transition is not Transition.INPLACE or not starting:
+        return False
+    assert job.plan is not None
+    ready = (seen.seen for (g, _), seen in job.ready.items() if g == plan.generation)
+    due = max(job.plan.seen, *ready, 0.0) + SWITCH_WAIT
+    if _awaited(job, plan, starting) or draft.view.now >= due:
+        return False
+    draft.wake(due)
+    return True
 
 
 def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
@@ -289,9 +315,7 @@ def _late_in_place(
 
     No replica has left the previous generation, so it continues under a new number.
     """
-    was = _before(plan)
-    ready = {node for (g, node) in job.ready if g == plan.generation}
-    late = {n for n, count in in_plan(plan).items() if n in starting and count > was.get(n, 0)} - ready
+    was, late = _before(plan), _awaited(job, plan, starting)
     if not late:
         due += timeout  # the newcomers are ready: now the running replicas need time to agree on a step
     if draft.view.now < due:
@@ -305,6 +329,12 @@ def _late_in_place(
     elif late <= set(was):
         limit = draft.limit(job, failure_owner.limited_to(job, sum(was.values()), what))
     _take_back(draft, job, plan, f"a change in place was taken back: {what}", limit)
+
+
+def _awaited(job: JobView, plan: Plan, starting: set[str]) -> set[str]:
+    """Return the nodes whose newcomers are not ready for a change in place."""
+    was, ready = _before(plan), {node for (g, node) in job.ready if g == plan.generation}
+    return {n for n, count in in_plan(plan).items() if n in starting and count > was.get(n, 0)} - ready
 
 
 def _before(plan: Plan) -> dict[str, int]:

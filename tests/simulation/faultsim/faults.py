@@ -487,16 +487,25 @@ class Faults:
         return True
 
     def ask_to_drain(self) -> bool:
-        """The autoscaler asks for a node to be left, and takes the request back later."""
-        found = self._machines()
+        """The autoscaler asks for a node, or for all of them, to be left, and takes that back later."""
+        found, chance = self._machines(), self._chance
         if len(found) < 2:
             return False
-        name = self._chance.choice(found).name
-        self._note(f"asks for {name} to be drained")
-        key = self._world.keys.drain(name)
-        self._world.etcd.put(key, encode(DrainRequest(name, "the cloud wants it back")), None)
-        self._later(15.0 * self._chance.random(), lambda: self._world.etcd.delete([key]))
+        victims = found if chance.random() < 0.4 else [chance.choice(found)]
+        within = chance.choice([0.0, 0.1, 1.0])
+        for machine in victims:
+            asked = DrainRequest(machine.name, "the cloud wants it back", instance=f"i-{machine.name}")
+            key, when = self._world.keys.drain(machine.name), within * chance.random()
+            self._note(f"asks for {machine.name} to be drained in {when:.2f} s")
+            self._later(when, partial(self._world.etcd.put, key, encode(asked), None))
+            self._later(when + 15.0 * chance.random(), partial(self._keep, machine, key))
         return True
+
+    def _keep(self, machine: Machine, key: str) -> None:
+        """Take the request back; agents that have left, or whose job was stopped by it, start again."""
+        self._world.etcd.delete([key])
+        for job in sorted(self._world.jobs):
+            self.start_agent(machine, job, again=self._chance.random() < 0.5)
 
     def scale(self) -> bool:
         """A person asks for another size, or for a checkpoint."""
