@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 5.0  # between two looks
 STILL_SECONDS = 100.0  # after the last fault, until a job that can run takes a step
 GIVES_WAY_SECONDS = 20.0  # until an agent whose name another one has is gone
-LEAVES_SECONDS = 12.0  # until an agent that is to leave has left, or its replicas do something
+LEAVES_SECONDS = 40.0  # until an agent that is to leave has left
 PLANNED_SECONDS = 12.0  # until a leader that nothing ails has planned without an agent that has left
 
 
