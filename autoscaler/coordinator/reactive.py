@@ -94,6 +94,9 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         restarts = jobs.restarts_counted(draft.view, job, plan)
         why = f"lost {', '.join(lost)}"
         step = plan.failed_step
+        if _still_saves(draft, job, plan) and not any(one.node in lost for one in plan.leaving):
+            draft.replan(job, plan, plan.cause, Transition.RESTART, why)  # the lost had begun nothing
+            return
         draft.replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, restarts, failed_step=step)
         return
     if not condition.health.failed:
@@ -244,9 +247,14 @@ def _left_before_it_began(draft: DecisionBuilder, job: JobView, condition: Condi
     gone = [node for node in health.stopped if (plan.generation, node) not in job.running]
     if not gone:
         return False
-    saves = plan.transition is Transition.RESTART and jobs.still_saves(draft.view, job, plan)
+    how = Transition.RESTART if _still_saves(draft, job, plan) else Transition.ABORT
     why = f"{', '.join(gone)} left before it had started"
-    return draft.replan(job, plan, Cause.DRAIN, Transition.RESTART if saves else Transition.ABORT, why)
+    return draft.replan(job, plan, Cause.DRAIN, how, why)
+
+
+def _still_saves(draft: DecisionBuilder, job: JobView, plan: Plan) -> bool:
+    """Return whether replicas of an earlier generation may still save, so that no plan may kill them."""
+    return plan.transition is Transition.RESTART and jobs.still_saves(draft.view, job, plan)
 
 
 def _drain(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:

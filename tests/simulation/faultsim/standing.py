@@ -79,14 +79,16 @@ class Standing:
                 self._lost_name.pop(agent.identity, None)
 
     def _departures(self) -> None:
-        """An agent that is to leave does so soon, if its job takes no step meanwhile: it ends and holds nothing."""
+        """An agent that is to leave ends soon unless its job takes steps: it holds nothing any more."""
         now = self._world.kernel.now
         for agent in self._world.agents:
             job = self._world.truth.job(agent.job.spec.job)
             if not (agent.departing and agent.alive) or agent.stopped or not self._well(agent.machine):
                 self._leaves.pop(agent.identity, None)
                 continue
-            since = max(self._leaves.setdefault(agent.identity, now), job.committed_at, self._faults.changed_at)
+            since = max(
+                self._leaves.setdefault(agent.identity, now), job.committed_at, self._faults.changed_at
+            )
             if now - since > LEAVES_SECONDS:
                 self._world.kernel.defect(f"{agent.name} is to leave for {now - since:.0f} s, and does not")
 
