@@ -75,8 +75,8 @@ def _is_switching(draft: DecisionBuilder, job: JobView, condition: Condition, pl
     At another plan agents withdraw the change until they have heard that a replica has switched. Replicas in
     the middle of the switch would lose each other, and could not save.
     """
-    starting = set(condition.health.starting)
-    if condition.phase is not Phase.CHANGING or plan.transition is not Transition.INPLACE or not starting:
+    starting, inplace = set(condition.health.starting), plan.transition is Transition.INPLACE
+    if condition.phase is not Phase.CHANGING or not inplace or not starting or condition.health.stopped:
         return False
     assert job.plan is not None
     ready = (seen.seen for (g, _), seen in job.ready.items() if g == plan.generation)
@@ -269,7 +269,7 @@ def _drain(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Pla
         return False
     if plan.cause is Cause.DRAIN and plan.transition is Transition.INPLACE and health.starting:
         fresh = set(in_plan(plan)) - set(_before(plan))
-        if fresh and not fresh & set(leaving):
+        if fresh and not fresh & {*leaving, *health.stopped}:
             return False  # the newcomers are about to take over from the replicas that leave
     draft.replan(job, plan, Cause.DRAIN, None, f"drains {', '.join(leaving)}")
     return True

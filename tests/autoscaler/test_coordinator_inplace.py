@@ -179,6 +179,9 @@ CHANGES = {
         n1 register draining=True; decide -> inplace n0=1
         ask a stop=True; decide -> +0
         settle -> +1 restart nowhere stopped""",
+    "a drain does not wait for a newcomer that has left": """
+        moves
+        ended n1 0 stopped 143; n1 leave; decide -> +1 restart nowhere""",
     "a stop does not wait for newcomers": """
         grow_in_place
         ask a stop=True; decide -> +1 restart nowhere""",
