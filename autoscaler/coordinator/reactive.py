@@ -29,6 +29,9 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 from adaptdl_elastic.rendezvous.text import pluralize
 
+SWITCH_WAIT = 10.0
+"""Seconds that other plans wait for replicas that may be switching in place."""
+
 
 def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
     """Write a plan if something about this job cannot wait for the policy."""
@@ -41,6 +44,11 @@ def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
         # all other changes wait for the recovery, since no replica could save now
         draft.wake(condition.health.settled_at)
         _late_recovery(draft, job, condition.plan)
+    elif condition.health.broken and not (condition.health.failed or condition.health.lost):
+        # who lives is not known yet: until the survivors have another generation they cannot save
+        draft.wake(condition.health.settled_at)
+    elif _is_switching(draft, job, condition, condition.plan):
+        return
     elif jobs.stop_requested(job):
         broken = condition.phase is Phase.BROKEN
         how = Transition.ABORT if broken else Transition.RESTART
@@ -61,6 +69,24 @@ def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
             _late(draft, job, condition, condition.plan)
 
 
+def _is_switching(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
+    """Return whether replicas may be about to switch in place, so that other plans wait for a moment.
+
+    At another plan agents withdraw the change until they have heard that a replica has switched. Replicas in
+    the middle of the switch would lose each other, and could not save.
+    """
+    starting, inplace = set(condition.health.starting), plan.transition is Transition.INPLACE
+    if condition.phase is not Phase.CHANGING or not inplace or not starting or condition.health.stopped:
+        return False
+    assert job.plan is not None
+    ready = (seen.seen for (g, _), seen in job.ready.items() if g == plan.generation)
+    due = max(job.plan.seen, *ready, 0.0) + SWITCH_WAIT
+    if _awaited(job, plan, starting) or draft.view.now >= due:
+        return False
+    draft.wake(due)
+    return True
+
+
 def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
     """Write a plan after replicas failed or nodes vanished."""
     lost = condition.health.lost
@@ -68,6 +94,9 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         restarts = jobs.restarts_counted(draft.view, job, plan)
         why = f"lost {', '.join(lost)}"
         step = plan.failed_step
+        if _still_saves(draft, job, plan) and not any(one.node in lost for one in plan.leaving):
+            draft.replan(job, plan, plan.cause, Transition.RESTART, why)  # the lost had begun nothing
+            return
         draft.replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, restarts, failed_step=step)
         return
     if not condition.health.failed:
@@ -218,9 +247,14 @@ def _left_before_it_began(draft: DecisionBuilder, job: JobView, condition: Condi
     gone = [node for node in health.stopped if (plan.generation, node) not in job.running]
     if not gone:
         return False
-    saves = plan.transition is Transition.RESTART and jobs.still_saves(draft.view, job, plan)
+    how = Transition.RESTART if _still_saves(draft, job, plan) else Transition.ABORT
     why = f"{', '.join(gone)} left before it had started"
-    return draft.replan(job, plan, Cause.DRAIN, Transition.RESTART if saves else Transition.ABORT, why)
+    return draft.replan(job, plan, Cause.DRAIN, how, why)
+
+
+def _still_saves(draft: DecisionBuilder, job: JobView, plan: Plan) -> bool:
+    """Return whether replicas of an earlier generation may still save, so that no plan may kill them."""
+    return plan.transition is Transition.RESTART and jobs.still_saves(draft.view, job, plan)
 
 
 def _drain(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
@@ -235,7 +269,7 @@ def _drain(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Pla
         return False
     if plan.cause is Cause.DRAIN and plan.transition is Transition.INPLACE and health.starting:
         fresh = set(in_plan(plan)) - set(_before(plan))
-        if fresh and not fresh & set(leaving):
+        if fresh and not fresh & {*leaving, *health.stopped}:
             return False  # the newcomers are about to take over from the replicas that leave
     draft.replan(job, plan, Cause.DRAIN, None, f"drains {', '.join(leaving)}")
     return True
@@ -289,9 +323,7 @@ def _late_in_place(
 
     No replica has left the previous generation, so it continues under a new number.
     """
-    was = _before(plan)
-    ready = {node for (g, node) in job.ready if g == plan.generation}
-    late = {n for n, count in in_plan(plan).items() if n in starting and count > was.get(n, 0)} - ready
+    was, late = _before(plan), _awaited(job, plan, starting)
     if not late:
         due += timeout  # the newcomers are ready: now the running replicas need time to agree on a step
     if draft.view.now < due:
@@ -305,6 +337,12 @@ def _late_in_place(
     elif late <= set(was):
         limit = draft.limit(job, failure_owner.limited_to(job, sum(was.values()), what))
     _take_back(draft, job, plan, f"a change in place was taken back: {what}", limit)
+
+
+def _awaited(job: JobView, plan: Plan, starting: set[str]) -> set[str]:
+    """Return the nodes whose newcomers are not ready for a change in place."""
+    was, ready = _before(plan), {node for (g, node) in job.ready if g == plan.generation}
+    return {n for n, count in in_plan(plan).items() if n in starting and count > was.get(n, 0)} - ready
 
 
 def _before(plan: Plan) -> dict[str, int]:

@@ -230,6 +230,15 @@ NODES = {
         all step; n0 running=None waiting=None; ended n0 0 stopped 143; n0 leave; decide
         -> +1 drain abort n1=1 n2=1
         settle -> on:n1,n2""",
+    "a node that is lost before it has started is planned without while others save": """
+        job a max_replicas=1; node n0 a; node n1 a; node n2 a; settle -> n0=1
+        n0 register draining=True; decide -> n1=1
+        n1 vanish; decide -> +1 drain restart n2=1
+        settle -> on:n2""",
+    "nothing can be saved any more when a node is lost whose replicas were about to save": """
+        elastic
+        ask a replicas=2; decide -> +1 restart
+        n0 vanish; decide -> +1 node_lost abort n1=1 n2=1""",
     "a job goes on elsewhere when the only node of its plan is drained before it has started": """
         elastic
         ask a replicas=1; decide -> n0=1

@@ -168,6 +168,28 @@ CHANGES = {
         decide; decide; decide; wait 19; decide -> +0
         wait 2; decide -> +1 inplace n0=1 n1=1 "...n2 were not ready within 20 s..."
         settle -> n0=1 n1=1 running""",
+    # a replica in the middle of the switch would lose the others when its agent withdraws the change
+    "a drain waits for a switch that may be under way": """
+        in_place
+        n1 register draining=True; decide -> inplace n0=1
+        n0 register draining=True; decide; wait 9; decide -> +0
+        wait 2; decide -> +1 restart nowhere""",
+    "a stop waits for a switch that may be under way": """
+        in_place
+        n1 register draining=True; decide -> inplace n0=1
+        ask a stop=True; decide -> +0
+        settle -> +1 restart nowhere stopped""",
+    "a drain does not wait for a newcomer that has left": """
+        moves
+        ended n1 0 stopped 143; n1 leave; decide -> +1 restart nowhere""",
+    "a stop does not wait for newcomers": """
+        grow_in_place
+        ask a stop=True; decide -> +1 restart nowhere""",
+    "replicas that have lost each other in a switch go on, although their change was withdrawn": """
+        in_place
+        n1 register draining=True; decide -> inplace n0=1
+        n0 broken -1; n0 ended 0 aborted 0 "a replica was lost"; decide -> +0
+        n1 broken -1; decide -> +1 recover n0=1 n1=1""",
     "a replica that fails while newcomers warm up is a failure": """
         grow_in_place
         n0 fail boom; decide -> failure abort restarts=1

@@ -125,6 +125,11 @@ TRANSITIONS = {
     "nothing else is begun while it is not known which replicas are dead": """
         resilient
         n1 notice; ask a replicas=2; decide; decide; decide -> +0""",
+    "neither a drain nor a stop is begun while it is not known which replicas are dead": """
+        resilient
+        n1 notice; n0 register draining=True; decide -> +0
+        ask a stop=True; decide -> +0
+        n0 notice; decide -> +1 recover""",
     "all go on when all have lost each other": """
         resilient
         n0 notice; n1 notice; decide -> recover n0:0,1 n1:0,1 "replicas have lost each other; 4 go on\"""",

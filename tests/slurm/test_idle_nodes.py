@@ -149,11 +149,21 @@ def test_a_training_grows_into_idle_nodes_loses_them_and_gives_them_back(idle: I
     idle.trains_on(3)
     idle.scale(1)
     until("two nodes are not given back", lambda: len(idle.jobs(*ALIVE)) == 1, pause=0.2)
-    idle.kill()
-    idle.start("--max-node-hours=0.01")
-    until("nodes have outlived their hours", lambda: not idle.jobs(*ALIVE), pause=0.2)
-    idle.wait_until_told("--max-node-hours 0.01")
     assert idle.asked() == 6
+    (idle.folder / "finish").touch()
+    until("jobs are left", lambda: not idle.jobs(*ALIVE), pause=0.2)
+
+
+def test_all_nodes_go_at_once_before_their_hours_are_over(idle: Idle) -> None:
+    idle.start("--max-node-hours=0.14")
+    idle.trains_on(1)
+    idle.scale(3)
+    idle.trains_on(3)
+    until("nodes have outlived their hours", lambda: not idle.jobs(*ALIVE), pause=0.2)
+    idle.wait_until_told("--max-node-hours 0.14")
+    status = read_record(AutoscalerStatus, idle.store.get(KEYS.autoscaler_status))
+    assert 0.02 < sum(hours for _, _, hours, _ in status.bought) < 0.14
+    assert idle.asked() == 3
 
 
 def test_an_autoscaler_that_is_killed_submits_nothing_twice_and_leaves_nothing(idle: Idle) -> None:

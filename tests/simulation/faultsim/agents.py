@@ -104,6 +104,7 @@ class AgentProcess(Process):
             min_slots=job.min_slots,
             version="1",
             devices=self._devices,
+            instance=f"i-{machine.name}",
         )
         try:
             spec, registration = self._join(store, fresh, record)

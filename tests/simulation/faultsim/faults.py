@@ -487,15 +487,25 @@ class Faults:
         return True
 
     def ask_to_drain(self) -> bool:
-        """The autoscaler asks for a node to be left, and takes the request back later."""
-        found = self._machines()
+        """The autoscaler asks for a node, or for all of them, to be left, and takes that back later."""
+        found, chance = self._machines(), self._chance
         if len(found) < 2:
             return False
-        name = self._chance.choice(found).name
-        self._note(f"asks for {name} to be drained")
-        key = self._world.keys.drain(name)
-        self._world.etcd.put(key, encode(DrainRequest(name, "the cloud wants it back")), None)
-        self._later(15.0 * self._chance.random(), lambda: self._world.etcd.delete([key]))
+        victims = found if chance.random() < 0.4 else [chance.choice(found)]
+        within, again = chance.choice([0.0, 0.1, 1.0]), chance.random() < 0.5
+        keys = {one.name: self._world.keys.drain(one.name) for one in victims}
+        self._note(f"asks for {[*keys]} to be drained within {within} s")
+        for name, key in keys.items():
+            asked = encode(DrainRequest(name, "the cloud wants it back", instance=f"i-{name}"))
+            self._later(within * chance.random(), partial(self._world.etcd.put, key, asked, None))
+
+        def take_back() -> None:
+            self._world.etcd.delete([*keys.values()])
+            for machine in victims:
+                for job in sorted(self._world.jobs):
+                    self.start_agent(machine, job, again)
+
+        self._later(within + 15.0 * chance.random(), take_back)
         return True
 
     def scale(self) -> bool:
@@ -565,34 +575,12 @@ class Faults:
                 self.start_agent(machine, job)
 
 
-KINDS: dict[str, Callable[[Faults], bool]] = {
-    "kill_replica": Faults.kill_replica,
-    "fail_replica": Faults.fail_replica,
-    "kill_fork_server": Faults.kill_fork_server,
-    "kill_agent": Faults.kill_agent,
-    "kill_coordinator": Faults.kill_coordinator,
-    "crash_machine": Faults.crash_machine,
-    "die_at_write": Faults.die_at_write,
-    "stop_process": Faults.stop_process,
-    "stop_coordinators": Faults.stop_coordinators,
-    "hang_replica": Faults.hang_replica,
-    "stop_machine": Faults.stop_machine,
-    "jump_clock": Faults.jump_clock,
-    "split_network": Faults.split_network,
-    "cut_line": Faults.cut_line,
-    "bad_line": Faults.bad_line,
-    "store_down": Faults.store_down,
-    "compact": Faults.compact,
-    "expire_lease": Faults.expire_lease,
-    "drain": Faults.drain,
-    "hurry": Faults.hurry,
-    "stop_job": Faults.stop_job,
-    "start_again": Faults.start_again,
-    "start_twice": Faults.start_twice,
-    "supplant": Faults.supplant,
-    "ask_to_drain": Faults.ask_to_drain,
-    "scale": Faults.scale,
-}
+_NAMES = """
+kill_replica fail_replica kill_fork_server kill_agent kill_coordinator crash_machine die_at_write stop_process
+stop_coordinators hang_replica stop_machine jump_clock split_network cut_line bad_line store_down compact
+expire_lease drain hurry stop_job start_again start_twice supplant ask_to_drain scale
+"""
+KINDS: dict[str, Callable[[Faults], bool]] = {name: getattr(Faults, name) for name in _NAMES.split()}
 _HARMLESS = (  # nothing may be lost by them
     "kill_coordinator", "compact", "drain", "ask_to_drain", "scale", "stop_job", "jump_clock",
 )  # fmt: skip

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from faultsim.replica import Replica
 
 PATIENCE_SECONDS = 20.0
+FORM_SECONDS = 0.2  # that torch takes to form a group
 LOOK_SECONDS = 0.02  # between two looks into a store that a replica waits on
 
 
@@ -118,6 +119,7 @@ class Rescaler:
         replica.mesh = None
         replica.become(plan.message, rank)
         try:
+            replica.kernel.sleep(replica.draw(FORM_SECONDS))
             point = self._point(plan)
             if replica.rank == 0:
                 replica.writes(point, f"step/{attempt + 1}", {"go": True})

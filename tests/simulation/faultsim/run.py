@@ -48,6 +48,7 @@ class Theme(Enum):
 _SHARES = {Theme.END: (0.1, 0.8), Theme.REST: (0.75, 0.05), Theme.LEAVE: (0.6, 0.1)}
 _MIXED_SHARES = (0.4, 0.15)
 _LEAVING = ("ask_to_drain", "hurry", "kill_coordinator", "stop_process", "store_down", "cut_line", "scale")
+_IN_ORDER = ("drain", "scale", "scale", "stop_job", "kill_coordinator")  # nothing is lost by them
 _STARTING = ("kill_replica", "fail_replica", "stop_process", "cut_line", "supplant", "kill_agent", "scale")
 _GROWING = ("kill_coordinator", "scale", "scale", "drain", "stop_coordinators", "kill_agent", "kill_replica")
 _ANY_RESCALE = (Rescale.AUTO, Rescale.AUTO, Rescale.AUTO, Rescale.RESTART, Rescale.INPLACE)
@@ -76,6 +77,8 @@ def draw(world: World, theme: Theme) -> tuple[list[str], float, float]:
     if theme is Theme.LEAVE:
         world.calm = chance.random() < 0.5
         kinds = ["drain", "stop_coordinators", *chance.sample(_LEAVING, chance.choice([0, 1, 2]))]
+        if chance.random() < 0.4:
+            kinds = ["ask_to_drain", *chance.sample(_IN_ORDER, chance.choice([1, 2, 3]))]
     elif theme is Theme.NEWCOMER:
         kinds = chance.sample(_GROWING, chance.choice([1, 2, 4]))
     elif theme is Theme.AGAIN:

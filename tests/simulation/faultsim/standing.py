@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 5.0  # between two looks
 STILL_SECONDS = 100.0  # after the last fault, until a job that can run takes a step
 GIVES_WAY_SECONDS = 20.0  # until an agent whose name another one has is gone
+LEAVES_SECONDS = 40.0  # until an agent that is to leave has left
 PLANNED_SECONDS = 12.0  # until a leader that nothing ails has planned without an agent that has left
 
 
@@ -30,6 +31,7 @@ class Standing:
         self._world, self._faults = world, faults
         self._lost_name: dict[str, float] = {}  # agent → since when another one has its name
         self._left: dict[tuple[str, int, str], float] = {}  # (job, generation, agent) → since when it is gone
+        self._leaves: dict[str, float] = {}  # agent → since when it is to leave
         self.closed = False
         world.kernel.after(LOOK_SECONDS, self._look)
 
@@ -37,6 +39,7 @@ class Standing:
         if self.closed:
             return
         self._names()
+        self._departures()
         for name in sorted(self._world.jobs):
             self._job(name)
             self._leavers(name)
@@ -74,6 +77,20 @@ class Standing:
                     self._lost_name[agent.identity] = float("inf")
             else:
                 self._lost_name.pop(agent.identity, None)
+
+    def _departures(self) -> None:
+        """An agent that is to leave ends soon unless its job takes steps: it holds nothing any more."""
+        now = self._world.kernel.now
+        for agent in self._world.agents:
+            job = self._world.truth.job(agent.job.spec.job)
+            if not (agent.departing and agent.alive) or agent.stopped or not self._well(agent.machine):
+                self._leaves.pop(agent.identity, None)
+                continue
+            since = max(
+                self._leaves.setdefault(agent.identity, now), job.committed_at, self._faults.changed_at
+            )
+            if now - since > LEAVES_SECONDS:
+                self._world.kernel.defect(f"{agent.name} is to leave for {now - since:.0f} s, and does not")
 
     def _job(self, name: str) -> None:
         """A job that can run takes a step within a bound."""
