@@ -1,0 +1,208 @@
+"""Write the page of figures, benchmarks/README.md, from results/figures.json.
+
+    python benchmarks/figures.py                      write the page
+    python benchmarks/figures.py --check              fail if the page or a text that quotes a figure differs
+    python benchmarks/figures.py --measure [ROW ...]  measure (make figures), record, and write the page
+
+A row of figures.json holds figures, their goals, another program's figure (`beside`), when and where it was
+measured, and `run`: commands, each with the places of its figures in the JSON that the command prints. Rows
+that need more than two cores and minutes say so in `needs`, and are measured only where they are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "figures.json"
+PAGE = ROOT / "benchmarks" / "README.md"
+END = "<!-- end of the rows -->"
+LONGEST_LINE = 120  # columns
+MOST_ROWS = 25
+SECONDS_OF_ALL = 13 * 60  # no further command begins after these
+SECONDS_OF_ONE = 240
+
+QUOTES = (
+    ("README.md", "go on with one more: [{figure}]", "gpu-join"),
+    ("README.md", "the others go on: [{figure}]", "gpu-death"),
+    ("README.md", "all restart: [{beside}]", "gpu-death"),
+    ("README.md", "one H100, ranks that share it, {date}.", "gpu-join"),
+    ("docs/reference/versions.md", "one H100 80 GB, once ({date}, commit {commit},", "gpu-join"),
+)
+"""Texts that quote a row: the file, the text with fields of the row, and the row's name."""
+
+
+@dataclass
+class Row:
+    """A line of the page."""
+
+    row: str
+    heading: str
+    what: str
+    figure: list[float]
+    unit: str
+    joined: str  # what stands between two figures: " / ", or "–" for a range
+    sign: str  # of the goals
+    goal: list[float | None]  # of each figure
+    beside: str  # another program, or nothing
+    beside_figure: str
+    commit: str
+    date: str
+    machine: str
+    load: str
+    needs: str
+    run: list[tuple[str, list[str]]]
+
+    def missed(self) -> list[bool]:
+        """For each figure, whether it misses its goal."""
+        pairs = zip_longest(self.figure, self.goal[: len(self.figure)])
+        return [g is not None and (f > g if self.sign == "≤" else f < g) for f, g in pairs]
+
+    def line(self) -> str:
+        goals = list(dict.fromkeys(f"{g:g}" for g in self.goal if g is not None))  # equal ones once
+        goal = f"{self.sign} {' / '.join(goals)}" if goals else "–"
+        cells = [
+            self.what,
+            self.joined.join(
+                f"**{f:g}**" if m else f"{f:g}" for f, m in zip(self.figure, self.missed(), strict=True)
+            )
+            + self.unit,
+            f"{goal}{' ✗' * any(self.missed())}",
+            f"{self.beside} {self.beside_figure}".strip() or "–",
+            f"{self.date} {self.commit}",
+            f"{self.machine}{'°' * bool(self.needs)}, {self.load}",
+        ]
+        return f"| {' | '.join(cells)} |"
+
+    def quoted(self, text: str) -> str:
+        figure = self.joined.join(f"{f:g}" for f in self.figure) + self.unit
+        return text.format(figure=figure, beside=self.beside_figure, date=self.date, commit=self.commit)
+
+
+def read() -> list[Row]:
+    return [Row(**one) for one in json.loads(RESULTS.read_text(encoding="utf-8"))]
+
+
+def write(rows: list[Row]) -> None:
+    """Write the results, a row a line, and the page."""
+    lines = ",\n".join(json.dumps(asdict(row), ensure_ascii=False) for row in rows)
+    RESULTS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def page(rows: list[Row]) -> str:
+    """Return the page as it should be: a table between the marks of each heading, and the rest as it is."""
+
+    def table(mark: re.Match[str]) -> str:
+        lines = [row.line() for row in rows if row.heading == mark[2]]
+        return "\n".join(
+            [
+                mark[1],
+                "| what | figure | goal | beside | measured | on, load |",
+                6 * "|---" + "|",
+                *lines,
+                END,
+            ]
+        )
+
+    return re.sub(
+        f"(<!-- rows: ([a-zA-Z ]+) -->)\n.*?{END}", table, PAGE.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+
+
+def wrong(rows: list[Row]) -> list[str]:
+    """Return what is wrong with the page, and with texts that quote it."""
+    text = PAGE.read_text(encoding="utf-8")
+    found = [f"{row.row}: too long" for row in rows if len(row.line()) > LONGEST_LINE]
+    found += [f"{row.row}: not on the page" for row in rows if row.line() not in text]
+    if page(rows) != text:
+        found.append(f"{PAGE.name} is not made of {RESULTS.name}: run benchmarks/figures.py")
+    if len(rows) > MOST_ROWS:
+        found.append(f"{len(rows)} rows; {MOST_ROWS} are allowed")
+    named = {row.row: row for row in rows}
+    texts = [(file, named[name].quoted(text)) for file, text, name in QUOTES]
+    return found + [
+        f"{file} does not say: {t}" for file, t in texts if t not in (ROOT / file).read_text("utf-8")
+    ]
+
+
+def record(row: Row, *figures: float) -> None:
+    """Put figures into a row, with the commit, date, machine and load of now."""
+    head = ["git", "rev-parse", "--short=8", "HEAD"]
+    row.figure = [round(one, 3) for one in figures]
+    row.commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    row.date, row.machine = time.strftime("%Y-%m-%d"), f"{os.cpu_count()} cores"
+    row.load = f"{os.getloadavg()[0]:.0f}"
+
+
+def figures_of(command: str, places: list[str]) -> list[float]:
+    """Run a command of benchmarks, and return the figures at these places of its JSON."""
+    parts = [f"{sys.executable} {ROOT}/benchmarks/{part.strip()}" for part in command.split("|")]
+    limits = {"shell": True, "capture_output": True, "text": True, "timeout": SECONDS_OF_ONE}
+    done = subprocess.run(" | ".join(parts), **limits)  # type: ignore[call-overload]
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    found = json.loads(done.stdout)
+    figures = []
+    for place in places:
+        value: Any = found
+        for key in place.split("."):
+            value = value[int(key) if isinstance(value, list) else key]
+        figures.append(float(value))
+    return figures
+
+
+def measure(rows: list[Row], names: list[str]) -> list[str]:
+    """Measure the rows of these names, or all that take minutes, and return those that were not measured."""
+    left, end = [], time.monotonic() + SECONDS_OF_ALL
+    now = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    for row in rows:
+        if row.needs and row.row not in names:
+            left.append(f"{row.row}: needs {row.needs}")
+        elif (names and row.row not in names) or row.commit == now.strip():
+            continue
+        elif time.monotonic() > end:
+            left.append(f"{row.row}: no time was left; the same command goes on with it")
+        else:
+            try:
+                record(row, *(one for command, places in row.run for one in figures_of(command, places)))
+            except (RuntimeError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
+                left.append(f"{row.row}: {error}")
+                continue
+            write(rows)
+            print(row.line(), flush=True)
+    return left
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--measure", nargs="*", metavar="ROW")
+    arguments = parser.parse_args()
+    rows = read()
+    if arguments.check:
+        found = wrong(rows)
+        print("\n".join(found))
+        return int(bool(found))
+    if arguments.measure is not None:
+        print("\n".join(["not measured:", *measure(rows, arguments.measure)]))
+    write(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
