@@ -15,6 +15,8 @@ import argparse
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -104,20 +106,10 @@ def page(rows: list[Row]) -> str:
     """Return the page as it should be: a table between the marks of each heading, and the rest as it is."""
 
     def table(mark: re.Match[str]) -> str:
-        lines = [row.line() for row in rows if row.heading == mark[2]]
-        return "\n".join(
-            [
-                mark[1],
-                "| what | figure | goal | beside | measured | on, load |",
-                6 * "|---" + "|",
-                *lines,
-                END,
-            ]
-        )
+        head = [mark[1], "| what | figure | goal | beside | measured | on, load |", 6 * "|---" + "|"]
+        return "\n".join([*head, *(row.line() for row in rows if row.heading == mark[2]), END])
 
-    return re.sub(
-        f"(<!-- rows: ([a-zA-Z ]+) -->)\n.*?{END}", table, PAGE.read_text(encoding="utf-8"), flags=re.DOTALL
-    )
+    return re.sub(f"(?s)(<!-- rows: ([a-zA-Z ]+) -->)\n.*?{END}", table, PAGE.read_text(encoding="utf-8"))
 
 
 def wrong(rows: list[Row]) -> list[str]:
@@ -132,27 +124,39 @@ def wrong(rows: list[Row]) -> list[str]:
     named = {row.row: row for row in rows}
     texts = [(file, named[name].quoted(text)) for file, text, name in QUOTES]
     return found + [
-        f"{file} does not say: {t}" for file, t in texts if t not in (ROOT / file).read_text("utf-8")
+        f"{file}: not said: {t}" for file, t in texts if t not in (ROOT / file).read_text("utf-8")
     ]
 
 
-def record(row: Row, *figures: float) -> None:
-    """Put figures into a row, with the commit, date, machine and load of now."""
-    head = ["git", "rev-parse", "--short=8", "HEAD"]
+def here() -> dict[str, str]:
+    """Return the commit, date, machine and load of now, for what a benchmark prints."""
+    command = ["git", "rev-parse", "--short=7", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    date, machine = time.strftime("%Y-%m-%d"), f"{os.cpu_count()} cores"
+    return {"commit": commit, "date": date, "machine": machine, "load": f"{os.getloadavg()[0]:.1f}"}
+
+
+def record(row: Row, figures: list[float]) -> None:
+    """Put figures of now into a row."""
     row.figure = [round(one, 3) for one in figures]
-    row.commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    row.date, row.machine = time.strftime("%Y-%m-%d"), f"{os.cpu_count()} cores"
-    row.load = f"{os.getloadavg()[0]:.0f}"
+    for name, value in here().items():
+        setattr(row, name, value)
 
 
 def figures_of(command: str, places: list[str]) -> list[float]:
-    """Run a command of benchmarks, and return the figures at these places of its JSON."""
-    parts = [f"{sys.executable} {ROOT}/benchmarks/{part.strip()}" for part in command.split("|")]
-    limits = {"shell": True, "capture_output": True, "text": True, "timeout": SECONDS_OF_ONE}
-    done = subprocess.run(" | ".join(parts), **limits)  # type: ignore[call-overload]
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    found = json.loads(done.stdout)
+    """Run a command, or several by pipes, and return the figures at these places of its JSON."""
+    text = ""
+    for name, *arguments in map(shlex.split, command.split("|")):
+        words = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                text, _ = process.communicate(text, timeout=SECONDS_OF_ONE)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)  # so that it ends what it has started
+                raise
+        if process.returncode:
+            raise RuntimeError(f"{command} ended with {process.returncode}")
+    found = json.loads(text)
     figures = []
     for place in places:
         value: Any = found
@@ -164,20 +168,17 @@ def figures_of(command: str, places: list[str]) -> list[float]:
 
 def measure(rows: list[Row], names: list[str]) -> list[str]:
     """Measure the rows of these names, or all that take minutes, and return those that were not measured."""
-    left, end = [], time.monotonic() + SECONDS_OF_ALL
-    now = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout
+    left, end, commit = [], time.monotonic() + SECONDS_OF_ALL, here()["commit"]
     for row in rows:
         if row.needs and row.row not in names:
             left.append(f"{row.row}: needs {row.needs}")
-        elif (names and row.row not in names) or row.commit == now.strip():
+        elif (names and row.row not in names) or row.commit == commit:
             continue
         elif time.monotonic() > end:
             left.append(f"{row.row}: no time was left; the same command goes on with it")
         else:
             try:
-                record(row, *(one for command, places in row.run for one in figures_of(command, places)))
+                record(row, [one for command, places in row.run for one in figures_of(command, places)])
             except (RuntimeError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
                 left.append(f"{row.row}: {error}")
                 continue
@@ -187,9 +188,7 @@ def measure(rows: list[Row], names: list[str]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--measure", nargs="*", metavar="ROW")
     arguments = parser.parse_args()
