@@ -6,7 +6,7 @@
 
 A row of figures.json holds figures, their goals, another program's figure (`beside`), when and where it was
 measured, and `run`: commands, each with the places of its figures in the JSON that the command prints. Rows
-that need more than two cores and minutes say so in `needs`, and are measured only where they are named.
+without `run` say what they need: a person measures them, and writes them down with what the benchmark prints.
 """
 
 from __future__ import annotations
@@ -170,20 +170,19 @@ def measure(rows: list[Row], names: list[str]) -> list[str]:
     """Measure the rows of these names, or all that take minutes, and return those that were not measured."""
     left, end, commit = [], time.monotonic() + SECONDS_OF_ALL, here()["commit"]
     for row in rows:
-        if row.needs and row.row not in names:
-            left.append(f"{row.row}: needs {row.needs}")
-        elif (names and row.row not in names) or row.commit == commit:
+        if (names and row.row not in names) or row.commit == commit:
             continue
+        if not row.run:
+            left.append(f"{row.row}: needs {row.needs}")
         elif time.monotonic() > end:
             left.append(f"{row.row}: no time was left; the same command goes on with it")
         else:
             try:
                 record(row, [one for command, places in row.run for one in figures_of(command, places)])
+                write(rows)
+                print(row.line(), flush=True)
             except (RuntimeError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
                 left.append(f"{row.row}: {error}")
-                continue
-            write(rows)
-            print(row.line(), flush=True)
     return left
 
 

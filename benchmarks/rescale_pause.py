@@ -153,6 +153,8 @@ def kill_repeatedly(run: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
         event = run.wait_for_event("generation", after=seen, replicas=1, timeout=180)
         assert event["transition"] == "recover", event
         changes.append({**event, "asked": killed, "killed": True})
+        # a newcomer that is killed again limits the size until a person asks for more
+        assert run.adaptdl("scale", "pause", "--replicas", "2").returncode == 0
         changes.append({**run.wait_for_event("generation", after=seen, replicas=2), "asked": event["time"]})
     return changes
 
