@@ -9,7 +9,7 @@ PIP     = -m pip install $(shell [ -t 2 ] || echo --quiet) --disable-pip-version
 # without byte code a run of the tests costs a minute of CPU time more
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-integrations demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants docs dist quick test test-all test-integrations slurm-test rooms matrix lint clean
+.PHONY: help install install-integrations demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants figures docs dist quick test test-all test-integrations slurm-test rooms matrix lint clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -56,6 +56,9 @@ planted-defects: $(STAMP) ## SECONDS=60 SEED=1: 29 defects put into copies of th
 
 mutants: $(STAMP) ## SEED=1: 40 changes of one line in copies of the pure modules, for their tests to notice
 	@$(BIN)/python tests/simulation/mutants.py --seed $(or $(SEED),1)
+
+figures: $(STAMP) ## benchmarks/README.md: measure its rows again, in a quarter of an hour; what needs a GPU or hours is named
+	@$(BIN)/python benchmarks/figures.py --measure
 
 docs: $(STAMP) ## the site in site/, and the picture in docs/contributing/architecture.md from the imports
 	@$(BIN)/python docs/generate_picture.py

@@ -1,6 +1,6 @@
 """How long a checkpoint holds the training step, and how long it takes to write and to load.
 
-python benchmarks/checkpoint.py --params 10M --json
+python benchmarks/checkpoint.py --params 10M
 
 A model of that many parameters with Adam (three tensors of its size) is trained on dummy steps of a fixed
 CPU cost; every few steps a background checkpoint is taken. Reported are medians: the hold (the time that
@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from typing import Any
 
 import torch
+from figures import here
 
 from adaptdl_elastic import _session, checkpoint
 
@@ -90,22 +90,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--params", default="10M", help="parameters, e.g. 10M")
     parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     parameters = int(float(args.params.rstrip("M")) * 1e6)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(parameters, args.saves, folder)
-    result |= {
-        "params": args.params,
-        "cpu": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count(),
-    }  # type: ignore[dict-item]
-    if args.json:
-        print(json.dumps(result))
-        return
-    for name, value in result.items():
-        print(f"{name:28} {value:.4f}" if isinstance(value, float) else f"{name:28} {value}")
+    print(json.dumps({**result, **here(), "params": args.params}, indent=1))
 
 
 if __name__ == "__main__":

@@ -89,16 +89,8 @@ def measure(jobs: int, seconds: float) -> None:
         work.mkdir()
         (work / "train.py").write_text(SCRIPT)
         environment = {**os.environ, "XDG_CONFIG_HOME": str(Path(name) / "config")}
-        options = [
-            "--cluster",
-            "lab",
-            "-F",
-            str(nodes.config),
-            "--python",
-            sys.executable,
-            "--slots",
-            str(jobs or 1),
-        ]
+        options = ["--cluster", "lab", "-F", str(nodes.config), "--python", sys.executable]
+        options += ["--slots", str(jobs or 1)]
         options += ["--etcd", str(find_etcd()), "--etcd-port", str(free_port()), "--person", "eve"]
         adaptdl(environment, work, "cluster", "up", *NODES, *options)
         try:
@@ -107,9 +99,8 @@ def measure(jobs: int, seconds: float) -> None:
                 began = time.time()
                 replicas = "1" if jobs else "2"
                 name = f"first{number}"
-                adaptdl(
-                    environment, work, "submit", "--replicas", replicas, "--name", name, "train.py", "0.5"
-                )
+                submit = "submit", "--replicas", replicas, "--name", name, "train.py", "0.5"
+                adaptdl(environment, work, *submit)
                 told = time.time() - began
                 took = [first_step(nodes, name, began, rank) for rank in range(int(replicas))]
                 shown = ", ".join(f"{seconds:.2f} s" for seconds in took)
@@ -122,18 +113,8 @@ def measure(jobs: int, seconds: float) -> None:
             time.sleep(seconds)
             idle = {node: cpu(one) - before[node][1] for node, one in services(nodes).items()}
             for number in range(jobs):
-                adaptdl(
-                    environment,
-                    work,
-                    "submit",
-                    "--replicas",
-                    "1",
-                    "--name",
-                    f"job{number}",
-                    "--",
-                    "sleep",
-                    "9999",
-                )
+                submit = "submit", "--replicas", "1", "--name", f"job{number}", "--", "sleep", "9999"
+                adaptdl(environment, work, *submit)
             time.sleep(20)
             agents = {
                 node: len(list((nodes.home(node) / ".local/share/adaptdl/lab/state/agents").glob("*.json")))

@@ -5,15 +5,13 @@ every job reports hints at an interval, in real time. Measured over the steady p
 CPU of the coordinator and of etcd, what etcd received and sent, and how long the coordinator takes from a
 person's request to the plan, which is how far its watch lags and how busy it is.
 
-    python benchmarks/coordinator_scale.py --nodes 1000 --jobs 500 --json
+    python benchmarks/coordinator_scale.py --nodes 1000 --jobs 500
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import queue
 import random
 import statistics
@@ -47,6 +45,7 @@ from adaptdl_elastic.sched_hints import JobHints
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from etcd_server import EtcdServer
+from figures import here
 
 
 @dataclass
@@ -217,15 +216,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         watch = second.watch(keys.jobs, second.range(keys.jobs).revision + 1)
         for target, args in ((fleet.follow, (watch,)), (fleet.carry_out, ()), (fleet.carry_out, ())):
             threading.Thread(target=target, args=args, daemon=True).start()
-        command = [sys.executable, "-m", "adaptdl_elastic.autoscaler", "coordinator"]
-        command += [
+        command = [
+            sys.executable,
+            "-m",
+            "adaptdl_elastic.autoscaler",
+            "coordinator",
             "--etcd",
             server.endpoint,
-            "--cluster",
-            keys.cluster,
-            "--interval",
-            str(arguments.interval),
         ]
+        command += ["--cluster", keys.cluster, "--interval", str(arguments.interval)]
         process = subprocess.Popen(command)
         try:
             started = time.time()
@@ -287,9 +286,7 @@ def _steady(
         "request_to_plan_s": _summary(sorted(latencies)),
         "request_to_plan_of_changing_jobs_s": _summary(sorted(beside)),
         "watch_lag_s": _summary(lag),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "load": [round(x, 1) for x in os.getloadavg()],
-        "date": time.strftime("%Y-%m-%d"),
+        **here(),
     }
 
 
@@ -314,13 +311,7 @@ def main() -> None:
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between rounds of the policy")
     parser.add_argument("--settle", type=float, default=60.0, help="seconds before measuring")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds to measure")
-    parser.add_argument("--json", action="store_true")
-    result = measure(parser.parse_args())
-    if "--json" in sys.argv:
-        print(json.dumps(result))
-        return
-    for name, value in result.items():
-        print(f"{name:<22} {value}")
+    print(json.dumps(measure(parser.parse_args()), indent=1))
 
 
 if __name__ == "__main__":

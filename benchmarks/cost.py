@@ -1,6 +1,6 @@
 """What goodput-aware autoscaling costs, against a fixed cluster and against utilisation thresholds.
 
-    python benchmarks/cost.py --traces ../shared/traces --workload 6 [--json cost.json] [--workers 2]
+    python benchmarks/cost.py --traces ../shared/traces --workload 6 [--workers 2]
     python benchmarks/cost.py --only spot sudden --market my-market.csv --pause 30
 
 Replays the workloads of the Pollux artifact on nodes that are bought in a simulated market. Everybody
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -30,21 +29,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
+from figures import here
 from market_bound import Frontier, cost_at, frontier
-from market_run import (
-    Bill,
-    Setup,
-    run_fixed,
-    run_goodput,
-    run_threshold,
-)
-from simulated_market import (
-    NOTICE,
-    SimulatedMarket,
-    fixed,
-    generate,
-    read_market,
-)
+from market_run import Bill, Setup, run_fixed, run_goodput, run_threshold
+from simulated_market import NOTICE, SimulatedMarket, fixed, generate, read_market
 from simulator.application import read_application
 from simulator.engine import SimulationOptions
 from simulator.workload import read_workload
@@ -176,7 +164,6 @@ def main() -> None:
     parser.add_argument("--market", type=Path, help="CSV of the spot market")
     parser.add_argument("--quick", action="store_true", help="fewer points of each grid")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     workloads = options.workload or [1, 2, 3, 4, 6]
     market = None if options.market is None else read_market(options.market)
@@ -189,27 +176,9 @@ def main() -> None:
         for done in as_completed(waiting):
             row = done.result()
             rows.append(row)
-            if row["kind"] != "bound":
-                print(
-                    f"workload-{row['workload']} {row['name']:<20} cost {row['cost']:8.1f}"
-                    f"  jct {row['jct']:7.0f} s  end {row['makespan']:7.0f} s  most {row['most_nodes']} nodes"
-                    f"  {row['interruptions']} interruptions  ({row['cpu_s']:.0f} s of CPU)",
-                    flush=True,
-                )
-            if options.json:
-                text = {"machine": platform.platform(), "pause": options.pause, "rows": rows}
-                options.json.write_text(json.dumps(text, indent=1))
-    summaries = [summary(rows, workload) for workload in workloads]
-    for found in summaries:
-        print(json.dumps(found, indent=1))
-    if options.json:
-        everything = {
-            "machine": platform.platform(),
-            "pause": options.pause,
-            "rows": rows,
-            "summary": summaries,
-        }
-        options.json.write_text(json.dumps(everything, indent=1))
+            print(row, file=sys.stderr, flush=True)
+    found = [summary(rows, workload) for workload in workloads]
+    print(json.dumps({**here(), "pause": options.pause, "rows": rows, "summary": found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -304,11 +304,7 @@ def overheads(rounds: int) -> list[dict[str, Any]]:
             for nproc in replicas:
                 options = Options(model, nproc, rule, rounds, 120.0, 2048, "cuda", precision)
                 rows.append({**asdict(options), **asdict(step_overhead.run(options))})
-                row = rows[-1]
-                print(
-                    f"{model} {precision} ×{nproc}: wall ×{row['wall']:.3f}, CPU ×{row['cpu']:.3f}",
-                    flush=True,
-                )
+                print(rows[-1], flush=True)
     return rows
 
 

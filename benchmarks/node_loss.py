@@ -1,8 +1,8 @@
 """How soon the loss of a node is noticed, and how soon the others train on.
 
-    python benchmarks/node_loss.py --rounds 6 --json
-    python benchmarks/node_loss.py --rounds 3 --how stop --json
-    python benchmarks/node_loss.py --rounds 3 --how all --leader --between 16 --json
+    python benchmarks/node_loss.py --rounds 6
+    python benchmarks/node_loss.py --rounds 3 --how stop
+    python benchmarks/node_loss.py --rounds 3 --how all --leader --between 16
 
 Three agents with one replica each train on one real etcd. Then, round after round, a node goes that does
 not keep the leading coordinator, or with --leader the one that does: its agent is killed, so that its
@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import signal
 import statistics
 import sys
@@ -36,6 +34,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from cluster import JOB, Cluster  # noqa: E402
 from etcd_server import EtcdServer  # noqa: E402
+from figures import here  # noqa: E402
 
 from adaptdl_elastic.rendezvous.schema.keys import Keys  # noqa: E402
 from adaptdl_elastic.rendezvous.schema.records import LeaderRecord, Plan, Transition, decode  # noqa: E402
@@ -161,21 +160,15 @@ def main() -> int:
     parser.add_argument("--how", choices=["kill", "all", "stop"], default="kill")
     parser.add_argument("--leader", action="store_true", help="the node of the coordinator that leads")
     parser.add_argument("--between", type=float, default=3.0, help="seconds of training before each loss")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rounds = measure(args)
     names = ("first_broken", "last_broken", "plan", "step")
     found = {name: summary([one[name] for one in rounds if one[name] is not None]) for name in names}
-    if args.json:
-        about = {"machine": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        print(
-            json.dumps(
-                {**about, "how": args.how, "leader": args.leader, "rounds": len(rounds), "seconds": found}
-            )
+    print(
+        json.dumps(
+            {**here(), "how": args.how, "leader": args.leader, "rounds": len(rounds), "seconds": found}
         )
-    else:
-        for name, values in found.items():
-            print(f"{name:14} {values}")
+    )
     return 0
 
 

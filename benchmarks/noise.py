@@ -1,6 +1,6 @@
 """How well the gradient noise scale is measured: estimates against the truth, while small models train.
 
-    python benchmarks/noise.py [--only PART …] [--seeds N] [--json]
+    python benchmarks/noise.py [--only PATTERN …] [--seeds N]
 
 Each case trains a model at a fixed batch size of 64 samples, and measures as often as the library would if a
 measurement cost --cost of a plain step. At every 10th step
@@ -26,10 +26,12 @@ import argparse
 import json
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
@@ -447,12 +449,11 @@ def measure(case: Case, seeds: int, cost: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="PART", help="cases whose name contains one of these")
+    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases by name, as mlp*")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--cost", type=float, default=0.2, help="a transformer on one replica of a CPU")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    names = [n for n in CASES if not arguments.only or any(part in n for part in arguments.only)]
+    names = [n for n in CASES if not arguments.only or any(fnmatch(n, one) for one in arguments.only)]
     if not names:
         parser.error(f"--only {' '.join(arguments.only)}: no case is named so; there are: {', '.join(CASES)}")
     torch.set_num_threads(1)
@@ -460,23 +461,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ADAPTDL_EVENT_LOG"] = f"{folder}/events"
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        if not arguments.json:
-            print(f"{'case':<30}  bias4  rms4  bias16  rms16  goodput  worst  B, median  CPU s")
+        rows = []
         for name in names:
             _session.reset()
             found = measure(CASES[name], arguments.seeds, arguments.cost)
-            if arguments.json:
-                print(
-                    json.dumps({"case": name, **asdict(CASES[name], dict_factory=_plain), **found}),
-                    flush=True,
-                )
-            else:
-                print(
-                    f"{name:<30} {found['bias4']:+6.1%} {found['rms4']:5.1%} {found['bias16']:+7.1%} "
-                    f"{found['rms16']:6.1%} {found['goodput']:8.1%} {found['worst goodput']:6.1%} "
-                    f"{found['scale']:10.0f} {found['seconds']:6.1f}",
-                    flush=True,
-                )
+            rows.append({"case": name, **asdict(CASES[name], dict_factory=_plain), **found})
+            print(rows[-1], file=sys.stderr, flush=True)
+        print(json.dumps(rows))
         dist.destroy_process_group()
 
 

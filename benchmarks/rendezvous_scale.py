@@ -1,6 +1,6 @@
 """How long from publishing a plan until N agents hold their rank, and what that costs the store.
 
-    python benchmarks/rendezvous_scale.py --agents 128 --json
+    python benchmarks/rendezvous_scale.py --agents 128
 
 One real etcd (a private one, or `--etcd HOST:PORT`) and N agents as threads over a few processes. Each has
 its own client, its own lease and registration, and follows its job with the code that a real agent uses
@@ -14,14 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import re
 import statistics
 import sys
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -39,6 +36,7 @@ from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from etcd_server import EtcdServer
+from figures import here
 
 JOB = "scale"
 DEADLINE = 120.0  # seconds until a step of this benchmark is given up
@@ -168,22 +166,12 @@ def measure(endpoint: str, agents: int, processes: int, rounds: int) -> dict[str
     }
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
-        "machine": platform.platform(),
-        "python": platform.python_version(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--agents", type=int, nargs="+", default=[128], metavar="N")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="plans to publish; the median is reported")
     parser.add_argument("--etcd", metavar="HOST:PORT", help="an etcd to use (default: a private one)")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     server = None if options.etcd else EtcdServer().start()
     try:
@@ -192,15 +180,7 @@ def main() -> None:
     finally:
         if server:
             server.stop()
-    if options.json:
-        json.dump({**machine(), "results": lines}, sys.stdout, indent=2)
-        print()
-        return
-    for line in lines:
-        print(
-            f"{line['agents']:5} agents: {line['seconds']:.3f} s, {line['operations']:.0f} operations, "
-            f"{line['messages_to_clients']:.0f} messages, {line['bytes_to_clients'] / 1e6:.2f} MB to clients"
-        )
+    print(json.dumps({**here(), "results": lines}, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How long training pauses when the number of replicas changes, and where the time goes.
 
-    python benchmarks/rescale_pause.py --mode restart --model cnn --json
-    python benchmarks/rescale_pause.py --mode inplace --params 10M --repeats 5 --json
-    python benchmarks/rescale_pause.py --mode inplace --model fsdp --params 10M --repeats 5 --json
-    python benchmarks/rescale_pause.py --mode recover --params 10M --repeats 5 --json
+    python benchmarks/rescale_pause.py --mode restart --model cnn
+    python benchmarks/rescale_pause.py --mode inplace --params 10M --repeats 5
+    python benchmarks/rescale_pause.py --mode inplace --model fsdp --params 10M --repeats 5
+    python benchmarks/rescale_pause.py --mode recover --params 10M --repeats 5
 
 A real job runs under `adaptdl-run` on this machine and is rescaled 1 → 2 → 1 → … by hand. The pause is the
 time from the last step of one size to the first of the next, minus a normal step, as rank 0 measures it.
@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import re
 import signal
 import statistics
@@ -29,6 +28,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from figures import here
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -152,6 +153,8 @@ def kill_repeatedly(run: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
         event = run.wait_for_event("generation", after=seen, replicas=1, timeout=180)
         assert event["transition"] == "recover", event
         changes.append({**event, "asked": killed, "killed": True})
+        # a newcomer that is killed again limits the size until a person asks for more
+        assert run.adaptdl("scale", "pause", "--replicas", "2").returncode == 0
         changes.append({**run.wait_for_event("generation", after=seen, replicas=2), "asked": event["time"]})
     return changes
 
@@ -228,8 +231,7 @@ def evaluate(
         "model": args.model,
         "parameters": args.size if args.model != "cnn" else 2_700_000,
         "step_s": round(normal, 4),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "date": time.strftime("%Y-%m-%d"),
+        **here(),
     }
     for direction, values in pauses.items():
         result[direction] = summary(values)
@@ -289,7 +291,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=5, help="changes in each direction")
     parser.add_argument("--settle", type=float, default=4.0, help="seconds of training between changes")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.size = int(float(args.params.rstrip("MK")) * {"M": 1e6, "K": 1e3}.get(args.params[-1], 1))
     args.model = args.model or ("cnn" if args.mode == "restart" else "linear")
@@ -297,9 +298,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    args = parse()
-    result = measure(args)
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    print(json.dumps(measure(parse()), indent=2))
     return 0
 
 

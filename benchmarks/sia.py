@@ -1,7 +1,7 @@
 """Replay Sia's heterogeneous cluster and its Philly traces, and compare with what Sia's artifact came to.
 
     python benchmarks/sia.py [--traces ../shared/traces/hetero] [--workloads 1 2 3 4] [--policy goodput]
-                             [--undeclared] [--clairvoyant] [--json]
+                             [--undeclared] [--clairvoyant]
 
 6 nodes of 4 T4, 3 nodes of 8 RTX 2080Ti and 2 nodes of 8 A100, decisions every 60 s (Jayaram Subramanya et
 al., *Sia: Heterogeneity-aware, goodput-optimized ML-cluster scheduling*, SOSP 2023). Every change pauses a
@@ -242,7 +242,6 @@ def main() -> int:
     parser.add_argument("--policy", choices=("goodput", "fifo", "las"), default="goodput")
     parser.add_argument("--undeclared", action="store_true")
     parser.add_argument("--clairvoyant", action="store_true", help="all step times are known from the start")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not options.traces.is_dir():
         print(f"no traces in {options.traces}: give --traces FOLDER", file=sys.stderr)
@@ -271,14 +270,9 @@ def main() -> int:
             "cpu_seconds": time.process_time() - cpu,
         }
         found.append(result)
-        if not options.json:
-            said = (f"{k} {v:.4f}" if isinstance(v, float) else str(v) for k, v in result.items())
-            print("  ".join(said), flush=True)
+        print(result, file=sys.stderr, flush=True)
     means = {k: float(np.mean([r[k] for r in found])) for k in found[0] if k != "workload"}
-    if options.json:
-        print(json.dumps({"runs": found, "mean": means}))
-    else:
-        print("mean  " + "  ".join(f"{k} {v:.3f}" for k, v in means.items()))
+    print(json.dumps({"runs": found, "mean": means}, indent=1))
     return 0
 
 

@@ -1,6 +1,6 @@
 """A job whose replicas come, go and die at random moments, and what is left of its arithmetic.
 
-    python benchmarks/soak.py --minutes 15 --json          (make soak MINUTES=15)
+    python benchmarks/soak.py --minutes 15          (make soak MINUTES=15)
 
 Under `adaptdl-run` on this machine a script trains one weight per sample. Events come at exponentially
 distributed times: `adaptdl scale` to another number of replicas, or `kill -9` of a random one, also in the
@@ -206,10 +206,9 @@ def main() -> None:
     parser.add_argument("--between", type=float, default=5.0, help="mean seconds between two events")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--habits", action="store_true", help="with an average, a scheduler, a scaler ...")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result = soak(args.minutes, args.between, args.seed, args.habits)
-    print(json.dumps(result, indent=None if args.json else 2))
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What AdaptiveDataParallel adds to a training step: plain DDP and it take turns in one run.
 
-    python benchmarks/step_overhead.py --model mlp|small|cnn|transformer --nproc 1|2 [--loop STEPS] [--json]
+    python benchmarks/step_overhead.py --model mlp|small|cnn|transformer --nproc 1|2 [--loop STEPS]
 
 Both train a copy of one model on the same data with the same local batch. Rounds of three blocks of steps,
 in random order, so that all see the same machine: DDP, AdaptiveDataParallel on steps that are not
@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from figures import here
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -354,35 +355,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--loop", type=int, default=0, metavar="STEPS", help="fresh runs of so many steps")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and take the replicas along
     rule = arguments.rule or ("adamscale" if arguments.model == "transformer" else "adascale")
-    options = Options(
-        arguments.model,
-        arguments.nproc,
-        rule,
-        arguments.rounds,
-        arguments.seconds,
-        arguments.age,
-        arguments.device,
-        arguments.precision,
-        arguments.loop,
-    )
-    ratios = run(options)
-    if arguments.json:
-        cpus = os.cpu_count()
-        print(json.dumps({**asdict(options), **asdict(ratios), "torch": torch.__version__, "cpus": cpus}))
-        return
-    parts = f"{options.loop} steps from step {options.age} on"
-    if ratios.cpu_plain is not None:
-        parts = f"×{ratios.cpu_plain:.3f}, and ×{ratios.cpu_sampled:.3f} one step in {ratios.gap}"
-    print(
-        f"{options.model}, {ratios.parameters / 1e6:.1f} M parameters, {options.nproc} replicas, "
-        f"{options.rule}: CPU ×{ratios.cpu:.3f} ({ratios.low:.3f} to {ratios.high:.3f}; {parts}), "
-        f"wall ×{ratios.wall:.3f} (DDP: {1e3 * ratios.cpu_s:.1f} ms CPU, {1e3 * ratios.wall_s:.1f} ms; "
-        f"{ratios.rounds_done} rounds)"
-    )
+    options = Options(**{**vars(arguments), "rule": rule})
+    found = {**asdict(options), **asdict(run(options)), "torch": torch.__version__, **here()}
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

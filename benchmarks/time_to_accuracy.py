@@ -1,6 +1,6 @@
 """Is the adaptive run as good as the best fixed batch size, found without a search?
 
-    python benchmarks/time_to_accuracy.py [--data DIR] [--seeds 3] [--replicas 1 2] [--json]
+    python benchmarks/time_to_accuracy.py [--data DIR] [--seeds 3] [--replicas 1 2]
 
 Trains a small network to a fixed held-out accuracy in two evaluations in a row: once with the batch
 size chosen while it trains, and with fixed batch sizes over the whole range, under each scaling rule.
@@ -315,7 +315,6 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--net", choices=("mlp", "cnn"), default="mlp")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     multiprocessing.set_forkserver_preload(["adaptdl_elastic.torch", "sklearn.datasets"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and take the replicas along
@@ -349,14 +348,10 @@ def main() -> None:
             )
             print(line, file=sys.stderr, flush=True)
     summaries = [summarise(runs, replicas) for replicas in args.replicas]
-    if args.json:
-        everything = [
-            {**asdict(job), **asdict(outcome), "blocks": None, "steps": outcome.steps()}
-            for job, outcome in runs
-        ]
-        print(json.dumps({"target": args.target, "summaries": summaries, "runs": everything}))
-    else:
-        print(json.dumps(summaries, indent=2))
+    everything = [
+        {**asdict(job), **asdict(outcome), "blocks": None, "steps": outcome.steps()} for job, outcome in runs
+    ]
+    print(json.dumps({"target": args.target, "summaries": summaries, "runs": everything}, indent=1))
 
 
 if __name__ == "__main__":

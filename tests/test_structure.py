@@ -99,10 +99,12 @@ def test_python_is_started_only_without_the_working_directory() -> None:
 
 
 @pytest.mark.processes
-def test_the_picture_of_the_architecture_shows_the_imports() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "generate_picture.py"), "--check"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_pages_that_scripts_write_are_up_to_date_and_quoted_figures_are_theirs() -> None:
+    for script in ("docs/generate_picture.py", "benchmarks/figures.py"):
+        run = subprocess.run(
+            [sys.executable, script, "--check"], cwd=ROOT, capture_output=True, text=True, timeout=100
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.processes
