@@ -40,7 +40,11 @@ def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
     assert condition.plan is not None
     if condition.health.recovers is not None:
         _recover(draft, job, condition, condition.plan, condition.health.recovers)
-    elif condition.plan.transition is Transition.RECOVER and condition.phase is Phase.CHANGING:
+    elif (
+        condition.plan.transition is Transition.RECOVER
+        and condition.phase is Phase.CHANGING
+        and condition.health.starting
+    ):
         # all other changes wait for the recovery, since no replica could save now
         draft.wake(condition.health.settled_at)
         _late_recovery(draft, job, condition.plan)
@@ -50,8 +54,8 @@ def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
     elif _is_switching(draft, job, condition, condition.plan):
         return
     elif jobs.stop_requested(job):
-        broken = condition.phase is Phase.BROKEN
-        how = Transition.ABORT if broken else Transition.RESTART
+        save = _can_save(draft, job, condition, condition.plan)
+        how = Transition.RESTART if save else Transition.ABORT
         draft.publish(job, JobChange({}, Cause.STOP, how, "a person asked for it"))
     elif condition.phase is Phase.BROKEN:
         _mend(draft, job, condition, condition.plan)
@@ -83,8 +87,16 @@ def _is_switching(draft: DecisionBuilder, job: JobView, condition: Condition, pl
     due = max(job.plan.seen, *ready, 0.0) + SWITCH_WAIT
     if _awaited(job, plan, starting) or draft.view.now >= due:
         return False
-    draft.wake(due)
+    draft.wake(min(due, condition.health.settled_at))
     return True
+
+
+def _can_save(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
+    """Return whether the replicas that train, or leave, can save: no node of theirs has failed or is lost."""
+    lost = condition.health.lost
+    if condition.health.failed or not lost:
+        return not condition.health.failed
+    return _still_saves(draft, job, plan) and not any(one.node in lost for one in plan.leaving)
 
 
 def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
@@ -94,7 +106,7 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         restarts = jobs.restarts_counted(draft.view, job, plan)
         why = f"lost {', '.join(lost)}"
         step = plan.failed_step
-        if _still_saves(draft, job, plan) and not any(one.node in lost for one in plan.leaving):
+        if _can_save(draft, job, condition, plan):
             draft.replan(job, plan, plan.cause, Transition.RESTART, why)  # the lost had begun nothing
             return
         draft.replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, restarts, failed_step=step)

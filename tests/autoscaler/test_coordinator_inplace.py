@@ -182,6 +182,9 @@ CHANGES = {
     "a drain does not wait for a newcomer that has left": """
         moves
         ended n1 0 stopped 143; n1 leave; decide -> +1 restart nowhere""",
+    "a stop after a newcomer has failed lets the others save": """
+        grow_in_place
+        ended n2 0 failed 1 boom; ask a stop=True; decide -> +1 restart nowhere""",
     "a stop does not wait for newcomers": """
         grow_in_place
         ask a stop=True; decide -> +1 restart nowhere""",

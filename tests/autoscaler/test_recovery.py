@@ -125,6 +125,9 @@ TRANSITIONS = {
     "nothing else is begun while it is not known which replicas are dead": """
         resilient
         n1 notice; ask a replicas=2; decide; decide; decide -> +0""",
+    "peers that lose each other long after a recovery are waited for again": """
+        resilient nodes=3; n0 lose 0; settle -> recover
+        later 200; n1 notice; decide -> +0""",
     "neither a drain nor a stop is begun while it is not known which replicas are dead": """
         resilient
         n1 notice; n0 register draining=True; decide -> +0
