@@ -333,7 +333,7 @@ def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
             pool = pools.get(entry.pool, pool)
             pools[entry.pool] = lost(pool, entry, seen.now, settings, known.values())
         elif ours and not entry.replace:
-            pools[entry.pool] = given_back(pool, entry)
+            pools[entry.pool] = given_back(pools.get(entry.pool, pool), entry)
     return replace(memory, known=known, pools=pools)
 
 

@@ -67,6 +67,7 @@ class FakeSlurm:
         self.jobs: list[list[str]] = []  # what `squeue` prints of each
         self.asked: list[str] = []
         self.now = lambda: "0"
+        self.hidden = False  # new jobs have a comment of somebody else's
 
     def __call__(self, *command: str, **variables: str) -> str:
         self.asked.append(command[0])
@@ -76,6 +77,7 @@ class FakeSlurm:
             comment, number = command[-2].removeprefix("--comment="), str(len(self.jobs))
             assert comment == f"{MARK}{variables['ADAPTDL_INSTANCE_ID']}"
             assert variables["ADAPTDL_ETCD"] == "store:1"
+            comment = "another comment" if self.hidden else comment
             self.jobs.append([number, "PENDING", self.reason, "N/A", "N/A", self.now(), comment])
         elif command[0] == "scancel":
             self.jobs[int(command[-1])][1:5:3] = "CANCELLED", self.now()
@@ -117,6 +119,41 @@ def test_a_request_that_is_not_met_is_told_and_made_ever_less_often(
     slurm.reason = slurm.refusal = ""
     cluster.ticks(200)
     assert slurm.count("RUNNING") == 1
+
+
+@pytest.mark.parametrize("end", ["FAILED", "COMPLETED"])
+def test_jobs_that_end_at_once_are_not_submitted_without_end(end: str) -> None:
+    slurm = FakeSlurm()
+    cluster = slurm.cluster(MemoryStore()).submit()
+    for _ in range(360):
+        cluster.ruler.attempt(first=False)
+        for job in slurm.jobs:
+            job[1:5] = (end, "None", slurm.now(), slurm.now()) if job[1] == "RUNNING" else job[1:5]
+        cluster.now += 10
+    assert 1 <= slurm.asked.count("sbatch") <= 10
+
+
+def test_a_job_that_the_queue_does_not_show_is_cancelled_and_asked_for_ever_less_often() -> None:
+    slurm = FakeSlurm("Resources")
+    cluster = slurm.cluster(MemoryStore()).submit()
+    for _ in range(360):
+        cluster.ruler.attempt(first=False)
+        for job in slurm.jobs:
+            job[-1] = "another comment"
+        slurm.hidden, cluster.now = True, cluster.now + 10
+    assert 1 <= slurm.asked.count("sbatch") <= 10
+
+
+@pytest.mark.parametrize(
+    "option", ["other.sh", "--array=1-20", "-a 1-3", "-M east", "--wrap=true", "--test-only"]
+)
+def test_an_option_by_which_a_request_is_not_one_job_is_refused(tmp_path: Path, option: str) -> None:
+    batch = tmp_path / "batch"
+    for text, options in (("", {"sbatch_option": option}), (f"#SBATCH {option}\n", {})):
+        batch.write_text(f"#!/bin/sh\n{text}adaptdl-run --rdzv-id=j --once train.py\n")
+        given = ProviderRequest(max_nodes=2, options={"batch_file": str(batch), **options})
+        with pytest.raises(ProviderOptionError, match="cannot be an option"):
+            make_provider("slurm", given)
 
 
 def test_a_controller_that_is_away_is_told_and_asked_ever_less_often() -> None:

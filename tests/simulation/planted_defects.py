@@ -75,8 +75,8 @@ PLANTED: tuple[Planted, ...] = (
         "leaver-is-waited-for",
         "a node that left before it started is not planned without",
         f"{_CORE}/reactive.py",
-        "    if not gone:\n        return False\n    saves",
-        "    if True:\n        return False\n    saves",
+        "    if not gone:\n        return False\n    how",
+        "    if True:\n        return False\n    how",
         True,
         # the simulator comes upon such a schedule in some minutes only; a script of events has it
         "tests/autoscaler/test_coordinator_failures.py",

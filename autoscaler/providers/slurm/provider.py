@@ -7,13 +7,16 @@ It ends with its training job, and Slurm's job with it, also if there is no auto
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import secrets
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Provider, ProviderOptionError, TryLaterError
 from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest
@@ -22,6 +25,10 @@ from adaptdl_elastic.protocol.environment import INSTANCE_ID, PREEMPTIBLE
 
 # A command ends after so long, also without us: the lease of a dead autoscaler lasts longer (15 s).
 _ANSWER_SECONDS = 10
+# Options of sbatch by which a request is not one job that this queue shows.
+_NOT_ONE_NODE = re.compile("(--(array|clusters?|wrap|wait|test-only)|-[aMW])(=|$| |[0-9])")
+# Variables by which a job that the autoscaler runs in, or a user, changes what a command does.
+_OTHERS = re.compile("SQUEUE_|SBATCH_(ARRAY_INX|CLUSTERS|WAIT)|SLURM_(?!CONF$)")
 # Slurm is asked again so long after it did not answer; twice as long each time.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5.0, 120.0
 
@@ -44,11 +51,13 @@ def from_request(request: ProviderRequest) -> SlurmProvider:
         raise ProviderOptionError(f"--batch-file {batch}: cannot be read: {error}") from None
     if not ("--rdzv-id" in text and "--once" in text):  # all nodes have one job, and end with it
         raise ProviderOptionError(f"--batch-file {batch}: its adaptdl-run needs --rdzv-id NAME and --once")
-    given = [
-        *([f"--partition={partition}"] if partition else []),
-        *options.get("sbatch_option", "").split("\n"),
-    ]
-    command = ["sbatch", *filter(None, given), "--parsable", "--nodes=1", "--no-requeue", str(batch)]
+    given = [*filter(None, options.get("sbatch_option", "").split("\n"))]
+    in_batch = [line.partition(" ")[2].strip() for line in text.splitlines() if line.startswith("#SBATCH")]
+    for one in (*given, *in_batch):
+        if not one.startswith("-") or _NOT_ONE_NODE.match(one):
+            raise ProviderOptionError(f"{one!r} cannot be an option of a request for one node")
+    given = [*([f"--partition={partition}"] if partition else []), *given]
+    command = ["sbatch", *given, "--parsable", "--nodes=1", "--no-requeue", "--export=ALL", str(batch)]
     return SlurmProvider(command, partition or "slurm", request)
 
 
@@ -58,10 +67,10 @@ def run_command(*words: str, **variables: str) -> str:
     Raises:
         TryLaterError: it fails.
     """
-    # what a user sets for squeue would hide jobs from us
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    environ = {name: value for name, value in os.environ.items() if not _OTHERS.match(name)}
     command = ("timeout", str(_ANSWER_SECONDS), *words)
-    done = subprocess.run(command, env=environ | variables, capture_output=True, text=True, check=False)
+    how: dict[str, Any] = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    done = subprocess.run(command, env=environ | variables, check=False, **how)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"no answer within {_ANSWER_SECONDS} s"]
         raise TryLaterError(f"{words[0]}: {said[-1].removeprefix(f'{words[0]}: ')}")
@@ -91,6 +100,8 @@ class SlurmProvider(Provider):
     def __post_init__(self) -> None:
         self._mark, self._last = f"adaptdl/{self.given.owner}/", Capacity()
         self._pause, self._again = 0.0, -1.0  # between two questions without an answer; when the next one is
+        # when this one began to look, and the instances that it has seen
+        self._began, self._shown = math.inf, set[str]()
 
     def capacity(self) -> Capacity:
         """Return our jobs; while Slurm does not answer, those of its last answer with a warning.
@@ -100,9 +111,15 @@ class SlurmProvider(Provider):
         """
         if (now := self.clock()) < self._again:
             return self._last
+        self._began = min(self._began, now)
         try:
             most, slots = self.given.max_nodes or 0, self.given.slots or 1
-            self._last = capacity_of(self._jobs(), self.pool, slots, most, now)
+            jobs = self._jobs()
+            # a job that has ended since the last look is shown as running once, so that its end is noticed
+            unseen = {one.instance for one in jobs if one.had_node and one.end >= self._began} - self._shown
+            self._shown = {one.instance for one in jobs if not one.waits}
+            jobs = [replace(one, state="RUNNING") if one.instance in unseen else one for one in jobs]
+            self._last = capacity_of(jobs, self.pool, slots, most, now)
             self._pause = 0.0
         except TryLaterError as error:
             if not self._last.pools:
@@ -120,7 +137,12 @@ class SlurmProvider(Provider):
             instance = f"slurm-{secrets.token_hex(4)}"
             variables = {**self.given.store, INSTANCE_ID: instance, PREEMPTIBLE: "1"}
             *words, batch = self.submit
-            self.run(*words, f"--comment={self._mark}{instance}", batch, **variables)
+            said = self.run(*words, f"--comment={self._mark}{instance}", batch, **variables)
+            if all(job.instance != instance for job in self._jobs()):
+                number = said.strip().partition(";")[0]
+                if number.isdigit():
+                    self.run("scancel", "--quiet", number)
+                raise TryLaterError(f"sbatch: squeue does not show job {number} with our comment; cancelled")
         waiting = sorted((job for job in jobs if job.waits), key=lambda job: -job.submitted)
         for job in waiting[: max(0, len(jobs) - desired)]:
             self.run("scancel", "--quiet", "--state=PENDING", job.number)

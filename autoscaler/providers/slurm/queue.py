@@ -17,6 +17,8 @@ FORMAT = _SEPARATOR.join(("%A", "%T", "%r", "%S", "%e", "%V", "%k"))
 
 _WAITING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _WORKING = {"RUNNING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
+_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+_ENDED |= {"PREEMPTED", "REVOKED", "TIMEOUT"}
 _STATES = {
     **dict.fromkeys(_WORKING, InstanceState.RUNNING),
     "CONFIGURING": InstanceState.PENDING,
@@ -27,7 +29,7 @@ _STATES = {
 # person holds is not among them: the request stays as that person has left it.
 _REFUSED = re.compile(
     "Account|Assoc|BadConstraints|DependencyNever|Invalid|JobHoldMaxRequeue|JobLaunch|launch failed|Partition"
-    "|QOS|SystemFailure"
+    "|Max.*Per(Account|Limit)|Q[Oo][Ss]|SystemFailure"
 )
 # A request that waits for so many seconds is told about.
 _TELL_SECONDS = 20.0
@@ -62,13 +64,13 @@ class SlurmJob:
 
     @property
     def counts(self) -> bool:
-        """Whether the pool wants it: it waits or has a node, and is not ending."""
-        return self.waits or self.state in _WORKING or self.state == "CONFIGURING"
+        """Whether the pool wants it: it has not ended, and is not ending; unknown states count."""
+        return self.state not in _ENDED and self.state != "COMPLETING"
 
     @property
     def had_node(self) -> bool:
         """Whether it has ended, after it had a node."""
-        return not self.waits and self.state not in _STATES and 0 < self.start <= self.end
+        return self.state in _ENDED and 0 < self.start <= self.end
 
 
 def parse(text: str, mark: str) -> list[SlurmJob]:
@@ -76,7 +78,7 @@ def parse(text: str, mark: str) -> list[SlurmJob]:
     found = []
     for line in text.split("\n"):
         fields = line.split(_SEPARATOR, FORMAT.count(_SEPARATOR))
-        if fields[-1].startswith(mark):
+        if len(fields) > FORMAT.count(_SEPARATOR) and fields[-1].startswith(mark):
             number, state, reason, *times, comment = fields
             start, end, submitted = (float(one) if one.isdigit() else 0.0 for one in times)
             found.append(SlurmJob(number, state, reason, start, end, submitted, comment.removeprefix(mark)))
