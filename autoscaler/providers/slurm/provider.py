@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Provider, ProviderOptionError, TryLaterError
 from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest
@@ -69,8 +68,9 @@ def run_command(*words: str, **variables: str) -> str:
     """
     environ = {name: value for name, value in os.environ.items() if not _OTHERS.match(name)}
     command = ("timeout", str(_ANSWER_SECONDS), *words)
-    how: dict[str, Any] = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
-    done = subprocess.run(command, env=environ | variables, check=False, **how)
+    done = subprocess.run(
+        command, env=environ | variables, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"no answer within {_ANSWER_SECONDS} s"]
         raise TryLaterError(f"{words[0]}: {said[-1].removeprefix(f'{words[0]}: ')}")
