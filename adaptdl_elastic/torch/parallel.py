@@ -253,7 +253,8 @@ class AdaptiveDataParallel(OptimizerSteps):
             return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync and self._hook.failure is None:
             self._hook.awaited = True
-        return self._memory.forward(self._run, inputs, kwargs)
+        run = super()._run_ddp_forward if self.run_context is nullcontext else self._run
+        return self._memory.forward(run, inputs, kwargs)
 
     def _run(self, *inputs: Any, **kwargs: Any) -> Any:
         with self.run_context():
