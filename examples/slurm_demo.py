@@ -34,10 +34,10 @@ from adaptdl_elastic.rendezvous.store.connect import connect
 OUT = Path(__file__).resolve().parents[1] / ".slurm-demo"
 AUTOSCALE = """autoscale --provider=slurm --partition=idle --batch-file=idle.sbatch --max-nodes=3
     --job=shared --until-done --interval=0.5"""
-EPOCH = 480  # samples
+EPOCH = 240  # samples
 PATIENCE = 180.0  # seconds, which only a demo that goes wrong reaches
 # a step's time is slept, and is that of its samples: three nodes share the cores of this machine
-SCRIPT = TRAIN.replace("(64,", f"({EPOCH},").replace("size=8", "size=48").replace("0.02", "0.01 * len(a)")
+SCRIPT = TRAIN.replace("(64,", f"({EPOCH},").replace("size=8", "size=24").replace("0.02", "0.01 * len(a)")
 
 
 class Demo:
