@@ -9,7 +9,7 @@ PIP     = -m pip install $(shell [ -t 2 ] || echo --quiet) --disable-pip-version
 # without byte code a run of the tests costs a minute of CPU time more
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-integrations demo cluster-demo team-demo ec2-demo soak chaos simulate-faults planted-defects mutants figures docs dist quick test test-all test-integrations slurm-test rooms matrix lint clean
+.PHONY: help install install-integrations demo cluster-demo team-demo ec2-demo slurm-demo soak chaos simulate-faults planted-defects mutants figures docs dist quick test test-all test-integrations slurm-test rooms matrix lint clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -39,6 +39,9 @@ team-demo: $(STAMP) ## two people share three nodes over ssh; one node is unplug
 
 ec2-demo: $(STAMP) ## an auto-scaling group without an account: grows, is interrupted, shrinks
 	@$(BIN)/python examples/ec2_demo.py
+
+slurm-demo: $(STAMP) ## a training eats idle nodes of a Slurm, whose owner takes two and gives them back (as root)
+	@PYTHONPATH=tests/support $(BIN)/python examples/slurm_demo.py
 
 soak: $(STAMP) ## MINUTES=15 [HABITS=1]: replicas that come, go and are killed at random, and exact arithmetic at the end
 	@$(BIN)/python benchmarks/soak.py --minutes $(or $(MINUTES),15) $(if $(HABITS),--habits)
@@ -135,4 +138,4 @@ matrix-%: .venv-matrix/%/.installed
 	@touch $@
 
 clean: ## remove what was built here
-	rm -rf $(VENV) $(INTEGRATIONS) .venv-matrix build site dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .team-demo .ec2-demo .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(INTEGRATIONS) .venv-matrix build site dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .team-demo .ec2-demo .slurm-demo .hypothesis .import_linter_cache

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LONGEST = 400  # characters of a line
 
 
@@ -33,6 +35,18 @@ def conclude(name: str, logs: Path, demo: Callable[[], int]) -> int:
         (logs / "traceback.txt").write_text(traceback.format_exc())
         complain(name, f"{type(error).__name__}: {in_short(str(error))}; see traceback.txt", logs)
     return 1
+
+
+def heed_signals() -> None:
+    """Let SIGINT, SIGTERM and SIGHUP interrupt the demo once; clearing up takes seconds, and ignores them."""
+    for name in _SIGNALS:
+        signal.signal(name, _interrupted)
+
+
+def _interrupted(number: int, frame: object) -> None:
+    for name in _SIGNALS:
+        signal.signal(name, signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def complain(name: str, text: str, logs: Path) -> None:

@@ -20,7 +20,6 @@ import ctypes
 import json
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from demo_ending import UnmetError, complain, conclude
+from demo_ending import UnmetError, complain, conclude, heed_signals
 from ec2_demo_picture import picture, table
 from ec2_demo_stage import Machines, Spot, agent_command, coordinator, left_behind
 from ec2_demo_story import (
@@ -281,20 +280,13 @@ def run(story: Story) -> int:
     return 0
 
 
-def _interrupted(number: int, frame: object) -> None:
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)  # clearing up takes seconds
-    raise KeyboardInterrupt(signal.Signals(number).name)
-
-
 def main() -> int:
     """Tell the story, and say what is where."""
     story = Story()
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what an agent leaves behind comes to us
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, _interrupted)
+    heed_signals()
     print(f"{STAGED}\n", flush=True)
     code = conclude("ec2-demo", OUT, lambda: run(story))
     story.check(not (left := left_behind()), f"had to be killed at the end: {'; '.join(left)}")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from guarded_etcd import GuardedEtcd
 from polling import until
-from slurm_script import TRAIN, epochs
+from slurm_cluster import Slurm
+from slurm_script import TRAIN, batch_file, epochs
 
 from adaptdl_elastic.agent.cluster.job_joining import live_agents
 from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
@@ -22,12 +21,9 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Store, read_record
 from adaptdl_elastic.rendezvous.store.connect import connect
 
-if TYPE_CHECKING:
-    from slurm.conftest import Slurm
-
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.slow, pytest.mark.exhaustive]
 
-ROOT, KEYS, JOB = Path(__file__).resolve().parents[2], Keys(), "shared"
+KEYS, JOB = Keys(), "shared"
 ALIVE = ("PENDING", "RUNNING", "COMPLETING")
 
 # A command of Slurm that waits before or after its work while there is a file of that name.
@@ -44,10 +40,9 @@ class Idle:
 
     def __init__(self, slurm: Slurm, folder: Path, etcd: GuardedEtcd, store: Store) -> None:
         self.slurm, self.folder, self.store = slurm, folder, store
-        page = (ROOT / "docs" / "howto" / "slurm.md").read_text()
         self.batch, self.sbatch = folder / "idle.sbatch", folder / "bin" / "sbatch"
         self.sbatch.parent.mkdir(parents=True)
-        self.batch.write_text(re.search(r"^```bash test=test_idle_nodes\n(#!.*?)^```$", page, re.M | re.S)[1])
+        self.batch.write_text(batch_file("test_idle_nodes"))
         (folder / "train.py").write_text(TRAIN)
         (folder / "asked").touch()
         self.sbatch.write_text(_SLOW.format(folder=folder, command=shutil.which("sbatch")))

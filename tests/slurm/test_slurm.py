@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from etcd_server import EtcdServer
 from polling import until
-from slurm_script import TRAIN, epochs
+from slurm_cluster import Slurm
+from slurm_script import TRAIN, batch_file, epochs
 
 from adaptdl_elastic.agent.cluster.job_joining import live_agents
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -19,19 +18,13 @@ from adaptdl_elastic.rendezvous.store.base import StoreAuthError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
-if TYPE_CHECKING:
-    from slurm.conftest import Slurm
-
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.slow, pytest.mark.exhaustive]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def batch(tmp_path: Path) -> Path:
     """The batch file of the page, beside a script."""
-    page = (ROOT / "docs" / "howto" / "slurm.md").read_text()
-    text = re.search(r"^```bash test=test_slurm\n(#!.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    text = batch_file("test_slurm")
     assert len(text.splitlines()) <= 8
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "train.sbatch").write_text(text)

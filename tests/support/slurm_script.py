@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "slurm.md"
 TRAIN = """
 import os, time
 from pathlib import Path
@@ -26,7 +28,7 @@ for epoch in adl.remaining_epochs_until(100_000):
         time.sleep(0.02)
     if os.environ["RANK"] == "0":
         with Path("epochs").open("a") as file:
-            print(os.environ.get("SLURM_RESTART_COUNT", "0"), epoch, file=file)
+            print(os.environ.get("SLURM_RESTART_COUNT", "0"), epoch, time.time(), file=file)
     if collective.broadcast(Path("finish").exists()):
         break
 """
@@ -37,3 +39,8 @@ def epochs(batch: Path) -> list[tuple[int, int]]:
     file = batch.parent / "epochs"
     lines = file.read_text().splitlines() if file.exists() else []
     return [(int(line.split()[0]), int(line.split()[1])) for line in lines]
+
+
+def batch_file(test: str) -> str:
+    """Return the batch file of the page that a test tries."""
+    return re.search(rf"^```bash test={test}\n(#!.*?)^```$", PAGE.read_text(), re.M | re.S)[1]
