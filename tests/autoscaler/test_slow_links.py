@@ -36,6 +36,7 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[World]:
     _session.reset()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("parameters", [1e6, 10e6], ids=["1 M", "10 M"])
 @pytest.mark.parametrize(
     "gbits", [(1, 1, 1), (1, 1, 0.1), (1, 0.1, 0.1), (0.1, 0.1, 0.1), (10, 10, 1), (10, 10, 0.1), (10, 1, 1)]
@@ -66,6 +67,7 @@ def test_a_job_leaves_the_node_whose_link_falls_and_comes_back(
     assert run.changes(90.0) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"),
     [
