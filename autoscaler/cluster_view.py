@@ -164,10 +164,7 @@ class View:
         if node.draining:
             return True
         request = self.drains.get(node.node)
-        if request is None:
-            return False
-        instance = request.record.instance
-        return instance is None or node.instance is None or instance == node.instance
+        return request is not None and request.record.concerns(node.instance)
 
     @property
     def drained(self) -> list[str]:

@@ -185,6 +185,13 @@ def _rate(sock: socket.socket, until: float) -> float:
     return min((total - first) / max(ended - began, 1e-6), (total - before) / max(ended - half, 1e-6))
 
 
+def _slower_than_predicted(plan: Plan, status: JobStatus | None) -> bool:
+    """Return whether the steps of a plan's generation take `MOVED` times as long as was predicted."""
+    if status is None or status.generation != plan.generation or status.prediction_error is None:
+        return False
+    return status.prediction_error < 1 / MOVED - 1
+
+
 class LinkWatch:
     """Measure the links to this node again. All methods but `_run` are called in the agent's own thread.
 
@@ -229,18 +236,18 @@ class LinkWatch:
             now: Monotonic seconds.
         """
         record, several = self._registration.record, plan is not None and plan.nodes > 1
-        if plan is not None and several and not idle and plan.generation != self._compared:
-            now_known = status is not None and status.generation == plan.generation
-            error = status.prediction_error if status is not None and now_known else None
-            if error is not None and error < 1 / MOVED - 1:
-                self._compared = plan.generation
-                self.measure(agents, plan)
-        changed = max((one.links_since for one in agents.values()), default=-1)
-        if idle and changed > max(record.links_at, self._compared):
+        if not record.link_port:
+            return  # no link can be measured here
+        used = plan if several and not idle else None
+        if used and used.generation != self._compared and _slower_than_predicted(used, status):
+            self._compared = used.generation
+            self.measure(agents, plan)
+        changed = max((one.links_since for one in agents.values()), default=-1) if idle else -1
+        if changed > max(record.links_at, self._compared):
             self._compared = changed
             self.measure(agents, plan)
-        slow = record.links_since >= 0 or record.node in nodes_with_slow_links(agents)
-        waits = not several or (idle and slow)
+        slow = idle and (record.links_since >= 0 or record.node in nodes_with_slow_links(agents))
+        waits = slow or not several
         if not waits or fastest_links(agents).get(record.node, FAST) >= FAST:
             self.due, self._pause = None, SOON
         elif self.due is None:

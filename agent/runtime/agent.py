@@ -287,11 +287,9 @@ class ElasticAgent(SimpleElasticAgent):
     def _check_requests(self) -> None:
         """Handle requests in the store other than the plan: drains, a job's request, coordinators' keys."""
         view, me = self._view, self._config.me
-        drain = view.drain
-        if drain is not None and self.state.departure is None:
-            record = self._registration.record
-            if record.instance is None or drain.instance in (None, record.instance):
-                self._leave(drain.reason, drain.deadline)
+        drain = view.drain if self.state.departure is None else None
+        if drain is not None and drain.concerns(self._registration.record.instance):
+            self._leave(drain.reason, drain.deadline)
         asked = view.request
         if asked is not None and asked.run in ("", me.spec.run):
             before, self._asked = self._asked, asked

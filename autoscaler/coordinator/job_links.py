@@ -7,14 +7,14 @@ both are alike. On several nodes a measured step counts for the type of its slow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from adaptdl_elastic.autoscaler.cluster_view import Observed, View
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, NetworkPrior
 from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry, TypeProfile
-from adaptdl_elastic.rendezvous.schema.node_links import APART, FAST, nodes_with_slow_links
+from adaptdl_elastic.rendezvous.schema.node_links import APART, FAST, links_between, nodes_with_slow_links
 from adaptdl_elastic.rendezvous.schema.records import Link, NodeRecord
 
 T = TypeVar("T", JobHints, TypeProfile)
@@ -44,18 +44,13 @@ def links_of(view: View) -> tuple[dict[str, JobLinks], frozenset[str]]:
     """Return the links of each job, and the nodes with slow links, as jobs with agents there see them."""
     found, slow = {}, set[str]()
     for job, agents in view.nodes.items():
-        links = [
-            (node, link)
-            for node, seen in agents.items()
-            for link in seen.record.links
-            if link.node in agents and agents[link.node].record.host != seen.record.host
-        ]
+        records = {node: seen.record for node, seen in agents.items()}
+        links = list(links_between(records))
         if not links:
             continue
         rates = [link.bandwidth for _, link in links]
-        far = frozenset[str]()
-        if max(rates) > APART * min(rates):
-            far = nodes_with_slow_links({node: seen.record for node, seen in agents.items()})
+        # most jobs have links that are alike, for which nothing more is computed
+        far = nodes_with_slow_links(records) if max(rates) > APART * min(rates) else frozenset[str]()
         slow |= far
         found[job] = JobLinks(
             _median([link for node, link in links if not far or not {node, link.node} & far]),
@@ -80,7 +75,7 @@ def still_valid(hints: JobHints, agents: Mapping[str, Observed[NodeRecord]]) -> 
     )
 
 
-def over_links(hints: JobHints, slow: Container[str], over_slow: bool) -> JobHints:
+def over_links(hints: JobHints, slow: frozenset[str], over_slow: bool) -> JobHints:
     """Return a report without the step times on several nodes over links of the other kind.
 
     Args:
@@ -88,7 +83,7 @@ def over_links(hints: JobHints, slow: Container[str], over_slow: bool) -> JobHin
         slow: The nodes with slow links.
         over_slow: Whether those over a slow link are kept, or the others.
     """
-    return _only(hints, lambda one: not one.on or any(node in slow for node in one.on) == over_slow)
+    return _only(hints, lambda one: not one.on or slow.isdisjoint(one.on) != over_slow) if slow else hints
 
 
 def _only(hints: JobHints, keep: Callable[[ProfileEntry], bool]) -> JobHints:

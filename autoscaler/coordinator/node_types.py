@@ -124,7 +124,7 @@ class Measured:
         found: list[tuple[GoodputModel | None, dict[str, GoodputModel]]] = []
         kinds = (False, self.scripts, links.fast), (True, self.over_slow, links.slow or links.fast)
         for slow, scripts, link in kinds if self.slow else kinds[:1]:
-            told = over_links(hints, self.slow, slow) if self.slow else hints
+            told = over_links(hints, self.slow, slow)
             one, by_type = typed_models(job, told, scripts.get(profile_key), types, of_script, self.ratios)
             if one is not None:
                 one = with_network(one, told, link)
@@ -167,19 +167,22 @@ def measured(view: View, before: Mapping[str, str] | None = None) -> Measured:
     reports = reports_by_script(view)
     found = node_classes(view, reports, before or {})
     links, slow = links_of(view)
-    scripts: list[dict[str, ScriptProfile]] = [{}, {}]
+    # over fast links, and over slow ones
+    scripts: tuple[dict[str, ScriptProfile], dict[str, ScriptProfile]] = {}, {}
     of_scripts: dict[str, TypeRatios] = {}
     for key, told in reports.items():
         try:
             told = [replace(one, hints=still_valid(one.hints, view.agents(one.job))) for one in told]
             named = [replace(one, hints=found.labelled(one.hints, one.nodes)) for one in told]
-            for kind in (False, True) if slow else ():
-                these = [replace(one, hints=over_links(one.hints, slow, kind)) for one in named]
-                scripts[kind][key] = script_profile(these)
-            script = scripts[False].setdefault(key, script_profile(named))
-            of_scripts[key] = script_ratios(script) if len(script.by_type) > 1 else TypeRatios()
+            made = [
+                script_profile([replace(one, hints=over_links(one.hints, slow, kind)) for one in named])
+                for kind in ((False, True) if slow else (False,))
+            ]
+            of_scripts[key] = script_ratios(made[0]) if len(made[0].by_type) > 1 else TypeRatios()
         except Exception:  # an error in these reports: their jobs share nothing, and all others are decided
             continue
+        for profiles, profile in zip(scripts, made, strict=False):
+            profiles[key] = profile
     ratios_known = TypeRatios(found.ratios | dict(_medians(of_scripts.values()).known))
     type_of = {node: with_slow_links(name) if node in slow else name for node, name in found.type_of.items()}
     return Measured(type_of, scripts[0], ratios_known, of_scripts, links, found, slow, scripts[1])

@@ -161,6 +161,11 @@ class Signal:
     deadline: float | None = None
 
 
+def told_or_named(node: str, told: str | None) -> str:
+    """Return the id of an instance that its agent was told, else the name of the node."""
+    return told or node
+
+
 class Provider(ABC):
     """A source of nodes; the module's docstring explains the interface."""
 
@@ -192,7 +197,7 @@ class Provider(ABC):
             node: Name of the node (`adaptdl-run --node-name`, by default the name of the host).
             told: `ADAPTDL_INSTANCE_ID` of its agent, or the instance id of EC2; None: the agent knows none.
         """
-        return told or node
+        return told_or_named(node, told)
 
     def protect(self, instances: Collection[str], protected: bool) -> None:  # noqa: B027 - optional
         """Protect these instances from the provider's own scale-in, or end that."""

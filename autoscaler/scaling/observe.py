@@ -21,7 +21,7 @@ from adaptdl_elastic.autoscaler.coordinator.node_types import Measured, measured
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask, described, in_slots, slots_each
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, devices_each, used
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
-from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
+from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal, told_or_named
 from adaptdl_elastic.autoscaler.scaling.scaling_types import NodeUse, Observation
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS, NodeRecord
 
@@ -29,16 +29,12 @@ InstanceOf = Callable[[str, str | None], str]
 """`Provider.instance_of`."""
 
 
-def _told_or_named(node: str, told: str | None) -> str:
-    return told or node
-
-
 def observe(
     view: View,
     capacity: Capacity,
     signals: Sequence[Signal],
     expected: Sequence[str] = (),
-    instance_of: InstanceOf = _told_or_named,
+    instance_of: InstanceOf = told_or_named,
 ) -> Observation:
     """Return the input of one decision.
 
@@ -129,7 +125,7 @@ def _as_planned(view: View, job: JobView) -> JobInfo | None:
     return JobInfo(job.job, max_replicas=size, requested_replicas=size)
 
 
-def node_uses(view: View, capacity: Capacity, instance_of: InstanceOf = _told_or_named) -> dict[str, NodeUse]:
+def node_uses(view: View, capacity: Capacity, instance_of: InstanceOf = told_or_named) -> dict[str, NodeUse]:
     """Return every node that runs on an instance, by instance id.
 
     A node that was told no instance is one if the provider has the instance.

@@ -201,6 +201,10 @@ class DrainRequest:
     created: float = 0.0
     person: str = ""  # who asks; "": an autoscaler, or a person without a name on the cluster
 
+    def concerns(self, instance: str | None) -> bool:
+        """Return whether it asks the node's present instance; None: the node knows none."""
+        return self.instance is None or instance is None or instance == self.instance
+
     @property
     def text(self) -> str:
         """By whom, since when and why the node is drained, for users."""

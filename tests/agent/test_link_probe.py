@@ -123,7 +123,8 @@ def test_nothing_is_measured_while_the_job_trains_on_several_nodes(store: Memory
 
 
 def record(node: str, links: tuple[Link, ...] = (), since: int = -1) -> NodeRecord:
-    return NodeRecord(node, "job", "run", "a", f"host of {node}", 1, links=links, links_since=since)
+    host = f"host of {node}"
+    return NodeRecord(node, "job", "run", "a", host, 1, link_port=1, links=links, links_since=since)
 
 
 class Watched:

@@ -37,7 +37,7 @@ class Agent:
 
     def __init__(self, world: LinkWorld, fake: FakeAgent) -> None:
         self._world, self._fake = world, fake
-        self.record = fake.record(host=fake.node)
+        self.record = fake.record(host=fake.node, link_port=1)
         calls: queue.Queue[Callable[[], None]] = queue.Queue()
         self._calls = calls
         self.watch = LinkWatch(partial(world.links, fake.node), self, calls.put, lambda write: write())  # type: ignore[arg-type]

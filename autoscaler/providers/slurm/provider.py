@@ -1,8 +1,9 @@
 """Nodes of Slurm: each is a job of one node that runs an agent, a batch file of the user's.
 
-Nothing is remembered here: a request is found in Slurm's queue by its comment, which names the cluster and
-the instance. The agent gets the instance's id, and how it reaches the store, by variables of its environment.
-It ends with its training job, and Slurm's job with it, also if there is no autoscaler any more.
+A request is found in Slurm's queue by its comment, which names the cluster and the instance, so a successor
+of this process needs nothing else. The agent gets the instance's id, and how it reaches the store, by
+variables of its environment. It ends with its training job, and Slurm's job with it, also if there is no
+autoscaler any more.
 """
 
 from __future__ import annotations
