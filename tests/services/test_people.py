@@ -79,6 +79,7 @@ class Lab:
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # a job of another test may still be ending
     context = ClusterContext("lab", "abc", "https://h:1", "eve", ("node1", "node2"))
     contexts.save(context)
     Credentials(context).prepare()
