@@ -18,9 +18,9 @@ OTHERS = """advertise-client-urls auto-compaction-mode auto-compaction-retention
 data-dir enable-v2 initial-advertise-peer-urls initial-cluster interactive key-file listen-client-urls
 listen-peer-urls peer-cert-file prefix trusted-ca-file account comment cpus-per-task gpus-per-node gres
 job-name kill-on-bad-exit no-kill no-requeue nodes ntasks ntasks-per-node open-mode output overlap requeue
-signal time export create-home home-dir index-url no-create-home recursive require-hashes shell strict system target
-user wheel epochs keep limit lr parallel policy runs seed storage trace traces trials batch-file partition
-queue-url sbatch-option help spec local notify"""
+signal time export create-home home-dir index-url no-create-home recursive require-hashes shell strict system
+target user wheel epochs keep limit lr parallel policy runs seed storage trace traces trials batch-file
+partition queue-url sbatch-option help spec local notify"""
 COMMAND = re.compile(r"(?<![\w./-])adaptdl(?:-run)?(?: +[^\s`\"'();|&]+)+")
 
 
