@@ -30,12 +30,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
-from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
+from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo
 
 HOUR = 3600.0
 _HALVINGS = 10  # bisections between two prices, to find the price at which the supply suffices
@@ -323,11 +323,16 @@ def _curves(
 
 def rates_by_type(job: JobInfo, slots: int, types: Collection[str]) -> dict[str, float]:
     """Return a job's goodput on those of `types` that are measured for it, at the largest profiled size."""
-    names = sorted(job.measured.intersection(types))
-    models = {name: model for name in names if (model := job.model_on(name)) is not None}
+    models = {name: job.model_on(name) for name in sorted(job.measured.intersection(types))}
     count = max(1, job.max_profiled_replicas)
-    rates = goodputs(list(models.values()), -(-count // slots), count).goodput[:, 0]
-    return {name: float(rate) for name, rate in zip(models, rates, strict=True) if rate > 0}
+    rates = {name: _rate_of(model, -(-count // slots), count) for name, model in models.items() if model}
+    return {name: rate for name, rate in rates.items() if rate > 0}
+
+
+@lru_cache(maxsize=1024)
+def _rate_of(model: GoodputModel, nodes: int, replicas: int) -> float:
+    """Return the best goodput; a decision asks for the same ones several times."""
+    return float(goodputs([model], nodes, replicas).goodput[0, 0])
 
 
 def _most(job: JobInfo, slots: int, most_slots: int, exploration: float) -> int:

@@ -32,6 +32,8 @@ from adaptdl_elastic.autoscaler.scaling.observed_history import (
 from adaptdl_elastic.autoscaler.scaling.pool_account import surcharge
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, Observation, PoolMemory
 
+_NEW_POOL = PoolMemory()
+
 
 @dataclass(frozen=True)
 class NodeMarket:
@@ -43,7 +45,7 @@ class NodeMarket:
 
     def pool(self, name: str) -> PoolMemory:
         """Return what is remembered of the pool called `name`."""
-        return self.memory.pools.get(name, PoolMemory())
+        return self.memory.pools.get(name, _NEW_POOL)
 
     def staying(self, pool: Pool) -> list[Instance]:
         """Return the pool's instances that are neither leaving nor just released."""
@@ -331,18 +333,15 @@ class NodeMarket:
 
         Where nothing is offered the dearest present instance stands for it.
         """
-        offers = self.offers
-        if offers:
+        if offers := self.offers:
             best = min(offers, key=lambda o: (o.slot_price, o.preemptible, o.pool))
             boot = self.pool(best.pool).boot
             return best.slots, best.paid_price, self.settings.boot if boot is None else boot
         there = [i for i in self.seen.capacity.instances if i.state is not InstanceState.LEAVING]
-        if there:
-            dearest = max(there, key=lambda i: i.hourly_price / i.slots)
-            return dearest.slots, dearest.hourly_price / dearest.slots, self.settings.boot
-        pools = self.seen.capacity.pools
-        slots, price = (pools[0].slots, pools[0].hourly_price / pools[0].slots) if pools else (1, 0.0)
-        return slots, price, self.settings.boot
+        known: list[Instance | Pool] = [*(there or self.seen.capacity.pools[:1])]
+        dearest = max(known, key=lambda i: i.hourly_price / i.slots, default=None)
+        slots, price = (dearest.slots, dearest.hourly_price) if dearest else (1, 0.0)
+        return slots, price / slots, self.settings.boot
 
     def levels(self) -> list[Level]:
         """Return slots by price: the present supply, then what can be bought.

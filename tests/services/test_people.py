@@ -16,6 +16,7 @@ from adaptdl_elastic.autoscaler.provisioning import bring_up, store_users
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.autoscaler.web.actions import Actions
+from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import DrainRequest, encode
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
@@ -79,7 +80,7 @@ class Lab:
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # a job of another test may still be ending
+    monkeypatch.setattr(runtime_file, "read_all", list)  # a job of another test may still be ending
     context = ClusterContext("lab", "abc", "https://h:1", "eve", ("node1", "node2"))
     contexts.save(context)
     Credentials(context).prepare()
