@@ -376,7 +376,7 @@ class Moments:
             return math.inf
         now = self._now
         sqr, var = (
-            np.array([getattr(cell, name).sum() for cell in self.cells]) / now.weight * carried
+            np.array([getattr(cell, name) for cell in self.cells]).sum(1) / now.weight * carried
             for name, carried in (("sqr", now.carried[:, _KNOWN]), ("var", now.carried[:, _VARIANCE]))
         )
         share = now.recency * now.weight

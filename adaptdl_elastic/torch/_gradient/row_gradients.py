@@ -319,7 +319,9 @@ class RowGradients:
                         below, number = node.next_functions[position]
                         shape = below._input_metadata[number].shape
                         some, every = gradient.sum_to_size(shape), every.sum_to_size(shape)
-                        self._add(below, number, some.sub(every, alpha=self.half.part))
+                        # a new tensor as large as the weight costs more time than the difference itself
+                        subtract = some.sub_ if node.name() in _SPECIAL else some.sub
+                        self._add(below, number, subtract(every, alpha=self.half.part))
         except Exception as error:  # the training pass goes on without the measurement
             self.error = error
 
@@ -433,18 +435,26 @@ def _packed(node: Any) -> bool:
     return False
 
 
+def _product(node: Any, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return rowsᵀ · gradient in the layout in which the node gives it, that of the weight."""
+    if node._saved_mat2_sym_strides[0] == 1:
+        return gradient.t().mm(rows).t()
+    return rows.t().mm(gradient)
+
+
 def _addmm(chosen: _Chosen, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any) -> list[Any]:
-    rows = chosen.rows(gradient, place)
+    part = chosen.rows(gradient, place)
     return [
-        rows.sum(0) * node._saved_beta
+        part.sum(0) * node._saved_beta
         if position == 0
-        else chosen.rows(node._saved_mat1, place).t().mm(rows) * node._saved_alpha
+        else _product(node, chosen.rows(node._saved_mat1, place), part * node._saved_alpha)
         for position in positions
     ]
 
 
 def _mm(chosen: _Chosen, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any) -> list[Any]:
-    return [chosen.rows(node._saved_self, place).t().mm(chosen.rows(gradient, place)) for _ in positions]
+    part = chosen.rows(gradient, place)
+    return [_product(node, chosen.rows(node._saved_self, place), part) for _ in positions]
 
 
 def _convolution(
