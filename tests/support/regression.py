@@ -100,7 +100,7 @@ class Run:
     micro_batches: int = 1
     settle: int = 0  # steps that are not compared: 1/P of Adam's first ones has no mean
     every_step: bool = True
-    rows: bool = False  # measured from the rows of a few samples, with twice the error of all of them
+    rows: bool = False  # measured from the rows of half of the samples
     adam: bool = False
     by_group: bool = False  # two parameter groups, told apart
     loss_scale: float | None = None  # a GradScaler's

@@ -46,11 +46,8 @@ def test_one_replica_splits_its_batch_by_signs(run: Run) -> None:
     assert_true(regression.train_seeds(run, STEPS // run.steps), 0.1)
 
 
-def test_one_replica_measures_a_few_samples() -> None:
-    """The variance of one sample's gradient has a standard error of 1 % here, |G|² one of 2 %."""
-    found = regression.train_seeds(Run(rows=True), 4)
-    assert_true({name: found[name] for name in ("var", "smoothed_var", "gain")}, 0.05)
-    assert_true(found, 0.1)
+def test_one_replica_measures_by_the_rows_of_half_of_the_samples() -> None:
+    assert_true(regression.train_seeds(Run(rows=True), 4), 0.05)
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""Gradients of a few samples, taken out of the training's own backward pass."""
+"""Gradients of half of the samples, taken out of the training's own backward pass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from adaptdl_elastic import _session
+from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch._gradient.measurement import ROWS, SIGNS
-from adaptdl_elastic.torch._gradient.row_gradients import KnownForms, SomeSigns
+from adaptdl_elastic.torch._gradient.row_gradients import HalfOfSamples, KnownForms
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -313,13 +314,52 @@ def test_a_backward_pass_through_two_forward_passes_adds_their_variances() -> No
     assert mean[2] == pytest.approx(2 * mean[1], rel=0.25)
 
 
-def test_the_signs_sum_to_zero_and_their_squares_to_the_number_of_samples() -> None:
+def test_the_weights_sum_to_zero_and_their_squares_to_the_inverse_of_the_factor() -> None:
     generator = torch.Generator().manual_seed(0)
     for count in range(2, 70):
-        each = SomeSigns(count, generator).each
-        assert float(each.sum()) == pytest.approx(0, abs=1e-4)
-        assert float((each**2).sum()) == pytest.approx(count)
-        assert int((each != 0).sum()) <= max(count // 2, 2)
+        half = HalfOfSamples(count, generator)
+        assert float(half.each.sum()) == pytest.approx(0, abs=1e-4)
+        assert float((half.each**2).sum()) * half.factor == pytest.approx(count)
+        assert int(half.mask.sum()) == count // 2
+
+
+def samples_own(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of each sample's loss, shape [samples, parameters]."""
+    rows = [torch.autograd.grad(loss_of(model(one[None])), list(model.parameters())) for one in x]
+    return torch.stack([torch.cat([part.flatten() for part in row]) for row in rows]).double()
+
+
+@pytest.mark.parametrize("count", [2, 3, 16, 17])
+def test_measurements_of_one_batch_have_the_mean_that_its_samples_gradients_give(count: int) -> None:
+    """The mean over all halves is the unbiased variance; one sample has most of the gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4))
+    x = torch.randn(count, 5, 8)
+    x[0] *= 30.0
+    own = samples_own(model, x)
+    mean_sqr, variance = float(own.mean(0).square().sum()), float(own.var(0).sum()) / count
+    adp = cases.adaptive(model, 0.0)
+    cases.measure_always(adp)
+    found: list[float] = []
+    record = adp.gns.record
+
+    def keep(one: Measurement, step: int) -> bool:
+        if insides.estimator(adp) == ROWS:
+            assert float(one.mean_sqr.sum()) == pytest.approx(mean_sqr, rel=1e-4)
+            found.append(float(one.variance.sum()))
+        return record(one, step)
+
+    adp.gns.record = keep  # type: ignore[method-assign]
+    for _ in range(120):
+        adp.optimizer.zero_grad()
+        loss_of(adp(x)).backward()
+        adp.optimizer.step()
+    insides.collect(adp)
+    assert len(found) > 100
+    assert sum(found) / len(found) == pytest.approx(variance, rel=0.1)
+    # the sample with most of the gradient counts in each measurement
+    assert min(found) > 0.4 * variance
+    assert max(found) < 2.5 * variance
 
 
 def test_a_step_that_is_measured_has_a_sixth_more_operations() -> None:

@@ -24,10 +24,10 @@ B_small and B_big.) There are five ways to V, depending on what a step computes 
   between the halves. Several backward passes through one forward pass are measured as one; V of several
   forward passes is the sum of theirs, which is right if their samples' gradients are uncorrelated (a GAN's
   real and generated ones).
-* **Rows** (`row_gradients`). The same with signs on half of the samples, taken from the backward pass of the
-  training itself where parameters are used. It takes the place of signs if both have given the same for a
-  graph of this form. They do not if samples are mixed (batch norm), and rows are not known everywhere (a
-  compiled model, checkpointing).
+* **Rows** (`row_gradients`). The same with half of the samples against the others, taken from the backward
+  pass of the training itself where parameters are used. It takes the place of signs if both have given the
+  same for a graph of this form. They do not if samples are mixed (batch norm), and rows are not known
+  everywhere (a compiled model, checkpointing).
 * **Half of the batch** (`half_pass`). If the graph cannot be walked twice, or the loss is computed in the
   forward pass, so that the output has no dimension of samples, the model runs once more on half of the batch.
 * **Successive gradients**, V = |g₁ − g₂|²/2. If the inputs have no dimension of samples, or derivatives of
@@ -376,7 +376,7 @@ class Moments:
             return math.inf
         now = self._now
         sqr, var = (
-            np.array([getattr(cell, name).sum() for cell in self.cells]) / now.weight * carried
+            np.array([getattr(cell, name) for cell in self.cells]).sum(1) / now.weight * carried
             for name, carried in (("sqr", now.carried[:, _KNOWN]), ("var", now.carried[:, _VARIANCE]))
         )
         share = now.recency * now.weight

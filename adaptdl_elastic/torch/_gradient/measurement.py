@@ -26,9 +26,9 @@ from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
 from adaptdl_elastic.torch._gradient.pace import Pace, gap
 from adaptdl_elastic.torch._gradient.row_gradients import (
     Digests,
+    HalfOfSamples,
     KnownForms,
     RowGradients,
-    SomeSigns,
     digests,
 )
 from adaptdl_elastic.torch._process_group.backends import Group
@@ -175,7 +175,7 @@ class Sampler:
             if rows is not None and not self._forms.count(rows.key):
                 self._listen(key, rows, None)
                 return
-            signs = balanced_signs(count, self._generator) if rows is None else rows.signs.each
+            signs = balanced_signs(count, self._generator) if rows is None else rows.half.each
             signed = _signed(gradients, dims, signs)
             grads = torch.autograd.grad(edges, params, signed, retain_graph=True, allow_unused=True)
         except _SingleSampleError:
@@ -192,6 +192,7 @@ class Sampler:
         pairs = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
         self._variances[key] = self._hook.norms.squares(pairs.items())
         if rows is not None:
+            self._variances[key] *= rows.half.factor
             try:
                 walked = digests(pairs)
             except Exception as error:
@@ -210,8 +211,8 @@ class Sampler:
         if count < 2:
             return None
         try:
-            signs = SomeSigns(count, self._generator)
-            rows = RowGradients(edges, list(zip(gradients, dims, strict=True)), signs)
+            half = HalfOfSamples(count, self._generator)
+            rows = RowGradients(edges, list(zip(gradients, dims, strict=True)), half)
         except Exception:
             # a graph that was not foreseen
             return None
@@ -238,7 +239,7 @@ class Sampler:
             self._forms.decide(rows.key, rows.agrees(walked))
         elif rows.error is None:
             self._by_rows = True
-            self._variances[key] = self._hook.norms.squares(rows.sums.items())
+            self._variances[key] = rows.half.factor * self._hook.norms.squares(rows.sums.items())
         else:
             self._sampled = False
             if not is_out_of_memory(rows.error):

@@ -1,17 +1,19 @@
-"""Take the gradient of some samples out of a backward pass that is under way.
+"""Take the gradient of half of the samples out of a backward pass that is under way.
 
 In a backward pass every operation below the samples receives the gradient δ of its output, whose rows belong
-to samples. The gradient of a layer's weight is a sum over these rows, Σ δᵢ aᵢᵀ for a linear layer. So with
-signs sᵢ on some rows (0 on the others) one smaller product per layer gives Σ sᵢ gᵢ, while δ is computed once.
+to samples. The gradient of a layer's weight is a sum over these rows, Σ δᵢ aᵢᵀ for a linear layer. So one
+smaller product per layer gives the sum over h of the m samples, drawn at random, while δ is computed once.
 The training pass runs as it would without: nothing of it is replaced, and its gradients are the same.
 
-Signs on h of the m samples, half +1 and half −1 at random, times √(m/h), have the sum 0 and Σ sᵢ² = m. So
-V = |Σ sᵢ gᵢ|² has the mean tr Σ/m, as with signs on all samples. A smaller h costs less. It
-does not change the error of V if gradients are nearly normal. If a few samples have most of the gradient, it
-does (docs/explanation/decisions.md).
+It computes the sum over all samples itself. That over the others is the difference, so every sample counts at
+the price of half of them: with weights wᵢ = 1 − h/m on the chosen samples and −h/m on the others,
+Σ wᵢ gᵢ = (sum over the chosen) − h/m · (sum over all). The weights have the sum 0 and Σ wᵢ² = h(m − h)/m. So
+V = |Σ wᵢ gᵢ|² · m²/(h(m − h)) of the mean gradient has the mean tr Σ/m, as with signs on all samples. The
+squares of single samples' gradients are nearly the same in V and in |ḡ|²: their difference |G|² does not
+depend on which samples were drawn, even if a few of them have most of the gradient.
 
 This holds if no operation mixes samples, and if the rows are found. Neither can be seen from outside. So the
-sum is compared with that of a walk through the whole graph by signs, at first and later on (`KnownForms`).
+sum is compared with that of a walk through the whole graph, at first and later on (`KnownForms`).
 Only a graph of a form for which both were equal is measured so.
 """
 
@@ -29,7 +31,6 @@ import torch
 from adaptdl_elastic._torch_versions import is_kept
 from adaptdl_elastic.torch._gradient.pace import Stopwatch
 
-_PART = 2  # one of so many samples gets a sign
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 # positions of the parameters among the operations' inputs; the other inputs hold rows
 _PARAMETERS = {
@@ -47,6 +48,7 @@ _SAVED: dict[str, list[str]] = {}  # names of the saved tensors, by operation
 
 
 Digests = dict[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor | None, ...]
 
 
 class UnknownRowsError(ValueError):
@@ -83,28 +85,31 @@ class KnownForms:
             del self._seen[next(iter(self._seen))]
 
 
-class SomeSigns:
-    """Draw ±√(count/h) for h random samples, half of each sign; the other samples have 0.
-
-    h is half of `count`, even, and at least 2.
+class HalfOfSamples:
+    """Draw h of the samples at random, half of them or one less than half.
 
     Attributes:
-        chosen: The h samples.
-        values: Their signs, shape [h].
-        count: Number of samples.
+        chosen: These samples, shape [h].
+        count: Number of samples, m.
+        part: h/m.
+        factor: What makes |Σ wᵢ gᵢ|² the variance of the mean gradient.
     """
 
     def __init__(self, count: int, generator: torch.Generator) -> None:
-        half = max(count // _PART // 2, 1)
-        magnitude = (count / (2 * half)) ** 0.5
         self.count = count
-        self.chosen = torch.randperm(count, generator=generator)[: 2 * half]
-        self.values = torch.tensor([magnitude] * half + [-magnitude] * half)
+        self.chosen = torch.randperm(count, generator=generator)[: count // 2]
+        self.part = len(self.chosen) / count
+        self.factor = 1.0 / (self.part * (1.0 - self.part))
 
     @property
     def each(self) -> torch.Tensor:
-        """Sign of each sample, shape [count]."""
-        return torch.zeros(self.count).index_copy_(0, self.chosen, self.values)
+        """Weight of each sample, shape [count]."""
+        return self.mask - self.part
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """1 for the chosen samples and 0 for the others, shape [count]."""
+        return torch.zeros(self.count).index_fill_(0, self.chosen, 1.0)
 
 
 @dataclass(frozen=True)
@@ -139,40 +144,32 @@ def _place_by_size(place: _Place, shape: Sequence[int], other: Sequence[int], co
     return _Place(alone[0]) if alone else None
 
 
-class _Signs:
-    """Multiply rows on one device by the signs of their samples."""
+class _Chosen:
+    """Take the rows of the chosen samples from tensors on one device."""
 
-    def __init__(self, signs: SomeSigns, device: torch.device) -> None:
-        self._all, self._count = signs, signs.count
-        self._chosen, self._values = signs.chosen.to(device), signs.values.to(device)
-        self._repeated: dict[Hashable, torch.Tensor] = {}
+    def __init__(self, half: HalfOfSamples, device: torch.device) -> None:
+        self._half, self._rows = half, half.chosen.to(device)
+        self._masks: dict[Hashable, torch.Tensor] = {}
 
     def rows(self, tensor: torch.Tensor, place: _Place) -> torch.Tensor:
         """Return the rows of the chosen samples."""
         along = place.along
         if place.outer == place.inner == 1:
-            return tensor.index_select(along, self._chosen)
-        shape = tensor.shape
-        apart = tensor.reshape(*shape[:along], place.outer, self._count, place.inner, *shape[along + 1 :])
-        return apart.index_select(along + 1, self._chosen).flatten(along, along + 2)
+            return tensor.index_select(along, self._rows)
+        shape, count = tensor.shape, self._half.count
+        apart = tensor.reshape(*shape[:along], place.outer, count, place.inner, *shape[along + 1 :])
+        return apart.index_select(along + 1, self._rows).flatten(along, along + 2)
 
-    def signed(self, tensor: torch.Tensor, place: _Place) -> torch.Tensor:
-        """Return the rows of the chosen samples times their signs."""
-        return self._times(self.rows(tensor, place), place, chosen=True)
-
-    def all_signed(self, tensor: torch.Tensor, place: _Place) -> torch.Tensor:
-        """Return all rows times their signs."""
-        return self._times(tensor, place, chosen=False)
-
-    def _times(self, tensor: torch.Tensor, place: _Place, *, chosen: bool) -> torch.Tensor:
+    def masked(self, tensor: torch.Tensor, place: _Place) -> torch.Tensor:
+        """Return all rows, with 0 in those of the other samples."""
         after = tensor.ndim - place.along - 1
-        key = (tensor.dtype, place.inner, place.outer, after, chosen)
-        each = self._repeated.get(key)
-        if each is None:
-            signs = self._values if chosen else self._all.each.to(self._values.device)
-            each = signs.to(tensor.dtype).repeat_interleave(place.inner).repeat(place.outer)
-            each = self._repeated[key] = each.view(-1, *[1] * after)
-        return tensor * each
+        key = (tensor.dtype, place.inner, place.outer, after)
+        mask = self._masks.get(key)
+        if mask is None:
+            each = self._half.mask.to(tensor.device, tensor.dtype)
+            each = each.repeat_interleave(place.inner).repeat(place.outer)
+            mask = self._masks[key] = each.view(-1, *[1] * after)
+        return tensor * mask
 
 
 class RowGradients:
@@ -181,11 +178,11 @@ class RowGradients:
     Args:
         edges: Where the backward pass continues.
         gradients: Gradients of these edges, and the dimension of the samples in each.
-        signs: The samples and their signs.
+        half: The samples.
 
     Attributes:
         key: The operations and how they are treated; equal for graphs of the same form.
-        sums: Σ sᵢ gᵢ of each parameter, after the backward pass.
+        sums: Σ wᵢ gᵢ of each parameter, after the backward pass.
         rough: Whether a gradient on the way has 16 bits.
         error: What went wrong in the backward pass, which goes on.
 
@@ -194,13 +191,13 @@ class RowGradients:
     """
 
     def __init__(
-        self, edges: Sequence[Any], gradients: Sequence[tuple[torch.Tensor, int]], signs: SomeSigns
+        self, edges: Sequence[Any], gradients: Sequence[tuple[torch.Tensor, int]], half: HalfOfSamples
     ) -> None:
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self.error: Exception | None = None
-        self._count = signs.count
+        self._count = half.count
         self.device = gradients[0][0].device
-        self.signs, self._signs = signs, _Signs(signs, self.device)
+        self.half, self._chosen = half, _Chosen(half, self.device)
         self._places: dict[tuple[Any, int], _Place] = {}
         for edge, (_, dimension) in zip(edges, gradients, strict=True):
             self._places[edge.node, edge.output_nr] = _Place(dimension)
@@ -292,7 +289,7 @@ class RowGradients:
         refers to it weakly, because Python's garbage collector does not see the nodes' hooks.
         """
         handles = [
-            node.register_prehook(partial(_arrived, weakref.ref(self), index, stopwatch))
+            node.register_hook(partial(_done, weakref.ref(self), index, stopwatch))
             for index, (node, _) in enumerate(self._uses)
         ]
 
@@ -302,8 +299,14 @@ class RowGradients:
 
         return end
 
-    def take(self, use: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Add the gradients of some samples at the `use`-th operation that uses parameters."""
+    def take(self, use: int, whole: Gradients, gradients: Gradients) -> None:
+        """Add the weighted gradients of the samples at the `use`-th operation that uses parameters.
+
+        Args:
+            use: Number of the operation.
+            whole: Gradients of its inputs, of all samples.
+            gradients: Gradients of its outputs.
+        """
         if self.error is not None or all(one is None for one in gradients):
             return
         node, positions = self._uses[use]
@@ -311,14 +314,19 @@ class RowGradients:
             with torch.no_grad():
                 found = self._gradients(node, positions, gradients)
                 for position, gradient in zip(positions, found, strict=True):
-                    if gradient is not None:
+                    every = whole[position]
+                    if gradient is not None and every is not None:
                         below, number = node.next_functions[position]
-                        self._add(below, number, gradient)
+                        shape = below._input_metadata[number].shape
+                        some, every = gradient.sum_to_size(shape), every.sum_to_size(shape)
+                        # a new tensor as large as the weight costs more time than the difference itself
+                        subtract = some.sub_ if node.name() in _SPECIAL else some.sub
+                        self._add(below, number, subtract(every, alpha=self.half.part))
         except Exception as error:  # the training pass goes on without the measurement
             self.error = error
 
     def agrees(self, walked: Digests) -> bool | None:
-        """Return whether `sums` are those of a walk through the whole graph with the same signs.
+        """Return whether `sums` are those of a walk through the whole graph with the same weights.
 
         The host waits for the device. None: zeros or overflows tell nothing.
         """
@@ -335,18 +343,18 @@ class RowGradients:
         return bool(((ours - theirs).abs() <= limits[:, None]).all())
 
     def _gradients(
-        self, node: Any, positions: tuple[int, ...], gradients: tuple[torch.Tensor | None, ...]
+        self, node: Any, positions: tuple[int, ...], gradients: Gradients
     ) -> list[torch.Tensor | None]:
-        """Return Σ sᵢ gᵢ of the inputs of an operation at these positions."""
+        """Return the chosen samples' gradients of the inputs of an operation at these positions."""
         special = _SPECIAL.get(node.name())
         if special is not None and gradients[0] is not None:
-            return special(self._signs, self._places[node, 0], node, positions, gradients[0])
+            return special(self._chosen, self._places[node, 0], node, positions, gradients[0])
         # any operation: once more, with 0 for the other samples
-        signed = [
-            None if one is None else self._signs.all_signed(one, self._places[node, number])
+        masked = [
+            None if one is None else self._chosen.masked(one, self._places[node, number])
             for number, one in enumerate(gradients)
         ]
-        found = _called(node, signed)
+        found = _called(node, masked)
         return [found[position] for position in positions]
 
     def _add(self, node: Any, number: int, gradient: torch.Tensor) -> None:
@@ -386,16 +394,13 @@ def digests(gradients: dict[torch.Tensor, torch.Tensor]) -> Digests:
     return found
 
 
-def _arrived(
-    owner: weakref.ref[RowGradients],
-    use: int,
-    stopwatch: Stopwatch,
-    gradients: tuple[torch.Tensor | None, ...],
+def _done(
+    owner: weakref.ref[RowGradients], use: int, stopwatch: Stopwatch, whole: Gradients, gradients: Gradients
 ) -> None:
     rows = owner()
     if rows is not None:
         with stopwatch.running(rows.device):
-            rows.take(use, gradients)
+            rows.take(use, whole, gradients)
 
 
 def _int64(number: int) -> int:
@@ -408,7 +413,7 @@ def _dim(dim: int, shape: Sequence[int]) -> int:
     return _int64(dim) % len(shape)
 
 
-def _called(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def _called(node: Any, gradients: Sequence[torch.Tensor | None]) -> Gradients:
     """Return the gradients of an operation's inputs."""
     found = node(*gradients)
     return found if isinstance(found, tuple) else (found,)
@@ -430,26 +435,34 @@ def _packed(node: Any) -> bool:
     return False
 
 
-def _addmm(signs: _Signs, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any) -> list[Any]:
-    signed = signs.signed(gradient, place)
+def _product(node: Any, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return rowsᵀ · gradient in the layout in which the node gives it, that of the weight."""
+    if node._saved_mat2_sym_strides[0] == 1:
+        return gradient.t().mm(rows).t()
+    return rows.t().mm(gradient)
+
+
+def _addmm(chosen: _Chosen, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any) -> list[Any]:
+    part = chosen.rows(gradient, place)
     return [
-        signed.sum(0) * node._saved_beta
+        part.sum(0) * node._saved_beta
         if position == 0
-        else signs.rows(node._saved_mat1, place).t().mm(signed) * node._saved_alpha
+        else _product(node, chosen.rows(node._saved_mat1, place), part * node._saved_alpha)
         for position in positions
     ]
 
 
-def _mm(signs: _Signs, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any) -> list[Any]:
-    return [signs.rows(node._saved_self, place).t().mm(signs.signed(gradient, place)) for _ in positions]
+def _mm(chosen: _Chosen, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any) -> list[Any]:
+    part = chosen.rows(gradient, place)
+    return [_product(node, chosen.rows(node._saved_self, place), part) for _ in positions]
 
 
 def _convolution(
-    signs: _Signs, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any
+    chosen: _Chosen, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any
 ) -> list[Any]:
     found = torch.ops.aten.convolution_backward(
-        signs.signed(gradient, place),
-        signs.rows(node._saved_input, place),
+        chosen.rows(gradient, place),
+        chosen.rows(node._saved_input, place),
         node._saved_weight,
         node._saved_bias_sym_sizes_opt,
         node._saved_stride,
@@ -464,12 +477,12 @@ def _convolution(
 
 
 def _embedding(
-    signs: _Signs, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any
+    chosen: _Chosen, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any
 ) -> list[Any]:
     return [
         torch.ops.aten.embedding_dense_backward(
-            signs.signed(gradient, place),
-            signs.rows(node._saved_indices, place),
+            chosen.rows(gradient, place),
+            chosen.rows(node._saved_indices, place),
             node._saved_weight_sym_argsize_0,
             _int64(node._saved_padding_idx),
             node._saved_scale_grad_by_freq,
@@ -478,14 +491,14 @@ def _embedding(
 
 
 def _layer_norm(
-    signs: _Signs, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any
+    chosen: _Chosen, place: _Place, node: Any, positions: tuple[int, ...], gradient: Any
 ) -> list[Any]:
     found = torch.ops.aten.native_layer_norm_backward(
-        signs.signed(gradient, place),
-        signs.rows(node._saved_input, place),
+        chosen.rows(gradient, place),
+        chosen.rows(node._saved_input, place),
         node._saved_normalized_shape,
-        signs.rows(node._saved_result1, place),
-        signs.rows(node._saved_result2, place),
+        chosen.rows(node._saved_result1, place),
+        chosen.rows(node._saved_result2, place),
         node._saved_weight,
         node._saved_bias,
         [False, 1 in positions, 2 in positions],
