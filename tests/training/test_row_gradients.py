@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch._gradient.measurement import ROWS, SIGNS
-from adaptdl_elastic.torch._gradient.row_gradients import HalfOfSamples, KnownForms
+from adaptdl_elastic.torch._gradient.row_gradients import HalfOfSamples, KnownForms, digests
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -382,3 +382,10 @@ def test_a_step_that_is_measured_has_a_sixth_more_operations() -> None:
     adp.gns.gap = 1000
     operations()
     assert operations() * 1.1 < measured < operations() * 1.18
+
+
+@pytest.mark.parametrize("shape", [(), (9,), (1, 40), (30, 20), (8, 4, 3, 3)])
+def test_the_digest_of_a_gradient_is_as_large_as_the_gradient(shape: tuple[int, ...]) -> None:
+    params = [torch.randn(shape) for _ in range(400)]
+    norms, products = torch.stack([*digests({param: param for param in params}).values()]).T
+    assert (products / norms).square().mean().item() == pytest.approx(1.0, abs=0.3)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dis
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ def changes_options(one: Any) -> bool:
 
     It holds an optimizer, and neither a model, data nor tensors, which would be a half of its state.
     """
+    # a module of Python may have thousands of names
+    if issubclass(type(one), ModuleType | type):
+        return False
     try:
         kinds = [type(part) for part in vars(one).values()]
     except Exception:  # an object of the script may answer in any way

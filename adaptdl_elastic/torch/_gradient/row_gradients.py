@@ -42,7 +42,6 @@ _PARAMETERS = {
     "NativeLayerNormBackward0": (1, 2),
 }
 _MOST_FORMS = 256
-_CHUNK = 1 << 17  # elements of a gradient that are multiplied at once
 _LARGEST = 32  # most operations between a parameter and its use
 _SAVED: dict[str, list[str]] = {}  # names of the saved tensors, by operation
 
@@ -375,23 +374,28 @@ class RowGradients:
 
 
 def digests(gradients: dict[torch.Tensor, torch.Tensor]) -> Digests:
-    """Return the norm of each gradient, and its product with a random vector of that length, shape [2].
+    """Return the norm of each gradient, and its product uᵀGv with two random vectors, shape [2].
 
-    The vectors are the same in every call.
+    The vectors are the same in every call. G has a row for each element of the first dimension. The elements
+    of u and v have the variance 1, so that the product of a difference D is |D| on average (root mean
+    square), as with a random number for each element, which would take longer to draw than the gradient.
     """
     found = {}
     for index, (param, gradient) in enumerate(gradients.items()):
         if not gradient.numel():
             continue
         whole = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        whole = whole if whole.ndim else whole.view(1)
+        matrix = whole.reshape(len(whole) if whole.ndim else 1, -1)
         generator = torch.Generator(whole.device).manual_seed(index)
-        product = torch.zeros((), dtype=torch.float64, device=whole.device)
-        for part in torch.split(whole, max(_CHUNK // whole[0].numel(), 1)):
-            noise = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-            product += (part * noise.uniform_(-(3.0**0.5), 3.0**0.5, generator=generator)).sum()
-        found[param] = torch.stack([whole.norm().double(), product])
+        rows, columns = (_random_vector(size, matrix, generator) for size in matrix.shape)
+        found[param] = torch.stack([whole.norm(), rows @ (matrix @ columns)]).double()
     return found
+
+
+def _random_vector(size: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return random numbers of variance 1; a single one is 1, as it could be nearly 0."""
+    vector = like.new_ones(size)
+    return vector if size == 1 else vector.uniform_(-(3.0**0.5), 3.0**0.5, generator=generator)
 
 
 def _done(
