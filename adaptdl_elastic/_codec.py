@@ -17,9 +17,10 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 _INT, _FLOAT, _SIZE = struct.Struct("!q"), struct.Struct("!d"), struct.Struct("!Q")
 _DEPTH = 100  # most levels of nesting
@@ -81,9 +82,12 @@ def _encode(value: Any, out: bytearray, depth: int) -> None:
     write = _WRITERS.get(kind)
     if write is not None:
         write(value, out, depth)
-    elif isinstance(value, np.generic) and not isinstance(value, np.void):
+    elif "numpy" in sys.modules and kind is sys.modules["numpy"].ndarray:
+        out += b"a"
+        _array(value, out)
+    elif "numpy" in sys.modules and _is_number_of_numpy(value):
         out += b"n"
-        _array(np.asarray(value), out)
+        _array(sys.modules["numpy"].asarray(value), out)
     elif "torch" in sys.modules and kind is sys.modules["torch"].Tensor:
         _tensor(value, out)
     else:
@@ -150,18 +154,18 @@ def _together(tag: bytes, parts: Callable[[Any], tuple[Any, ...]]) -> Callable[[
     return write
 
 
+def _is_number_of_numpy(value: Any) -> bool:
+    numpy = sys.modules["numpy"]
+    return isinstance(value, numpy.generic) and not isinstance(value, numpy.void)
+
+
 def _array(value: np.ndarray[Any, Any], out: bytearray) -> None:
     name = value.dtype.str
     if not _ARRAY.fullmatch(name):
         raise NotPlainError(f"an array of {value.dtype} is no plain data")
     _encode(name, out, 0)
     _encode(tuple(value.shape), out, 0)
-    _sized(b"", np.ascontiguousarray(value).tobytes(), out)
-
-
-def _ndarray(value: np.ndarray[Any, Any], out: bytearray, depth: int) -> None:
-    out += b"a"
-    _array(value, out)
+    _sized(b"", value.tobytes(), out)
 
 
 def _tensor(value: Any, out: bytearray) -> None:
@@ -203,7 +207,6 @@ _WRITERS: dict[type, Callable[[Any, bytearray, int], None]] = {
     deque: _deque,
     slice: _together(b":", lambda value: (value.start, value.stop, value.step)),
     range: _together(b"r", lambda value: (value.start, value.stop, value.step)),
-    np.ndarray: _ndarray,
 }
 
 
@@ -253,6 +256,8 @@ class _Reader:
         return [(self.value(depth), self.value(depth)) for _ in range(self.size())]
 
     def array(self, depth: int) -> np.ndarray[Any, Any]:
+        import numpy as np  # an agent decodes none, and need not have it in memory
+
         name, shape = self.value(depth), self.value(depth)
         data = self.take(self.size())
         if not isinstance(name, str) or not _ARRAY.fullmatch(name):

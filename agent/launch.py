@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from adaptdl_elastic._private import private_directory
 from adaptdl_elastic.agent import taking_part
@@ -24,17 +23,19 @@ from adaptdl_elastic.agent.cluster.usage_reporter import UsageReporter
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.machine import interruption, slurm_end
 from adaptdl_elastic.agent.machine.devices import DeviceWatch
+from adaptdl_elastic.agent.runtime.agent import NodeAgent
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath, job_settings
 from adaptdl_elastic.agent.taking_part import Found, LaunchError, Say, StoreAccess
 from adaptdl_elastic.agent.terminal.display import Display
 from adaptdl_elastic.agent.terminal.event_log import EventLog
+from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
 from adaptdl_elastic.agent.terminal.run_options import RunOptions
 from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.protocol.channel import STOPPED
-from adaptdl_elastic.protocol.environment import LINE_PREFIX, SECRET, STAND_IN
+from adaptdl_elastic.protocol.environment import FORK_SERVER, LINE_PREFIX, SECRET, STAND_IN
 from adaptdl_elastic.rendezvous.local import file_lock, runtime_file
 from adaptdl_elastic.rendezvous.local.safe_stream import protect
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -42,9 +43,6 @@ from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStat
 from adaptdl_elastic.rendezvous.services.etcd_gateway import EtcdError
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfigError, ServiceDirectory
 from adaptdl_elastic.rendezvous.text import printable, stamp
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ def launch(options: RunOptions, say: Say) -> int:
         stack.callback(events.close)
         share = SharePath(os.environ, options.job)
         stack.callback(share.close)
-        fork_server = start_fork_server()  # imports torch while the rest of the agent starts
+        fork_server = start_fork_server()  # imports torch while the agent starts
         stack.callback(fork_server.close)
         environ = {**os.environ}
         if step is not None:
@@ -112,9 +110,6 @@ def launch(options: RunOptions, say: Say) -> int:
             note = runtime_file.RuntimeFile(access.endpoint, options.cluster, options.job, os.getpid())
             announcement.publish(note)
             stack.callback(announcement.withdraw)
-        # Import torch before a lease is taken: while it is loaded no other thread of this process runs, on a
-        # busy machine for longer than a lease lasts.
-        importlib.import_module("adaptdl_elastic.agent.runtime.agent")
         keys = Keys(options.cluster)
         parts = AgentParts(access, keys, fork_server, output, events, display, share, at_end)
         try:
@@ -198,12 +193,8 @@ def _open_event_log(options: RunOptions, say: Say) -> EventLog:
 
 def run_agent(options: RunOptions, found: Found, parts: AgentParts) -> int:
     """Run the agent until this node's part is over; return the exit code."""
-    from adaptdl_elastic.agent.runtime.agent import ElasticAgent
-    from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
-
     recorder = EventRecorder(parts.events.write)
-    agent = ElasticAgent(
-        _worker_spec(options),
+    agent = NodeAgent(
         _agent_config(options, found, parts),
         parts.access.store,
         parts.keys,
@@ -285,20 +276,6 @@ def _agent_config(options: RunOptions, found: Found, parts: AgentParts) -> Agent
     )
 
 
-def _worker_spec(options: RunOptions) -> WorkerSpec:
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-
-    from adaptdl_elastic.agent.runtime.plan_handler import PlanHandler
-
-    return WorkerSpec(
-        role=options.role,
-        local_world_size=options.slots,
-        rdzv_handler=PlanHandler(options.job),
-        entrypoint=options.command[0],
-        max_restarts=options.max_restarts,
-    )
-
-
 def _coordinator_command(options: RunOptions, access: StoreAccess) -> CoordinatorCommand:
     """Return how to start a coordinator, if this agent comes to run one."""
     arguments = ["--etcd", access.endpoint, "--cluster", options.cluster, "--etcd-api", options.etcd_api]
@@ -319,15 +296,32 @@ def ignore_signals(numbers: Iterable[signal.Signals]) -> None:
 def start_fork_server() -> ForkServer:
     """Start a fork server with this environment, without credentials of the store and secrets of other runs.
 
-    A replica gets only the secret of its own run.
+    A replica gets only the secret of its own run. The first one may have been forked by the node service.
     """
+    number = os.environ.pop(FORK_SERVER, None)
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("ADAPTDL_ETCD_") and name not in (SECRET, STAND_IN)
     }
     environment.setdefault("OMP_NUM_THREADS", "1")  # no thread pool may exist before the fork
+    if number is not None and (inherited := _inherited_socket(number)) is not None:
+        return ForkServer.forked(inherited, environment)
     return ForkServer.start(environment)
+
+
+def _inherited_socket(number: str) -> socket.socket | None:
+    """Return the connection to a fork server that the node service has handed over; None: it is none."""
+    try:
+        found = socket.socket(fileno=int(number))
+        if (found.family, found.type) == (socket.AF_UNIX, socket.SOCK_STREAM):
+            found.set_inheritable(False)
+            return found
+        found.detach()
+    except (ValueError, OSError):
+        pass
+    complain(f"{FORK_SERVER}={number} is ignored: only a node service sets it")
+    return None
 
 
 def complain(text: str) -> None:

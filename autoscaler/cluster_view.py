@@ -11,39 +11,23 @@ from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from adaptdl_elastic.autoscaler.held_facts import Facts, Observed, empty, facts_of
 from adaptdl_elastic.protocol import hints as job_hints
 from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus, JobCost
+from adaptdl_elastic.rendezvous.schema.held import Held
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
 from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
 from adaptdl_elastic.rendezvous.store.prefix_cache import Difference, Entry, PrefixCache
 from adaptdl_elastic.rendezvous.text import weight_problem
 
-R = TypeVar("R")
-
-NodeOfGeneration = tuple[int, str]
-"""(generation, node)."""
-
-
-def _empty() -> Mapping[Any, Any]:
-    return MappingProxyType({})
-
 
 @dataclass(frozen=True)
-class Observed(Generic[R]):
-    """A record, its revision, and when *this* process first saw it (by its own clock)."""
-
-    record: R
-    revision: int
-    seen: float
-
-
-@dataclass(frozen=True)
-class JobView:
+class JobView(Facts):
     """All records of one job in the store."""
 
     job: str
@@ -53,13 +37,16 @@ class JobView:
     plan: Observed[records.Plan] | None = None
     hints: Observed[JobHints] | None = None
     checkpoint: Observed[records.CheckpointRecord] | None = None
-    ready: Mapping[NodeOfGeneration, Observed[records.ReadyRecord]] = field(default_factory=_empty)
-    running: Mapping[NodeOfGeneration, Observed[records.RunningRecord]] = field(default_factory=_empty)
-    broken: Mapping[NodeOfGeneration, Observed[records.PeerLossRecord]] = field(default_factory=_empty)
-    ended: Mapping[NodeOfGeneration, Observed[records.EndedRecord]] = field(default_factory=_empty)
-    generations: frozenset[int] = frozenset()  # generations that have any key
+    generations: frozenset[int] = frozenset()  # generations that have keys of their own
+    left: Mapping[str, int] = field(default_factory=empty)  # node → revision of its `Left`
     # plan, status, request → revision of an invalid value
-    unreadable: Mapping[str, int] = field(default_factory=_empty)
+    unreadable: Mapping[str, int] = field(default_factory=empty)
+
+    @property
+    def newest_generation(self) -> int:
+        """The newest generation that any record but the plan speaks of; -1: none does."""
+        held = (seen.record for seen in self.held.values())
+        return max([*self.generations, *(max(one.acted, *one.generations) for one in held)], default=-1)
 
     @property
     def status_now(self) -> records.JobStatus | None:
@@ -116,22 +103,22 @@ class View:
     now: float
     wall: float  # seconds since the epoch, for users
     # job → node → registration
-    nodes: Mapping[str, Mapping[str, Observed[records.NodeRecord]]] = field(default_factory=_empty)
-    jobs: Mapping[str, JobView] = field(default_factory=_empty)
-    drains: Mapping[str, Observed[records.DrainRequest]] = field(default_factory=_empty)
+    nodes: Mapping[str, Mapping[str, Observed[records.NodeRecord]]] = field(default_factory=empty)
+    jobs: Mapping[str, JobView] = field(default_factory=empty)
+    drains: Mapping[str, Observed[records.DrainRequest]] = field(default_factory=empty)
     submitted: frozenset[str] = frozenset()  # names in the keys of submissions, which are not read here
     # (job, node) → registration seen to vanish
-    gone: Mapping[tuple[str, str], Missing] = field(default_factory=_empty)
+    gone: Mapping[tuple[str, str], Missing] = field(default_factory=empty)
     leader: Observed[records.LeaderRecord] | None = None
     autoscaler: Observed[AutoscalerStatus] | None = None
-    usage: Mapping[str, Observed[records.NodeUsage]] = field(default_factory=_empty)
+    usage: Mapping[str, Observed[records.NodeUsage]] = field(default_factory=empty)
     steady_since: float = float("-inf")  # since when the store has answered without a break
     revision: int = 0
     led: bool = True  # whether the leader's key existed at `revision`, even with an invalid value
 
     def agents(self, job: str) -> Mapping[str, Observed[records.NodeRecord]]:
         """Return the registrations of one job, by node."""
-        return self.nodes.get(job, _empty())
+        return self.nodes.get(job, empty())
 
     def most_weight(self, spec: records.JobSpec) -> float:
         """Return the largest weight that counts: what the person may give where people submit jobs.
@@ -186,6 +173,32 @@ def limited(view: View) -> View:
         if spec is not was:
             jobs[name] = replace(job, spec=replace(job.spec, record=spec))
     return replace(view, jobs=MappingProxyType(jobs))
+
+
+def without_older_agents(view: View) -> tuple[View, dict[str, str]]:
+    """Return the view without agents of the release before, and why jobs that they carry are left alone.
+
+    Their reports cannot be read. A job keeps what it has as long as its plan counts on such an agent.
+    """
+    nodes, carried = dict(view.nodes), dict[str, str]()
+    for job, agents in view.nodes.items():
+        older = {n: s.record for n, s in agents.items() if s.record.records < records.HELD_VERSION}
+        plan = view.jobs[job].plan if older and job in view.jobs else None
+        counted_on = set[tuple[str, str]]()
+        if plan is not None:
+            counted_on |= {(one.node, one.agent) for one in plan.record.placements}
+            counted_on |= {(one.node, one.agent) for one in plan.record.leaving}
+        named = {node for node, record in older.items() if counted_on & {(node, ""), (node, record.agent)}}
+        if named:
+            where = ", ".join(sorted(named))
+            carried[job] = (
+                f"the agents on {where} are of an older release, whose reports are not read: let the job "
+                f"end, or end its agents, then upgrade adaptdl-elastic there and start it again"
+            )
+        elif older:
+            left = {node: seen for node, seen in agents.items() if node not in older}
+            nodes[job] = MappingProxyType(left)
+    return replace(view, nodes=MappingProxyType(nodes)), carried
 
 
 def failed_jobs(view: View) -> int:
@@ -246,7 +259,7 @@ class ClusterCache:
         self._now = now
         return self._apply(self._cache.take(news))
 
-    def note(self, key: str, text: str, revision: int, now: float) -> None:
+    def note(self, key: str, text: str | None, revision: int, now: float) -> None:
         """Apply this process's own write at once, before the watch reports it."""
         self._now = now
         self._apply(self._cache.note(Change("put", key, text, revision)))
@@ -289,7 +302,8 @@ class ClusterCache:
             if not self._nodes[job]:
                 del self._nodes[job]
         elif part == "jobs":
-            self._jobs[job] = _job_view(job, self._held["jobs", job])
+            before = self._jobs.get(job, JobView(job))
+            self._jobs[job] = _job_view(before, self._held["jobs", job])
             if self._jobs[job] == JobView(job):
                 del self._jobs[job]
                 self._gone = {where: missing for where, missing in self._gone.items() if where[0] != job}
@@ -325,14 +339,12 @@ class ClusterCache:
                 return parts[0], "", parts[1]
             case ("jobs", job, name):
                 return "jobs", job, (name,)
-            case ("jobs", job, "generations", number, name, *rest) | (
-                "reports",
-                job,
-                number,
-                name,
-                *rest,
-            ) if _is_generation(number):
-                return "jobs", job, (int(number), name, *rest)
+            case ("reports", job, node):
+                return "jobs", job, ("held", node)
+            case ("jobs", job, "left", node):
+                return "jobs", job, ("left", node)
+            case ("jobs", job, "generations", number, name) if _is_generation(number):
+                return "jobs", job, (int(number), name)
         return None
 
     def _read(self, item: KeyValue) -> Observed[Any] | None:
@@ -341,7 +353,10 @@ class ClusterCache:
             found = job_hints.decode(item.value)
             if found.job != parts[1]:
                 raise job_hints.MalformedHintsError(f"is a report of job {found.job!r}")
+        if isinstance(found, Held) and found.node != parts[2]:
+            raise ValueError(f"{item.key}: says it is node {found.node!r}")
         if isinstance(found, records.NodeRecord):
+            found = replace(found, records=records.version_of(item.value))
             if (found.node, found.job) != parts[1:]:
                 raise ValueError(f"{item.key}: says it is node {found.node!r} of job {found.job!r}")
             if not 1 <= found.min_slots <= found.slots <= MOST_SLOTS:
@@ -369,24 +384,31 @@ def _is_generation(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 18
 
 
-def _job_view(job: str, held: Mapping[tuple[Any, ...], _Entry]) -> JobView:
-    """Return a job's records; the keys of `held` are a name, or a generation, a name and a node."""
-    tables: dict[str, dict[Any, Any]] = {
-        name: {} for name in ("ready", "running", "broken", "ended", "unreadable")
-    }
-    fields: dict[str, Any] = {name: MappingProxyType(table) for name, table in tables.items()}
-    fields["generations"] = frozenset(at[0] for at in held if len(at) > 1)
+def _job_view(before: JobView, held: Mapping[tuple[Any, ...], _Entry]) -> JobView:
+    """Return a job's records by what `_place` says of their keys."""
+    nodes, unreadable, fields = dict[str, Any](), dict[str, int](), dict[str, Any]()
+    left = dict[str, int]()
     for at, entry in held.items():
         match at:
-            case (name,):
+            case (str(name),):
                 if entry.record is not None:
                     fields[name] = entry.record
                 # the next write of these keys must know the revision that it replaces
                 if not entry.readable and name in ("plan", "status", "request"):
-                    tables["unreadable"][name] = entry.item.mod_revision
-            case (int(number), name, node) if entry.record is not None:
-                tables[name][number, node] = entry.record
-    return JobView(job, **fields)
+                    unreadable[name] = entry.item.mod_revision
+            case ("held", node) if entry.record is not None:
+                nodes[node] = entry.record
+            case ("left", node):
+                left[node] = entry.item.mod_revision
+    plan = fields["plan"].record if "plan" in fields else None
+    fields.update(facts_of(nodes, plan, before))
+    return JobView(
+        before.job,
+        **fields,
+        generations=frozenset(at[0] for at in held if isinstance(at[0], int)),
+        unreadable=MappingProxyType(unreadable),
+        left=MappingProxyType(left),
+    )
 
 
 def view_of(keys: Keys, snapshot: Snapshot, now: float, wall: float) -> View:

@@ -21,22 +21,21 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.held import GenerationEnd, Held
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
-    EndedRecord,
     JobRequest,
     JobSpec,
     NodeRecord,
     Outcome,
     Plan,
-    RunningRecord,
 )
 from adaptdl_elastic.rendezvous.store.base import Store, Watch
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -106,22 +105,23 @@ class Fleet:
         while True:
             _, plan = self.work.get()
             now = time.time()
-            for one in plan.leaving:
-                ended = EndedRecord(one.node, one.generation, Outcome.STOPPED, last_step=now, time=now)
-                self._of(plan.job, one.generation, "ended", one.node, ended)
-            for placement in plan.placements:
-                running = RunningRecord(
-                    placement.node, plan.generation, now, first_step=now + 3.0, library=True
-                )
-                self._of(plan.job, plan.generation, "running", placement.node, running)
+            agents = {one.node: one.agent for one in (*plan.leaving, *plan.placements)}
+            placed = {placement.node for placement in plan.placements}
+            left = {one.node: one.generation for one in plan.leaving}
+            for node, agent in agents.items():
+                held = Held(node, agent, acted=plan.generation)
+                if node in left:
+                    end = GenerationEnd(left[node], Outcome.STOPPED, ran=True, last_step=now, time=now)
+                    held = replace(held, ends=(end,))
+                if node in placed:
+                    now_there = {"generation": plan.generation, "library": True, "started": now}
+                    held = replace(held, first_step=now + 3.0, **now_there)
+                self.store.put(self.keys.held(plan.job, node), records.encode(held))
             self.carried_out[plan.job] = plan.generation
             if plan.placements:
                 known = self.profiled.get(plan.job, 1)
                 self.profiled[plan.job] = max(known, plan.replicas)
                 self.report(plan)
-
-    def _of(self, job: str, generation: int, what: str, node: str, record: object) -> None:
-        self.store.put(self.keys.generation(job, generation, what, node), records.encode(record))
 
     def report(self, plan: Plan) -> None:
         rng = random.Random(hash((plan.job, plan.generation)))

@@ -11,6 +11,7 @@ from typing import Any
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
+from adaptdl_elastic.rendezvous.schema.held import Held
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Store
 
@@ -114,21 +115,23 @@ class Watcher:
 
     def begun(self, plan: records.Plan) -> float | None:
         """When the last node of a plan took its first step; None: not all have."""
-        items = self._store.range(KEYS.generation(JOB, plan.generation, "running", "")).items
-        started = [records.decode(records.RunningRecord, item.value, item.key) for item in items]
-        steps = [r.first_step for r in started if r.first_step is not None]
+        steps = self._first_steps(plan.generation)
         return max(steps) if plan.nodes and len(steps) >= plan.nodes else None
 
     def stepped(self, generation: int) -> float | None:
         """When the first step of `generation`, or of one after it, was finished."""
         now = self.plan()
         for one in range(generation, -1 if now is None else now.generation + 1):
-            items = self._store.range(KEYS.generation(JOB, one, "running", "")).items
-            found = [records.decode(records.RunningRecord, item.value, item.key) for item in items]
-            steps = [record.first_step for record in found if record.first_step is not None]
-            if steps:
+            if steps := self._first_steps(one):
                 return min(steps)
         return None
+
+    def _first_steps(self, generation: int) -> list[float]:
+        items = self._store.range(KEYS.reports(JOB)).items
+        nodes = [records.decode(Held, item.value, item.key) for item in items]
+        found = [node.first_step for node in nodes if node.runs == generation]
+        found += [end.first_step for node in nodes if (end := node.end_of(generation)) is not None]
+        return [step for step in found if step is not None]
 
     def replicas(self) -> int:
         """How many train. While a change in place is under way, those before it do."""

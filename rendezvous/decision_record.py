@@ -36,6 +36,7 @@ _PATIENCE = 5.0  # seconds that a process that ends waits for a file that is bei
 _PACKAGE = "adaptdl_elastic."
 _MODULES = frozenset(
     {"agent.core.states", "goodput", "protocol.hints", "protocol.messages", "autoscaler.cluster_view"}
+    | {"autoscaler.held_facts", "rendezvous.schema.held"}
     | {f"autoscaler.coordinator.{name}" for name in ("decision_types", "job_health", "job_models")}
     | {"autoscaler.coordinator.job_phase", "autoscaler.coordinator.survivors"}
     | {"autoscaler.policy.learning", "autoscaler.policy.policy_types"}

@@ -33,6 +33,9 @@ AGENT_FD = "ADAPTDL_AGENT_FD"
 JOIN = "ADAPTDL_JOIN"
 EVENT_LOG = "ADAPTDL_EVENT_LOG"
 
+FORK_SERVER = "ADAPTDL_FORK_SERVER"
+"""Of an agent that a node service starts: the descriptor of a connection to its fork server."""
+
 STAND_IN = "ADAPTDL_STAND_IN"
 """Of an agent that a node service starts: the id under which the service has registered the node."""
 

@@ -13,19 +13,18 @@ from typing import Any
 from adaptdl_elastic.agent.cluster import ended_run
 from adaptdl_elastic.agent.cluster.store_link import Writer
 from adaptdl_elastic.agent.cluster.store_view import runs_later
+from adaptdl_elastic.agent.core.held_record import ends_of_predecessor
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.protocol.hints import MalformedHintsError
 from adaptdl_elastic.protocol.hints import decode as decode_hints
+from adaptdl_elastic.rendezvous.schema.held import MOST_ENDS, GenerationEnd, Held, Left
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
-    EndedRecord,
     JobSpec,
     MasterRecord,
-    PeerLossRecord,
+    NodeRecord,
     Plan,
-    ReadyRecord,
-    RunningRecord,
     encode,
 )
 from adaptdl_elastic.rendezvous.store.base import KeyValue, Store, read_record, read_text
@@ -42,31 +41,97 @@ class NodeReporter:
         self._store, self._keys, self._writer = store, keys, writer
         self._job, self._node, self._agent, self._run = me.spec.job, me.node, me.agent, me.spec.run
         self._reported: dict[str, float] = {}
-        self._of_newest: dict[str, str] = {}  # this node's reports of its newest generation, by key
-        self._newest = -1
+        self._master: MasterRecord | None = None  # of the newest generation that begins here
+        self._held: Held | None = None  # the newest, with times
+        self._left = Left(me.node, me.agent)  # what of it was submitted last for other agents
+        self._inherited: tuple[GenerationEnd, ...] = ()  # by an earlier agent of this node
+        self._revisions: dict[str, int] = {}  # of this agent's own records, by key
 
     def master(self, record: MasterRecord) -> None:
         """Publish where the replicas of a generation meet."""
-        self._of_generation("master", record)
+        self._master = record
+        self._writer.submit(lambda: self._store_put(*self._published(record)))
 
-    def ready(self, generation: int) -> None:
-        """Report that this node's newcomers are ready to join."""
-        self._of_generation("ready", ReadyRecord(self._node, generation, time.time()))
+    def _published(self, record: MasterRecord) -> tuple[str, str]:
+        return self._keys.generation(self._job, record.generation, "master"), encode(record)
 
-    def running(self, generation: int, first_step: float | None, library: bool, resilient: bool) -> None:
-        """Report that this node's replicas have started."""
-        record = RunningRecord(
-            self._node, generation, time.time(), first_step, library, resilient, self._agent
-        )
-        self._of_generation("running", record)
+    def held(self, record: Held, last_step: float | None) -> None:
+        """Report what this node holds.
 
-    def peer_loss(self, record: PeerLossRecord) -> None:
-        """Report that replicas have died and the living ones wait."""
-        self._of_generation("broken", replace(record, time=time.time()))
+        A record that waits to be written is left out if a newer one waits, unless the node has left a
+        generation: replicas of other nodes may start then, and what they report comes behind it.
 
-    def ended(self, record: EndedRecord) -> None:
-        """Report that this node's replicas of a generation are gone."""
-        self._of_generation("ended", record)
+        Args:
+            record: What the node holds; the times of what is new in it are filled in.
+            last_step: Wall-clock end of the last step, for generations that have just ended.
+        """
+        now, before = time.time(), self._held or Held(self._node)
+        begun = record.runs >= 0 and record.runs != before.runs
+        started = now if begun else before.started if record.runs >= 0 else 0.0
+        known = {end.generation: end for end in before.ends}
+
+        def timed(end: GenerationEnd) -> GenerationEnd:
+            if end.generation in known:
+                return known[end.generation]
+            began = before.started if end.generation == before.runs else now
+            return replace(end, agent=self._agent, started=began, last_step=last_step, time=now)
+
+        self._held = replace(record, started=started, ends=tuple(map(timed, record.ends)))
+        self._submit_held(self._held)
+
+    def _submit_held(self, held: Held, look: bool = False) -> None:
+        """Submit a record, and behind it what of it other agents wait for, if that is new."""
+        if look or held.left != self._left:
+            self._left = held.left
+            self._writer.submit(lambda: self._swap(held, True, look))
+            self._writer.submit(lambda: self._swap(held, False, look))
+        else:
+            self._writer.submit(lambda: self._write_newest(held))
+
+    def _write_newest(self, held: Held) -> None:
+        # a newer one follows in the queue, behind what has to be written before it
+        if self._held is None or held.sequence >= self._held.sequence:
+            self._swap(held, True, False)
+
+    def _swap(self, record: Held, whole: bool, look: bool) -> None:
+        """Write a record over an older one, but not over that of an agent that has this node's name now.
+
+        Args:
+            record: The record.
+            whole: Write all of it; else what it says of what the node has left.
+            look: Read first, and write only what is not there.
+        """
+        key = (self._keys.held if whole else self._keys.left)(self._job, self._node)
+        while True:
+            # what an earlier agent of this node has said of ends is carried on
+            kept = replace(record, ends=(*self._inherited, *record.ends)[-MOST_ENDS:])
+            text = encode(kept if whole else kept.left)
+            if not look:
+                revision = self._revisions.get(key, 0)
+                if (done := self._store.compare_and_swap(key, text, revision)) is not None:
+                    self._revisions[key] = done
+                    return
+            found, look = self._store.get(key), False
+            if found is None:
+                if self._is_of_another_run():
+                    return
+                self._revisions.pop(key, None)
+                continue
+            if found.value == text:
+                self._revisions[key] = found.mod_revision
+                return
+            theirs = read_record(Held, found) if whole else read_record(Left, found)
+            if theirs is not None and theirs.agent != self._agent:
+                if self._is_of_another_run() or not self._has_the_name():
+                    logger.info("agent %s reports for this node", theirs.agent)
+                    return
+                if isinstance(theirs, Held):
+                    self._inherited = ends_of_predecessor(theirs)
+            self._revisions[key] = found.mod_revision
+
+    def _has_the_name(self) -> bool:
+        registered = read_record(NodeRecord, self._store.get(self._keys.node(self._node, self._job)))
+        return registered is None or registered.agent == self._agent
 
     def cannot_be_planned(self, why: str) -> None:
         """End the job as failed, unless it has a plan, has ended, or a coordinator leads."""
@@ -117,19 +182,18 @@ class NodeReporter:
             logger.info("the plan changes while it is written back")
 
     def repeat(self) -> None:
-        """Write this node's reports of its newest generation again if the store has lost them.
+        """Write what this node holds, and where its newest generation meets, if the store has lost that.
 
         Another agent may have written the job's records back before this one has read them.
         """
-        reports = dict(self._of_newest)
-        self._writer.submit_latest("reports", lambda: self._repeat(reports))
+        if self._held is not None:
+            self._submit_held(self._held, look=True)
+        if (record := self._master) is not None:
+            self._writer.submit_latest("master", lambda: self._repeat(*self._published(record)))
 
-    def _repeat(self, reports: Mapping[str, str]) -> None:
-        if not self._is_of_another_run():
-            for key, text in reports.items():
-                found = self._store.get(key)
-                if found is None or found.value != text:
-                    self._store.put(key, text)
+    def _repeat(self, key: str, text: str) -> None:
+        if not self._is_of_another_run() and self._store.get(key) is None:
+            self._store.put(key, text)
 
     def _put_back(self, records: Mapping[str, str]) -> bool:
         """Write the records that are lost; return False if another agent writes the plan meanwhile."""
@@ -171,17 +235,6 @@ class NodeReporter:
         key = self._keys.job(self._job, "hints")
         self._writer.submit_latest(key, lambda: self._store_put(key, text))
         return True
-
-    def _of_generation(
-        self, what: str, record: MasterRecord | ReadyRecord | RunningRecord | PeerLossRecord | EndedRecord
-    ) -> None:
-        place = () if isinstance(record, MasterRecord) else (self._node,)
-        key = self._keys.generation(self._job, record.generation, what, *place)
-        if record.generation > self._newest:
-            self._newest, self._of_newest = record.generation, {}
-        if record.generation == self._newest:
-            self._of_newest[key] = encode(record)
-        self._writer.submit(lambda: self._store_put(key, encode(record)))
 
     def _store_put(self, key: str, value: str) -> None:
         self._store.put(key, value)

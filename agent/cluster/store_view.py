@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from adaptdl_elastic.agent.core import states
+from adaptdl_elastic.rendezvous.schema.held import Left
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
     DrainRequest,
-    EndedRecord,
     JobRequest,
     JobSpec,
     JobStatus,
@@ -39,7 +39,7 @@ class StoreView:
         self.host: str | None = None  # holder of the first coordinator's key
         self.second: str | None = None  # holder of the second coordinator's key
         self.leader: str | None = None
-        self.ended: dict[tuple[int, str], EndedRecord] = {}
+        self._last_steps: dict[int, float] = {}  # generation → end of its last step, as reported
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -90,12 +90,8 @@ class StoreView:
 
     def last_step_before(self, plan: Plan) -> float | None:
         """Return the wall-clock end of the last step in earlier generations of a plan's run, as reported."""
-        times = [
-            record.last_step
-            for (generation, _), record in self.ended.items()
-            if plan.first <= generation < plan.generation and record.last_step is not None
-        ]
-        return max(times, default=None)
+        earlier = range(plan.first, plan.generation)
+        return max((time for g, time in self._last_steps.items() if g in earlier), default=None)
 
     def _translate(self, key: str, entry: Entry[Any] | None) -> Iterator[states.Event]:
         record = None if entry is None else entry.record
@@ -116,9 +112,12 @@ class StoreView:
                 self.checkpoint = record
             case ("jobs", self._job, *_), MasterRecord():
                 yield states.MasterSeen(record)
-            case ("jobs", self._job, _, generation, _, node), EndedRecord():
-                self.ended[int(generation), node] = record
-                yield states.EndedSeen(int(generation), node, record.outcome)
+            case ("jobs", self._job, *_), Left():
+                for end in record.ends:
+                    if end.last_step is not None:
+                        before = self._last_steps.get(end.generation, end.last_step)
+                        self._last_steps[end.generation] = max(before, end.last_step)
+                yield states.LeftSeen(record)
             case ("nodes", node, self._job), _:
                 self.agents.pop(node, None)
                 if record is not None:

@@ -14,7 +14,7 @@ The generation held on a node::
  │   newer plan (restart), drain, timer      newer plan (abort), a failure │ │
  │        ┌─────── Stopping ◄──────────────────────────────────────────────┘ │
  │        │ all exited, or checkpoint_timeout ──► Killing ◄──────────────────┘
- └────────┴──────────── all exited: WriteEnded ◄────┘
+ └────────┴──────────── all exited: Ended ◄────────┘
 
 `course` says what its replicas do, and stays known while they are ended, because it says which generations
 have ended then. `inplace_change` and `peer_loss` make the steps from one course to another::
@@ -31,14 +31,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from adaptdl_elastic.agent.core import generation_end, hang_detection, inplace_change, peer_loss
+from adaptdl_elastic.agent.core import (
+    generation_end,
+    hang_detection,
+    held_record,
+    inplace_change,
+    peer_loss,
+)
 from adaptdl_elastic.agent.core.states import (
     Absence,
-    Action,
     AskToStop,
     Changing,
     Departure,
-    EndedSeen,
     Event,
     Exit,
     FromReplica,
@@ -47,6 +51,7 @@ from adaptdl_elastic.agent.core.states import (
     Killing,
     Leave,
     LeaveNow,
+    LeftSeen,
     LocalEnd,
     LocalGeneration,
     MasterSeen,
@@ -68,9 +73,6 @@ from adaptdl_elastic.agent.core.states import (
     Training,
     Unfit,
     WriteDraining,
-    WriteEnded,
-    WritePeerLoss,
-    WriteRunning,
     failure_of,
 )
 from adaptdl_elastic.protocol import messages
@@ -87,14 +89,8 @@ from adaptdl_elastic.protocol.messages import (
     StepFinished,
     Switched,
 )
-from adaptdl_elastic.rendezvous.schema.records import (
-    EndedRecord,
-    JobStatus,
-    Outcome,
-    PeerLossRecord,
-    Plan,
-    Transition,
-)
+from adaptdl_elastic.rendezvous.schema.held import GenerationEnd, Left
+from adaptdl_elastic.rendezvous.schema.records import JobStatus, Leaving, Outcome, Plan, Transition
 
 OWN_STOP_AFTER = 5.0  # seconds that a draining agent waits for the coordinator's plan
 PATIENCE = 60.0  # seconds that an agent without replicas waits for a store that is away or refuses it
@@ -111,11 +107,11 @@ def decide(state: State, event: Event, now: float) -> Step:
     """
     if state.exiting:
         return state, []
-    state, actions = _learn(state, event, now)
+    state, actions = held_record.report(*_learn(state, event, now))
     before = None
     while state is not before and not state.exiting:
         before = state
-        state, more = _reconcile(state, now)
+        state, more = held_record.report(*_reconcile(state, now))
         actions += more
     return state, actions
 
@@ -155,8 +151,8 @@ def _learn(state: State, event: Event, now: float) -> Step:
                 return replace(state, agents=agents), []
             why = f"the node name {state.me.node!r} was taken by {holder} while this agent could not be heard"
             return _exit(state, 1, f"{why}: it has our place now")
-        case EndedSeen(generation, node, outcome):
-            return replace(state, ended={**state.ended, (generation, node): outcome}), []
+        case LeftSeen(left):
+            return replace(state, left={**state.left, left.node: left}), []
         case MasterSeen(master):
             known = state.master is None or master.generation >= state.master.generation
             return (replace(state, master=master) if known else state), []
@@ -192,33 +188,20 @@ def _learn_plan(state: State, plan: Plan) -> Step:
     before = state.plan
     if before is not None and plan.generation <= before.generation:
         return state, []
-    state = replace(state, plan=plan)
-    actions: list[Action] = []
-    # Generations that were replaced before they began here, or that this agent never saw, must be answered,
-    # too: the next generation starts only when every node has reported that none of them runs.
-    me, held = state.me, state.held
-    counted_on = {gone.generation for gone in plan.leaving if (gone.node, gone.agent) == (me.node, me.agent)}
-    if before is not None and before.generation > state.acted and _names_us(state, before):
-        counted_on.add(before.generation)
-    under_way = set() if held is None else {held.generation}
-    if held is not None and isinstance(held.course, Changing | Recovering):
-        under_way.add(held.course.plan.generation)
-    for generation in sorted(counted_on - under_way):
-        if (generation, me.node) not in state.ended:
-            state, answer = _answer(state, generation, Outcome.STOPPED)
-            actions += answer
-    return state, actions
+    # a generation that counted on this agent and was replaced before it began here will never start
+    me = (state.me.node, state.me.agent)
+    counted_on = state.held is not None or any((one.node, one.agent) == me for one in plan.leaving)
+    if counted_on or (before is not None and _names_us(state, before)):
+        state = replace(state, acted=max(state.acted, plan.generation - 1))
+    return replace(state, plan=plan), []
 
 
-def _answer(state: State, generation: int, outcome: Outcome) -> Step:
-    """Report the end of a generation that does not run here."""
-    me, last, done = state.me, state.last, outcome is Outcome.DONE
-    record = EndedRecord(me.node, generation, outcome, 0 if done else STOPPED)
-    if done:
-        last = replace(last or LocalEnd(outcome), outcome=outcome)
-    ended = {**state.ended, (generation, me.node): outcome}
-    acted = max(state.acted, generation)
-    return replace(state, ended=ended, acted=acted, last=last), [WriteEnded(record)]
+def _end_before_start(state: State, end: GenerationEnd) -> Step:
+    """Record the end of a generation that does not start here."""
+    last = state.last
+    if end.outcome is Outcome.DONE:
+        last = replace(last or LocalEnd(end.outcome), outcome=end.outcome)
+    return replace(state, last=last).add_ends(end), []
 
 
 def _learn_message(state: State, held: LocalGeneration, event: FromReplica, now: float) -> Step:
@@ -227,11 +210,7 @@ def _learn_message(state: State, held: LocalGeneration, event: FromReplica, now:
         case Ready() | Switched():
             held = inplace_change.learn(held, event, now)
         case Resilient():
-            known = all(r.resilient for r in held.replicas)
             held = held.update(local_rank, resilient=True)
-            if not known and all(r.resilient for r in held.replicas) and not isinstance(held.course, Joining):
-                running = WriteRunning(held.generation, library=True, resilient=True)
-                return replace(state, held=held), [running]
         case EpochsFinished(finished):
             held = held.update(local_rank, epochs_finished=finished)
         case Finished():
@@ -243,10 +222,10 @@ def _learn_message(state: State, held: LocalGeneration, event: FromReplica, now:
         # a newcomer is ready only after `ready`, and runs nothing before it has joined
         case Hello() if present and not isinstance(held.course, Joining):
             held = held.update(local_rank, library=True)
-            if all(r.library for r in held.replicas):  # the node can change its replicas in place from now on
-                return replace(state, held=held), [WriteRunning(held.generation, library=True)]
-        case StepFinished(step) if present:
+        case StepFinished(step, when) if present:
             held = held.update(local_rank, step=step, stepped=now, heard=now, pinged=None)
+            if held.first_step is None:
+                held = replace(held, first_step=when)
         case Pong() if present:
             held = held.update(local_rank, heard=now, pinged=None)
         case Hanging(reason) if present:
@@ -272,7 +251,7 @@ def _learn_exit(state: State, held: LocalGeneration, event: ReplicaExited, now: 
     if not stopped and not isinstance(held.course, Joining) and not isinstance(held.end, Killing):
         if event.exit_code != 0:
             held = held.fail(failure_of(replica.rank, event))
-        elif held.loss_reported >= held.generation:
+        elif held.lost_in >= held.generation:
             held = peer_loss.fail_if_left_early(held)
     return replace(state, held=held), []
 
@@ -311,22 +290,21 @@ def _reconcile(state: State, now: float) -> Step:
         return _answer_for_the_ended(state, plan)
     # Survivors of a change in place never leave. If all have ended, the plan is started from scratch. A
     # registration that is missing is no end: after an interruption of the store an agent registers again.
-    ended = all((leaver.generation, leaver.node) in state.ended for leaver in plan.leaving)
+    ends = [_end_at(state, leaver) for leaver in plan.leaving]
+    ended = all(left and outcome is not Outcome.LOST for left, outcome in ends)
     join = plan.transition is Transition.INPLACE and not ended
     if not join and not _all_gone(state, plan):
         return state, []
     if not join and _was_done(state, plan):
-        return _answer(state, plan.generation, Outcome.DONE)
+        return _end_before_start(state, GenerationEnd(plan.generation, Outcome.DONE))
     if state.master is None or state.master.generation != plan.generation:
         return _open_master(state, plan)
     named = plan.rank_by_slot(state.me.node)
     replicas = tuple(Replica(slot, rank) for slot, rank in named.items())
     course = Joining(now + state.me.spec.rescale_timeout) if join else Training()
     held = LocalGeneration(plan.generation, replicas, course, since=now)
-    actions: list[Action] = [StartReplicas(plan, state.master, tuple(named), join)]
-    if not join:
-        actions.append(WriteRunning(plan.generation))
-    return replace(state, held=held, acted=plan.generation), actions
+    start = StartReplicas(plan, state.master, tuple(named), join)
+    return replace(state, held=held, acted=plan.generation), [start]
 
 
 def _newest(state: State) -> Plan | None:
@@ -336,12 +314,10 @@ def _newest(state: State) -> Plan | None:
 
 def _answer_for_the_ended(state: State, plan: Plan) -> Step:
     """Report that this node's survivors came to the end of their script, or that they have died."""
-    me = state.me
-    last = max((g for g, node in state.ended if node == me.node and g < plan.generation), default=-1)
-    if state.ended.get((last, me.node)) is Outcome.DONE:
-        return _answer(state, plan.generation, Outcome.DONE)
-    state, answer = _answer(state, plan.generation, Outcome.ABORTED)
-    return state, [WritePeerLoss(PeerLossRecord(me.node, plan.generation, plan.slots(me.node))), *answer]
+    if state.ends and state.ends[-1].outcome is Outcome.DONE:
+        return _end_before_start(state, GenerationEnd(plan.generation, Outcome.DONE))
+    dead = plan.slots(state.me.node)
+    return _end_before_start(state, GenerationEnd(plan.generation, Outcome.ABORTED, STOPPED, lost=dead))
 
 
 def _give_up_at(last: LocalEnd, away: Absence) -> float:
@@ -466,11 +442,23 @@ def _names_us(state: State, plan: Plan) -> bool:
     return bool(mine) and mine[0].agent in ("", state.me.agent)
 
 
+def _end_at(state: State, one: Leaving) -> tuple[bool, Outcome | None]:
+    """Return whether a node has left the generation in which it counted, and how that ended if it had begun.
+
+    Nothing runs on this node now.
+    """
+    said = [state.left.get(one.node, Left(one.node))]
+    if one.node == state.me.node:
+        said.insert(0, Left(one.node, state.me.agent, state.acted, tuple(end.short for end in state.ends)))
+    outcomes = [end.outcome for left in said if (end := left.end_of(one.generation)) is not None]
+    left = any(left.has_left(one.generation, one.agent) for left in said)
+    return left, next(iter(outcomes), None)
+
+
 def _all_gone(state: State, plan: Plan) -> bool:
     """Return whether no replica of the generations before can be running any more."""
     return all(
-        (one.generation, one.node) in state.ended
-        or (state.agents is not None and state.agents.get(one.node) != one.agent)
+        _end_at(state, one)[0] or (state.agents is not None and state.agents.get(one.node) != one.agent)
         for one in plan.leaving
     )
 
@@ -478,25 +466,17 @@ def _all_gone(state: State, plan: Plan) -> bool:
 def _was_done(state: State, plan: Plan) -> bool:
     """Return whether the script ended while this plan was made, so that nothing is left to run.
 
-    Plans between that generation and this one may have been replaced before their generations began. Nodes
-    answer `stopped` for those.
+    Plans between that generation and this one may have been replaced before their generations began.
     """
-    if not plan.leaving or plan.transition is Transition.ABORT:
-        return False
-    for before in sorted({leaving.generation for leaving in plan.leaving}, reverse=True):
-        outcomes = {outcome for (generation, _), outcome in state.ended.items() if generation == before}
-        if outcomes == {Outcome.DONE}:
-            return True
-        if not outcomes <= {Outcome.DONE, Outcome.STOPPED}:
-            return False
-    return False
+    known = {outcome for one in plan.leaving if (outcome := _end_at(state, one)[1]) is not None}
+    return plan.transition is not Transition.ABORT and known - {Outcome.LOST} == {Outcome.DONE}
 
 
 def _depart(state: State, departure: Departure, newest: Plan | None, now: float) -> Step:
     """Exit because this node leaves and runs nothing; first answer a newer plan that counts on it."""
     last = state.last
     if newest is not None and _names_us(state, newest):
-        return _answer(state, newest.generation, Outcome.STOPPED)
+        return _end_before_start(state, GenerationEnd(newest.generation, Outcome.STOPPED, STOPPED))
     if last is not None and last.outcome is Outcome.DONE and now < last.at + OWN_STOP_AFTER:
         # this may have been the last node, so the coordinator may be about to report the job as done
         return state, []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from adaptdl_elastic.agent.core.states import (
-    AgentIdentity,
     Changing,
+    Ended,
     Joining,
     Killing,
     LocalEnd,
@@ -16,32 +16,34 @@ from adaptdl_elastic.agent.core.states import (
     State,
     Step,
     Stopping,
-    WriteEnded,
     failure_of,
 )
 from adaptdl_elastic.protocol.channel import STOPPED
-from adaptdl_elastic.rendezvous.schema.records import EndedRecord, Failure, Outcome
+from adaptdl_elastic.rendezvous.schema.held import GenerationEnd
+from adaptdl_elastic.rendezvous.schema.records import Failure, Outcome
 
 
 def report_end(state: State, held: LocalGeneration, now: float) -> Step:
     """Report the end of the held generation, and of one that was to follow it in place."""
-    me, course = state.me, held.course
-    record = _ended(me, held)
-    records, done = [record], record.outcome is Outcome.DONE
-    if isinstance(course, Changing | Recovering) and len(course.plan.ranks(me.node)):
-        after = replace(record, generation=course.plan.generation)
+    course = held.course
+    end = _end(held)
+    ends, done = [end], end.outcome is Outcome.DONE
+    if isinstance(course, Changing | Recovering) and len(course.plan.ranks(state.me.node)):
+        to = course.plan.generation
+        ran = isinstance(course, Changing) and bool(course.switched)
+        after = replace(end, generation=to, ran=ran, first_step=None, lost=held.dead_in(to))
         if course.switched or isinstance(course, Recovering):  # the failure happened in the new generation
-            records = [EndedRecord(me.node, held.generation, Outcome.STOPPED, 0), after]
+            left = replace(end, outcome=Outcome.STOPPED, exit_code=0, failure=None, unsaved="")
+            ends = [left, after]
         else:
             outcome = Outcome.DONE if done else Outcome.ABORTED
-            records = [record, replace(after, outcome=outcome, failure=None)]
+            ends = [end, replace(after, outcome=outcome, failure=None)]
     elif isinstance(course, Changing | Recovering) and done and not _over_before(held, course):
         # these replicas left; those of other nodes go on
-        records = [replace(record, outcome=Outcome.STOPPED)]
-    ended = {**state.ended, **{(r.generation, r.node): r.outcome for r in records}}
-    acted = max(state.acted, *(r.generation for r in records))
-    last = LocalEnd(records[-1].outcome, now, record.unsaved)
-    return replace(state, held=None, ended=ended, acted=acted, last=last), [WriteEnded(r) for r in records]
+        ends = [replace(end, outcome=Outcome.STOPPED)]
+    last = LocalEnd(ends[-1].outcome, now, end.unsaved)
+    state = replace(state, held=None, last=last).add_ends(*ends)
+    return state, [Ended(end) for end in ends]
 
 
 def _over_before(held: LocalGeneration, change: Changing | Recovering) -> bool:
@@ -49,7 +51,7 @@ def _over_before(held: LocalGeneration, change: Changing | Recovering) -> bool:
     return not change.switched and all(replica.finished for replica in held.replicas)
 
 
-def _ended(me: AgentIdentity, held: LocalGeneration) -> EndedRecord:
+def _end(held: LocalGeneration) -> GenerationEnd:
     """Return how the held generation ended on this node."""
     end = held.end
     failure = end.failure if isinstance(end, Killing) else None
@@ -68,7 +70,18 @@ def _ended(me: AgentIdentity, held: LocalGeneration) -> EndedRecord:
         outcome, code = Outcome.STOPPED, STOPPED
     else:
         outcome, code = Outcome.DONE, 0
-    return EndedRecord(me.node, held.generation, outcome, code, failure, unsaved=_unsaved(held, failure))
+    return GenerationEnd(
+        held.generation,
+        outcome,
+        code,
+        failure,
+        unsaved=_unsaved(held, failure),
+        ran=not isinstance(held.course, Joining),
+        library=held.library,
+        resilient=held.resilient,
+        lost=held.dead_in(held.generation),
+        first_step=held.first_step,
+    )
 
 
 def _unsaved(held: LocalGeneration, failure: Failure | None) -> str:

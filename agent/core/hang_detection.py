@@ -99,7 +99,7 @@ def _watched(held: LocalGeneration) -> list[Replica]:
 
 def _stepping(state: State, held: LocalGeneration) -> list[tuple[Replica, float]]:
     """Return the replicas that are to take steps, as far as they answer, and when each took its newest."""
-    waiting = held.loss_reported >= held.generation or isinstance(held.course, Recovering)
+    waiting = held.lost_in >= held.generation or isinstance(held.course, Recovering)
     if not state.me.hang_timeout or waiting:
         return []
     return [

@@ -5,11 +5,11 @@ progress. A process keeps its slot (LOCAL_RANK) for life: slots that both plans 
 the new plan names are newcomers, and a slot never has two processes at once::
 
  plan g+1 ─► TellPlan to replicas of g, StartReplicas(newcomers, join)     training goes on in g
-   ─► every newcomer ready: WriteReady
-   ─► every survivor and newcomer switched, leavers gone: Adopt, WriteEnded(g), WriteRunning(g+1)
+   ─► every newcomer ready
+   ─► every survivor and newcomer switched, leavers gone: Adopt
 
 Until the first replica has switched, a newcomer that ends or is late does no harm: the change is withdrawn,
-`ended` reports that for g+1, training goes on in g, and the coordinator makes another plan. After that, the
+an end reports that for g+1, training goes on in g, and the coordinator makes another plan. After that, the
 end of a process is an end in g+1. `peer_loss` handles deaths, and errors of newcomers.
 """
 
@@ -23,6 +23,7 @@ from adaptdl_elastic.agent.core.states import (
     Action,
     Adopt,
     Changing,
+    Ended,
     FromReplica,
     Joining,
     Kill,
@@ -37,14 +38,11 @@ from adaptdl_elastic.agent.core.states import (
     TellPlan,
     Training,
     Withdraw,
-    WriteEnded,
-    WriteReady,
-    WriteRunning,
     failure_of,
 )
 from adaptdl_elastic.protocol.messages import Ready
+from adaptdl_elastic.rendezvous.schema.held import GenerationEnd
 from adaptdl_elastic.rendezvous.schema.records import (
-    EndedRecord,
     Failure,
     MasterRecord,
     Outcome,
@@ -122,7 +120,7 @@ def reconcile(state: State, held: LocalGeneration, change: Changing, now: float)
     """Make one step of a change that is under way; None: nothing to do now."""
     ready = change.ready >= {r.local_rank for r in change.newcomers}
     ended = [r for r in change.newcomers if r.exit is not None]
-    if held.loss_reported >= held.generation and not change.switched:
+    if held.lost_in >= held.generation and not change.switched:
         return _withdraw(state, held, change, "a replica was lost")
     if all(r.exit is not None for r in held.replicas) and len(ended) < len(change.newcomers):
         return _withdraw(state, held, change, "the script came to its end")
@@ -137,7 +135,7 @@ def reconcile(state: State, held: LocalGeneration, change: Changing, now: float)
             return _withdraw(state, held, change, why, Failure(-1, 0, why, kind=LATE))
     if ready and change.until < math.inf:
         held = replace(held, course=replace(change, until=math.inf))
-        return replace(state, held=held), [WriteReady(change.plan.generation)]
+        return replace(state, held=held), []
     if not change.switched:
         return None
     ranks = change.plan.rank_by_slot(state.me.node)
@@ -165,8 +163,7 @@ def adopt(state: State, held: LocalGeneration, plan: Plan, ranks: Mapping[int, i
         ranks: the plan's ranks by slot on this node.
         now: monotonic seconds.
     """
-    node, before = state.me.node, held.generation
-    ready = bool(held.replicas) and all(r.resilient for r in held.replicas)
+    ready = held.resilient
     have = {r.local_rank: r for r in held.replicas}
     if isinstance(held.course, Changing):
         for r in held.course.newcomers:  # from now on they are watched for hangs (`hang_detection`)
@@ -180,14 +177,19 @@ def adopt(state: State, held: LocalGeneration, plan: Plan, ranks: Mapping[int, i
     )
     leavers = (r for r in held.replicas if r.local_rank not in ranks)
     orphans = tuple(r for r in (*held.orphans, *leavers) if r.exit is None)
-    state = replace(
-        state,
-        held=LocalGeneration(plan.generation, members, since=now, orphans=orphans),
-        acted=max(state.acted, plan.generation),
-        ended={**state.ended, (before, node): Outcome.STOPPED},
+    end = GenerationEnd(
+        held.generation,
+        Outcome.STOPPED,
+        ran=True,
+        library=held.library,
+        resilient=held.resilient,
+        lost=tuple(sorted(r.local_rank for r in held.lost)),
+        failure=None if held.loss is None else held.loss.failure,
+        first_step=held.first_step,
     )
-    running = WriteRunning(plan.generation, library=True, resilient=all(r.resilient for r in members))
-    return state, [Adopt(plan), WriteEnded(EndedRecord(node, before, Outcome.STOPPED, 0)), running]
+    state = replace(state, held=LocalGeneration(plan.generation, members, since=now, orphans=orphans))
+    state = replace(state, acted=max(state.acted, plan.generation)).add_ends(end)
+    return state, [Adopt(plan), Ended(end)]
 
 
 def _withdraw(
@@ -208,17 +210,15 @@ def _withdraw(
     outcome = Outcome.DONE if finished else Outcome.ABORTED
     failure = None if finished else failure or Failure(-1, 0, why)
     alive = tuple(r.local_rank for r in change.newcomers if r.exit is None)
-    state = replace(
-        state,
-        held=replace(held, course=Training(), orphans=change.newcomers),
-        acted=max(state.acted, plan.generation),
-        ended={**state.ended, (plan.generation, node): outcome},
-    )
+    state = replace(state, held=replace(held, course=Training(), orphans=change.newcomers))
+    state = replace(state, acted=max(state.acted, plan.generation))
     actions: list[Action] = [Withdraw(plan, why)]
     if alive:
         actions.append(Kill(alive, why))
     if len(plan.ranks(node)):
-        actions.append(WriteEnded(EndedRecord(node, plan.generation, outcome, 0, failure)))
+        end = GenerationEnd(plan.generation, outcome, failure=failure)
+        state = state.add_ends(end)
+        actions.append(Ended(end))
     return state, actions
 
 
@@ -226,9 +226,7 @@ def reconcile_joining(state: State, held: LocalGeneration, joining: Joining, now
     """Make one step on a node that has newcomers only; None: nothing to do now."""
     if joining.switched >= {r.local_rank for r in held.replicas}:
         replicas = tuple(replace(r, newcomer=True) for r in held.replicas)
-        state = replace(state, held=replace(held, replicas=replicas, course=Training(), since=now))
-        resilient = all(r.resilient for r in held.replicas)
-        return state, [WriteRunning(held.generation, library=True, resilient=resilient)]
+        return replace(state, held=replace(held, replicas=replicas, course=Training(), since=now)), []
     ready = all(r.library for r in held.replicas)
     ended = next((r for r in held.replicas if r.exit is not None), None)
     late = now >= joining.until and not ready
@@ -243,5 +241,5 @@ def reconcile_joining(state: State, held: LocalGeneration, joining: Joining, now
         return replace(state, held=replace(held, end=Killing(failure.message, failure=failure))), []
     if ready and joining.until < math.inf:
         held = replace(held, course=replace(joining, until=math.inf))
-        return replace(state, held=held), [WriteReady(held.generation)]
+        return replace(state, held=held), []
     return None

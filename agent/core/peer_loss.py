@@ -1,14 +1,14 @@
 """Decide what one node does about a death that others survive: pure functions, called by `decisions`.
 
 A replica killed by a signal while the others are *resilient* (they reported it) is no failure. Nor is an
-error that a newcomer of the last planned change in place raises. No replica is killed; `broken` tells the
+error that a newcomer of the last planned change in place raises. No replica is killed; `loss` tells the
 coordinator which slots are dead. The coordinator answers with a plan with transition RECOVER that names the
 survivors::
 
- a replica dies, or the living report a lost peer ─► WritePeerLoss(g)    they wait in their processes
+ a replica dies, or the living report a lost peer ─► a loss in g    they wait in their processes
  plan G (recover) ─► TellPlan to the living: the new rank of each, or to leave
-     ─► all of G here switched: Adopt, WriteEnded(g), WriteRunning(G)
- another death before that ─► WritePeerLoss(G), and the next plan follows
+     ─► all of G here switched: Adopt
+ another death before that ─► a loss in G, and the next plan follows
 
 Such a plan cannot be withdrawn: another one follows it, or an abort.
 
@@ -42,18 +42,10 @@ from adaptdl_elastic.agent.core.states import (
     Step,
     TellPlan,
     Training,
-    WriteEnded,
-    WritePeerLoss,
     failure_of,
 )
-from adaptdl_elastic.rendezvous.schema.records import (
-    EndedRecord,
-    Failure,
-    MasterRecord,
-    Outcome,
-    PeerLossRecord,
-    Plan,
-)
+from adaptdl_elastic.rendezvous.schema.held import PeerLoss
+from adaptdl_elastic.rendezvous.schema.records import Failure, MasterRecord, Plan
 
 
 def handle_death(state: State, held: LocalGeneration, event: ReplicaExited, now: float) -> Step | None:
@@ -77,8 +69,7 @@ def handle_death(state: State, held: LocalGeneration, event: ReplicaExited, now:
     held = replace(held, replicas=left, lost=(*(r for r in held.lost if r.local_rank != slot), dead))
     if any(r.exit is None for r in left) or (state.plan is not None and state.plan.nodes > 1):
         actions.append(Lost(_loss_generation(held), _failure(dead)))
-    state, more = _report_peer_loss(replace(state, held=held), held, again=True)
-    return state, [*actions, *more]
+    return replace(state, held=_lose(held, state.me.node, again=True)), actions
 
 
 def _survived(held: LocalGeneration, event: ReplicaExited) -> bool:
@@ -98,7 +89,7 @@ def _survived(held: LocalGeneration, event: ReplicaExited) -> bool:
     others = [r for r in held.replicas if r.exit is None and r is not replica]
     if not all(r.resilient for r in others or [replica]):
         # the others could not form the new generation, and this replica had not joined it yet
-        return held.loss_reported >= held.generation and not replica.resilient and event.exit_code != 0
+        return held.lost_in >= held.generation and not replica.resilient and event.exit_code != 0
     raised = event.evidence.raised is not None and not event.evidence.lost_peer
     joins = replica.newcomer or replica not in held.replicas
     return event.exit_code < 0 or (raised and joins)
@@ -118,8 +109,7 @@ def handle_report(state: State, held: LocalGeneration, event: FromReplica, now: 
         return replace(state, held=failed), actions
     # it waits for another plan, also where a script survives deaths only while replicas switch
     held = held.update(event.local_rank, resilient=True)
-    state, more = _report_peer_loss(replace(state, held=held), held)
-    return state, [*actions, *more]
+    return replace(state, held=_lose(held, state.me.node)), actions
 
 
 def fail_if_left_early(held: LocalGeneration) -> LocalGeneration:
@@ -134,37 +124,29 @@ def fail_if_left_early(held: LocalGeneration) -> LocalGeneration:
     return held
 
 
-def _report_peer_loss(state: State, held: LocalGeneration, again: bool = False) -> Step:
-    """Report once that the generation has lost replicas; with `again`, report further deaths."""
+def _lose(held: LocalGeneration, node: str, again: bool = False) -> LocalGeneration:
+    """Record once that the generation has lost replicas; with `again`, record further deaths."""
     generation = _loss_generation(held)
-    if held.loss_reported >= generation and not again:
-        return state, []
+    if held.lost_in >= generation and not again:
+        return held
     slots = {r.local_rank for r in held.lost}
     if isinstance(held.course, Recovering):  # every slot of the plan that is not alive
-        slots = set(held.course.plan.slots(state.me.node))
-        slots -= {r.local_rank for r in held.replicas if r.exit is None}
+        slots = set(held.course.plan.slots(node)) - {r.local_rank for r in held.replicas if r.exit is None}
     first = next((_failure(r) for r in held.lost if r.local_rank in slots), None)
-    record = PeerLossRecord(state.me.node, generation, tuple(sorted(slots)), first)
-    return replace(state, held=replace(held, loss_reported=generation)), [WritePeerLoss(record)]
+    return replace(held, loss=PeerLoss(generation, tuple(sorted(slots)), first))
 
 
 def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord, now: float) -> Step:
     """Tell the living replicas their new ranks, and report which of the plan's replicas have died."""
     node = state.me.node
     actions: list[Action] = [TellPlan(plan, master)]
-    match held.course:
-        case Changing() as change:  # some replicas have already switched
-            state, held, actions = _adopt_after_peer_loss(state, held, change, now)
-            return state, actions
-        case Recovering(before) if len(before.ranks(node)):  # it was not carried out
-            actions.append(WriteEnded(EndedRecord(node, before.generation, Outcome.STOPPED)))
-            state = replace(state, ended={**state.ended, (before.generation, node): Outcome.STOPPED})
+    if isinstance(held.course, Changing):  # some replicas have already switched
+        state, held, actions = _adopt_after_peer_loss(state, held, held.course, now)
+        return state, actions
     held = replace(held, course=Recovering(plan))
-    state = replace(state, held=held)
     if not set(plan.slots(node)) <= {r.local_rank for r in held.replicas if r.exit is None}:
-        state, more = _report_peer_loss(state, held)
-        actions += more
-    return state, actions
+        held = _lose(held, node)
+    return replace(state, held=held), actions
 
 
 def reconcile(state: State, held: LocalGeneration, recovery: Recovering, now: float) -> Step | None:
@@ -178,7 +160,7 @@ def reconcile(state: State, held: LocalGeneration, recovery: Recovering, now: fl
 
 def _never_switching(held: LocalGeneration, ranks: Mapping[int, int]) -> set[int]:
     """Return the slots that may end with the script instead of switching; `ranks`: the new ones by slot."""
-    if held.loss_reported >= held.generation:
+    if held.lost_in >= held.generation:
         return set()  # a replica here waits for the others to form the new generation
     first = next((r for r in held.replicas if ranks.get(r.local_rank) == 0), None)
     if first is not None and first.rank != 0:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from adaptdl_elastic.protocol.messages import ReplicaMessage
+from adaptdl_elastic.rendezvous.schema.held import MOST_ENDS, GenerationEnd, Held, Left, PeerLoss
 from adaptdl_elastic.rendezvous.schema.records import (
-    EndedRecord,
     Failure,
     JobSpec,
     JobStatus,
     MasterRecord,
     Outcome,
-    PeerLossRecord,
     Plan,
 )
 
@@ -97,7 +96,7 @@ class Training:
 class Joining:
     """The replicas are newcomers, which get ready to join replicas of other nodes."""
 
-    until: float  # monotonic time by which they must be ready; infinite: WriteReady was sent
+    until: float  # monotonic time by which they must be ready; infinite: they are
     switched: frozenset[int] = frozenset()  # local ranks of those that have joined
 
 
@@ -107,7 +106,7 @@ class Changing:
 
     plan: Plan
     newcomers: tuple[Replica, ...]  # processes of the new generation on this node
-    # monotonic time by which they must be ready; infinite: WriteReady was sent, or there are none
+    # monotonic time by which they must be ready; infinite: they are, or there are none
     until: float
     ready: frozenset[int] = frozenset()  # local ranks of newcomers that are ready
     switched: frozenset[int] = frozenset()  # local ranks that are already in the new generation
@@ -152,7 +151,29 @@ class LocalGeneration:
     since: float = 0.0  # monotonic time when it became the held generation
     orphans: tuple[Replica, ...] = ()  # processes outside of any generation that are on their way out
     lost: tuple[Replica, ...] = ()  # replicas that died while the others live on
-    loss_reported: int = -1  # newest generation whose loss of replicas was reported
+    loss: PeerLoss | None = None  # the newest loss of replicas
+    first_step: float | None = None  # wall clock at the end of the first step in the generation
+
+    @property
+    def library(self) -> bool:
+        """Whether all replicas have said hello, so that the node can change them in place."""
+        members = (*self.replicas, *self.lost)
+        return bool(members) and all(r.library for r in members)
+
+    @property
+    def resilient(self) -> bool:
+        """Whether the living replicas, or the last ones, survive the death of others."""
+        members = self.replicas or self.lost
+        return bool(members) and all(r.resilient for r in members)
+
+    def dead_in(self, generation: int) -> tuple[int, ...]:
+        """Return the slots of the replicas whose death in a generation the others survived."""
+        return self.loss.lost if self.loss is not None and self.loss.generation == generation else ()
+
+    @property
+    def lost_in(self) -> int:
+        """The newest generation that has lost replicas; -1: none has."""
+        return -1 if self.loss is None else self.loss.generation
 
     def update(self, local_rank: int, **fields: Any) -> LocalGeneration:
         """Return the generation with changed fields of a replica, which may be a newcomer."""
@@ -211,10 +232,13 @@ class State:
 
     me: AgentIdentity
     plan: Plan | None = None
-    acted: int = -1  # highest generation that was started here, or given up before
+    acted: int = -1  # every generation up to this one was started here, or never will be
     held: LocalGeneration | None = None
     agents: Mapping[str, str] | None = None  # node → agent registered for this job; None: not read yet
-    ended: Mapping[tuple[int, str], Outcome] = field(default_factory=dict)
+    # node → what it has left; of this node, what an earlier agent has said
+    left: Mapping[str, Left] = field(default_factory=dict)
+    ends: tuple[GenerationEnd, ...] = ()  # of generations on this node, newest last
+    told: Held | None = None  # what was written last of what this node holds
     master: MasterRecord | None = None
     opening: int = -1  # generation whose store was requested from this agent
     status: JobStatus | None = None
@@ -223,6 +247,11 @@ class State:
     away: Absence | None = None
     lapsed: bool = False  # the registration may have run out, and other jobs may have this node's slots
     exiting: bool = False
+
+    def add_ends(self, *ends: GenerationEnd) -> State:
+        """Return the state with generations that have ended on this node."""
+        acted = max(self.acted, *(end.generation for end in ends))
+        return replace(self, ends=(*self.ends, *ends)[-MOST_ENDS:], acted=acted)
 
 
 # Events
@@ -263,12 +292,10 @@ class NodesSeen(Event):
 
 
 @dataclass(frozen=True)
-class EndedSeen(Event):
-    """A node's replicas of a generation are gone."""
+class LeftSeen(Event):
+    """What a node has left of the job."""
 
-    generation: int
-    node: str
-    outcome: Outcome
+    left: Left
 
 
 @dataclass(frozen=True)
@@ -372,13 +399,6 @@ class Adopt(Action):
 
 
 @dataclass(frozen=True)
-class WriteReady(Action):
-    """Report that this node's newcomers are ready."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
 class AskToStop(Action):
     """Ask replicas to save and exit: with the library by a message, `plain` ones by SIGTERM."""
 
@@ -403,19 +423,10 @@ class Kill(Action):
 
 
 @dataclass(frozen=True)
-class WriteRunning(Action):
-    """Report that this node's replicas have started."""
+class WriteHeld(Action):
+    """Report what this node holds. It differs from what was reported before."""
 
-    generation: int
-    library: bool = False
-    resilient: bool = False
-
-
-@dataclass(frozen=True)
-class WritePeerLoss(Action):
-    """Report the dead of this node, and that the living wait to go on without them."""
-
-    record: PeerLossRecord
+    held: Held
 
 
 @dataclass(frozen=True)
@@ -427,10 +438,10 @@ class Lost(Action):
 
 
 @dataclass(frozen=True)
-class WriteEnded(Action):
-    """Report that this node's slots are free."""
+class Ended(Action):
+    """Tell the user, and the event log, how a generation has ended here."""
 
-    record: EndedRecord
+    end: GenerationEnd
 
 
 @dataclass(frozen=True)

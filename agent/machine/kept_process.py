@@ -12,25 +12,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from adaptdl_elastic._whole_file import write_whole
-
-
-class Child(Protocol):
-    """A process that this one has started; `subprocess.Popen` is one."""
-
-    @property
-    def pid(self) -> int:
-        """Return its process id."""
-
-    def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
-
-    def wait(self, seconds: float, /) -> object:
-        """Wait for its end; TimeoutExpired if it has not ended after so many seconds."""
 
 
 @dataclass
@@ -45,7 +31,7 @@ class KeptProcess:
 
     pid: int
     note: Path
-    child: Child | None = None
+    child: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def start(
@@ -53,8 +39,10 @@ class KeptProcess:
     ) -> KeptProcess:
         """Start a command in a session of its own, as `how` tells Popen; its output is appended to `log`.
 
+        It is killed again if it cannot be noted.
+
         Raises:
-            OSError: it cannot be started.
+            OSError: it cannot be started or noted.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -68,11 +56,6 @@ class KeptProcess:
                 start_new_session=True,
                 **how,
             )
-        return cls.noted(child, note)
-
-    @classmethod
-    def noted(cls, child: Child, note: Path) -> KeptProcess:
-        """Remember a process that was started in a session of its own; kill it if it cannot be noted."""
         created = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
             created = psutil.Process(child.pid).create_time()

@@ -12,5 +12,4 @@
 | Where do the replicas of a generation meet? | `generation_store` |
 | With which values is an agent started? | `agent_config` |
 | Why did a replica fail, and what is the user told of it? | `failure_reports`, `failure_reporter` |
-| What does torchelastic get as the rendezvous? | `plan_handler` |
 """

@@ -1,8 +1,7 @@
 """The elastic agent: carries out what `core.decisions` decides, for one node and one job.
 
-It replaces the polling loop of torch's SimpleElasticAgent, and the process context that handles all replicas
-as one: every replica has its own handle, and one loop waits for messages, exits, the store, signals and
-timers.
+Every replica has its own handle. One loop waits for messages, exits, the store, signals and timers. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -14,15 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
 
 from adaptdl_elastic.agent.cluster.coordinator_host import (
     SETTLED_AFTER,
@@ -52,7 +42,7 @@ from adaptdl_elastic.agent.runtime.decision_recorder import DecisionRecorder
 from adaptdl_elastic.agent.runtime.event_loop import Loop, Signalled, StopRequests
 from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
-from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
+from adaptdl_elastic.agent.runtime.generation_store import GenerationStore, NoStoreError
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.replica_starter import ReplicaStarter
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
@@ -61,11 +51,11 @@ from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.protocol.messages import Ping, ReplicaMessage, SaveCheckpoint, Stop, WithdrawPlan
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
+from adaptdl_elastic.rendezvous.schema.held import GenerationEnd, Held, PeerLoss
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     CHANGED_CODE,
     CheckpointRecord,
-    EndedRecord,
     JobRequest,
     JobState,
     JobStatus,
@@ -82,12 +72,11 @@ _FLUSH_SECONDS = 10.0  # time for the last writes to the store
 _LAPSED_SECONDS = 0.5  # between two looks whether a lapsed registration is renewed
 
 
-class ElasticAgent(SimpleElasticAgent):
+class NodeAgent:
     """One node's agent. `run` returns when the job, or this node's part in it, is over."""
 
     def __init__(
         self,
-        spec: WorkerSpec,
         config: AgentConfig,
         store: Store,
         keys: Keys,
@@ -98,8 +87,6 @@ class ElasticAgent(SimpleElasticAgent):
         say: Callable[[str], None],
         restart_fork_server: Callable[[], ForkServer],
     ) -> None:
-        super().__init__(spec)
-        self._worker_group.workers = []  # torch would report the end of each
         self._plan: Plan | None = None  # plan of the held generation
         self._config, self._keys = config, keys
         self._registration, self._fork_server, self._output = registration, fork_server, output
@@ -122,7 +109,7 @@ class ElasticAgent(SimpleElasticAgent):
             lambda text: self._loop.post(UserLine(text)),
         )
         self._links = LinkWatch(config.measure_links, registration, self._loop.post, self._writer.submit)
-        self._generation_store = GenerationStore(config.host, config.options.port_range)
+        self._generation_store = GenerationStore(config.host, config.options.port_range, fork_server)
         log, holder = output.directory / "coordinator.log", Holder(config.me.node, config.me.agent)
         self._coordinator = CoordinatorHost(
             holder,
@@ -135,6 +122,7 @@ class ElasticAgent(SimpleElasticAgent):
         )
         self._signals = StopRequests()
         self._asked = JobRequest()  # the last one that was carried out
+        self._loss: PeerLoss | None = None  # the last one that was reported
         self._failures = FailureReporter(
             output, recorder, say, config.me.spec.max_restarts, config.options.checkpoint_path
         )
@@ -158,9 +146,14 @@ class ElasticAgent(SimpleElasticAgent):
         status = self.state.status
         return status if status is not None and status.state.ended else None
 
-    # Methods of SimpleElasticAgent
+    def run(self) -> None:
+        """Run until this node's part is over, and end what the agent has started."""
+        try:
+            self._run()
+        finally:
+            self._close()
 
-    def _invoke_run(self, role: str = "default") -> RunResult:
+    def _run(self) -> None:
         self._loop.on_signals(self._config.options.signals)
         self._loop.add(self._fork_server, self._on_fork_server)
         self._writer.start()
@@ -172,27 +165,14 @@ class ElasticAgent(SimpleElasticAgent):
                     self._handle(event)
                 if not self.state.exiting:
                     self._decide(states.Tick())
-            except (NoPortError, NoOutputError) as error:
+            except (NoPortError, NoOutputError, NoStoreError) as error:
                 self._decide(states.Unfit(str(error)))
             if (due := self._recorder.due()) is not None and time.time() >= due:
                 self._recorder.flush()
             if any(due is not None and time.monotonic() >= due for due in self._check_times):
                 self._check_requests()
-        ends = {0: WorkerState.SUCCEEDED, STOPPED: WorkerState.STOPPED}
-        return RunResult(ends.get(self.exit_code, WorkerState.FAILED))
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        generation = self._plan.generation if self._plan is not None else -1
-        return {h.local_rank: h.number for h in self._replicas.values() if h.generation == generation}
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown()
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        return RunResult(WorkerState.HEALTHY if self._replicas else WorkerState.STOPPED)
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End all processes and threads of the agent, however `run` ends."""
+    def _close(self) -> None:
         self._coordinator.close()
         for watcher in self._watchers:
             watcher.close()
@@ -322,8 +302,6 @@ class ElasticAgent(SimpleElasticAgent):
                 self._withdraw(plan, reason)
             case states.Adopt(plan):
                 self._adopt(plan)
-            case states.WriteReady(generation):
-                self._reporter.ready(generation)
             case states.AskToStop(local_ranks, plain, reason):
                 self._ask_to_stop(local_ranks, plain, reason)
             case states.Ping(local_ranks):
@@ -331,15 +309,12 @@ class ElasticAgent(SimpleElasticAgent):
                     handle.send(Ping(handle.number))
             case states.Kill(local_ranks, reason):
                 self._kill(local_ranks, reason)
-            case states.WriteRunning(generation, library, resilient):
-                self._write_running(generation, library, resilient)
-            case states.WritePeerLoss(record):
-                self._recorder.emit("peers_lost", generation=record.generation)
-                self._reporter.peer_loss(record)
+            case states.WriteHeld(held):
+                self._write_held(held)
             case states.Lost(generation, failure):
                 self._failures.survived(generation, failure)
-            case states.WriteEnded(record):
-                self._write_ended(record)
+            case states.Ended(end):
+                self._ended(end)
             case states.WriteDraining(reason, when):
                 self._writer.submit(partial(self._registration.update, draining=True, deadline=when))
             case states.Say(text):
@@ -435,20 +410,20 @@ class ElasticAgent(SimpleElasticAgent):
         for handle in self._held(local_ranks):
             self._fork_server.signal(handle.number, signal.SIGKILL)
 
-    def _write_running(self, generation: int, library: bool, resilient: bool = False) -> None:
-        first = min((h.first_step for h in self._replicas.values() if h.first_step), default=None)
-        self._reporter.running(generation, first, library, resilient)
+    def _write_held(self, held: Held) -> None:
+        if held.loss is not None and held.loss != self._loss:
+            self._recorder.emit("peers_lost", generation=held.loss.generation)
+        self._loss = held.loss
+        self._reporter.held(held, self._recorder.last_step)
 
-    def _write_ended(self, record: EndedRecord) -> None:
-        if self._plan is None or record.generation == self._plan.generation:
+    def _ended(self, end: GenerationEnd) -> None:
+        if self._plan is None or end.generation == self._plan.generation:
             self._recorder.ended()
         if self.state.held is None:
-            self._recorder.emit("ended", generation=record.generation, outcome=record.outcome.value)
-        record = replace(record, last_step=self._recorder.last_step, time=time.time())
+            self._recorder.emit("ended", generation=end.generation, outcome=end.outcome.value)
         alone = self._plan is None or self._plan.nodes <= 1
         used = 0 if self.state.status is None else self.state.status.restarts_used
-        self._failures.ended(record, self._ended_in(record.generation), used, alone=alone)
-        self._reporter.ended(record)
+        self._failures.ended(end, self._ended_in(end.generation), used, alone=alone)
 
     def _ended_in(self, generation: int) -> list[ReplicaHandle]:
         return [handle for handle, _ in self._last_exits if handle.generation == generation]
@@ -461,10 +436,11 @@ class ElasticAgent(SimpleElasticAgent):
         for item in news:
             handle = self._replicas.get(item.id)
             if handle is None:
-                continue
-            if isinstance(item, Spawned):
+                if isinstance(item, Exited) and (line := self._generation_store.exited(item.id)):
+                    self._say(line)
+            elif isinstance(item, Spawned):
                 self._spawned(handle, item.pid)
-            elif isinstance(item, Exited):
+            else:
                 self._exited(handle, item.exit_code, item.signalled, item.time)
 
     def _fork_server_died(self) -> None:
@@ -474,6 +450,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._fork_server.close()
         self._fork_server = self._restart_fork_server()
         self._loop.add(self._fork_server, self._on_fork_server)
+        self._generation_store.served_by(self._fork_server)
         for handle in list(self._replicas.values()):
             self._exited(handle, -signal.SIGKILL)
 
@@ -577,10 +554,6 @@ class ElasticAgent(SimpleElasticAgent):
         self._recorder.step(message.time)
         if handle.first_step is None:
             handle.first_step = message.time
-            if all(h.first_step is None or h is handle for h in self._replicas.values()):
-                held = self.state.held
-                resilient = held is not None and all(r.resilient for r in held.replicas)
-                self._write_running(handle.generation, library=True, resilient=resilient)
         self._decide(states.FromReplica(handle.generation, handle.local_rank, message))
 
     def _on_saved(self, handle: ReplicaHandle, saved: messages.Saved) -> None:

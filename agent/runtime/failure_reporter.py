@@ -9,10 +9,10 @@ from adaptdl_elastic.agent.runtime import failure_reports
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.agent.terminal.replica_output import Output
 from adaptdl_elastic.agent.terminal.traceback_display import EndedReplica, TracebackDisplay
+from adaptdl_elastic.rendezvous.schema.held import GenerationEnd
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     CheckpointRecord,
-    EndedRecord,
     Failure,
     Outcome,
     Plan,
@@ -49,26 +49,26 @@ class FailureReporter:
         self._recorder.lost(generation, failure)
 
     def ended(
-        self, record: EndedRecord, ended: Iterable[EndedReplica], restarts_used: int, *, alone: bool
+        self, end: GenerationEnd, ended: Iterable[EndedReplica], restarts_used: int, *, alone: bool
     ) -> None:
         """Tell how a generation has ended on this node, with one traceback.
 
         Args:
-            record: The end; its failure is that of the replica which the others' came of.
+            end: The end; its failure is that of the replica which the others' came of.
             ended: The replicas of the generation.
             restarts_used: Restarts of the job before this end.
             alone: No other node has replicas.
         """
-        failure = record.failure
+        failure = end.failure
         # the last death on this node is no failure if replicas of other nodes live on
-        survived = not alone and failure is not None and (record.generation, failure.rank) in self._survived
-        if failure is not None and record.outcome is Outcome.FAILED and not survived:
+        survived = not alone and failure is not None and (end.generation, failure.rank) in self._survived
+        if failure is not None and end.outcome is Outcome.FAILED and not survived:
             self._killed = failure.exit_code < 0
             used = min(restarts_used + 1, self._max_restarts)
             shown = self._tracebacks.show_cause(ended, failure.rank, alone=alone)
             self._say(failure_reports.summarise(failure, again=shown.repeated, traceback=shown.hidden_in))
             self._recorder.failure(failure, used, self._max_restarts)
-        elif failure is not None or record.outcome is Outcome.STOPPED:
+        elif failure is not None or end.outcome is Outcome.STOPPED:
             # a replica may have ended with an error while the others were to go on without it
             shown = self._tracebacks.show_first(ended)
             if shown.rank is not None:

@@ -9,8 +9,7 @@ pair; the descriptors of a replica are sent as ancillary data with its line. The
 of the replicas. When the agent's end of the socket closes, however the agent ended, the server kills every
 replica's process group and ends. When the server dies, the kernel kills the replicas.
 
-A node service has a server as well, which forks agents (`lasting`): they outlive it. Such an agent forks its
-own server from itself before it does anything else (`prepare`), since it has imported torch.
+A node service has a server as well, which forks the servers of the agents (`lasting`): they outlive it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import selectors
 import signal
 import socket
@@ -32,10 +30,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from adaptdl_elastic import _own_python
-from adaptdl_elastic.agent.runtime.forked_child import Command, become, run
+from adaptdl_elastic.agent.runtime.forked_child import SERVER, Command, become, remember_modules, run
 from adaptdl_elastic.protocol import environment
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "adaptdl_elastic.torch")
@@ -72,10 +70,8 @@ class Exited:
 class ForkServer:
     """The agent's side of the fork server."""
 
-    _prepared: ForkServer | None = None
-
-    def __init__(self, process: subprocess.Popen[bytes] | ForkedProcess, sock: socket.socket) -> None:
-        self.process = process
+    def __init__(self, process: subprocess.Popen[bytes] | None, sock: socket.socket) -> None:
+        self.process = process  # None: another process has started it
         self._socket = sock
         self._buffer = b""
         self._used = False
@@ -91,10 +87,6 @@ class ForkServer:
             modules: What it imports.
             lasting: Whether its children outlive it.
         """
-        if (prepared := cls._prepared) is not None:
-            cls._prepared = None
-            prepared._socket.sendall(_line(**(os.environ if environ is None else environ)))
-            return prepared
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -107,13 +99,12 @@ class ForkServer:
         return cls(process, ours)
 
     @classmethod
-    def prepare(cls) -> None:
-        """Fork a server from this process, which has imported what it needs and has one thread.
-
-        It waits for the first call of `start`, which gives it its environment.
-        """
-        ours, theirs = socket.socketpair()
-        cls._prepared = cls(ForkedProcess.start(theirs), ours)
+    def forked(cls, sock: socket.socket, environ: dict[str, str]) -> ForkServer:
+        """Give its environment to a server that was forked for this process, and return it."""
+        # a server that is gone is noticed where its news are received
+        with suppress(OSError):
+            sock.sendall(_line(**environ))
+        return cls(None, sock)
 
     def fileno(self) -> int:
         """Return the descriptor, for selectors: it is readable when `receive` returns something."""
@@ -155,9 +146,13 @@ class ForkServer:
 
     def close(self, timeout: float = 4 * (_GRACE + _LAST_WAIT)) -> None:
         """Kill what still runs and wait for the server's end."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # also wakes a thread that is in `receive`
-        self._socket.close()
+        with suppress(OSError), self._socket:
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(timeout)
+            while self.process is None and self._socket.recv(_CHUNK):
+                continue
+        if self.process is None:
+            return
         if not self._used:
             self.process.kill()  # it may be in the middle of its imports
         try:
@@ -167,59 +162,6 @@ class ForkServer:
             # the kernel may keep a process whose disk or device does not answer
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout)
-
-
-@dataclass
-class ForkedProcess:
-    """A server that this process has forked; as `subprocess.Popen`."""
-
-    pid: int
-    _reaped: bool = False
-
-    @classmethod
-    def start(cls, sock: socket.socket) -> ForkedProcess:
-        """Fork a server, which keeps nothing of this process but its modules."""
-        pid = os.fork()
-        if pid:
-            sock.close()
-            return cls(pid)
-        try:
-            os.setsid()
-            for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-                if number > 2 and number != sock.fileno():
-                    with suppress(OSError):
-                        os.close(number)
-            line = b""
-            # one byte at a time: requests follow
-            while not line.endswith(b"\n"):
-                if not (byte := sock.recv(1)):
-                    os._exit(0)
-                line += byte
-            os.environ.clear()
-            os.environ.update(json.loads(line))
-            main(sock.detach(), ())
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-
-    def kill(self) -> None:
-        """Kill it, if it has not been waited for."""
-        if not self._reaped:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for its end; TimeoutExpired if it has not ended in time."""
-        if self._reaped:
-            return
-        descriptor = os.pidfd_open(self.pid)
-        try:
-            if not select.select([descriptor], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
-        finally:
-            os.close(descriptor)
-        os.waitpid(self.pid, 0)
-        self._reaped = True
 
 
 def _news(message: dict[str, Any]) -> Spawned | Exited:
@@ -241,10 +183,28 @@ def main(number: int, modules: Sequence[str], lasting: bool = False) -> None:
         signal.signal(name, signal.SIG_IGN)
     preload((*modules, *filter(None, os.environ.get(environment.PRELOAD, "").split(","))))
     command = _Server(socket.socket(fileno=number), lasting).serve()
+    if command is not None and command.mode == SERVER:
+        serve_forked(int(os.environ[environment.AGENT_FD]))
     if command is not None:
-        if command.independent:
-            ForkServer.prepare()
         run(command)
+
+
+def serve_forked(number: int) -> NoReturn:
+    """Run the server of another process in this one, which was forked for that, until it ends."""
+    try:
+        sock, line = socket.socket(fileno=number), b""
+        # one byte at a time: requests follow
+        while not line.endswith(b"\n"):
+            if not (byte := sock.recv(1)):
+                os._exit(0)
+            line += byte
+        os.environ.clear()
+        os.environ.update(json.loads(line))
+        main(sock.detach(), ())
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -252,6 +212,7 @@ def preload(modules: Sequence[str]) -> None:
     for name in modules:
         with suppress(ImportError):
             importlib.import_module(name)
+    remember_modules()
     gc.collect()
     gc.freeze()  # so that a garbage collection in a replica does not copy every page
 

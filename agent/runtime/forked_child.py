@@ -45,17 +45,22 @@ from adaptdl_elastic.rendezvous.local.safe_stream import SafeStream, Unshown, pr
 
 _PR_SET_PDEATHSIG = 1
 CANNOT_EXEC = 127  # as in a shell
+SERVER = "server"
+"""Mode of a command: a fork server that outlives the one that forks it (`fork_server.serve_forked`)."""
+
 _NOT_FLUSHED = 120  # Python's exit code if the last output cannot be written
 _STUCK = 10.0  # seconds after which a file that can be neither flushed nor closed is given up
 _CONNECTION_ERRORS = (ConnectionError, EOFError)
 _DYING_SECONDS = 1.0  # at most from when a process closes its descriptors until it counts as ended
+
+_warm = set[str]()  # names of the modules that were imported before the script
 
 _Hook = Callable[[type[BaseException], BaseException, types.TracebackType | None], Any]
 
 
 @dataclass(frozen=True)
 class Command:
-    """What a replica runs. `mode`: "script", "module" (python -m) or "exec" (any program)."""
+    """What a replica runs. `mode`: "script", "module" (python -m), "exec" (any program) or SERVER."""
 
     mode: str
     argv: tuple[str, ...]
@@ -65,7 +70,6 @@ class Command:
     reports: str = ""  # directory for the files of `uncaught_error`; "": none are written
     quiet: bool = False  # write the traceback there, not to stderr: the agent shows one
     devices: tuple[str, ...] = ()  # names of the GPUs to hold
-    independent: bool = False  # it outlives the server, and `env` is its whole environment
 
 
 def become(
@@ -81,9 +85,7 @@ def become(
         channel: descriptor of its channel to the agent, if it has one.
     """
     os.setsid()  # Ctrl-C in a terminal is for the agent, which then asks the replicas to stop
-    if command.independent:
-        os.environ.clear()
-    else:
+    if command.mode != SERVER:
         die_with(parent)
     for number in range(1, signal.NSIG):
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, getattr(signal, "SIGXFSZ", 0)):
@@ -103,6 +105,15 @@ def become(
         os.environ[environment.AGENT_FD] = str(channel)
 
 
+def remember_modules() -> None:
+    """Remember the modules that are imported before a script runs, unless that was done before a fork.
+
+    To go through them in a replica would copy 5 MB of pages that it shares with its server.
+    """
+    if not _warm:
+        _warm.update(sys.modules)
+
+
 def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -119,7 +130,8 @@ def run(command: Command) -> NoReturn:
     _fresh_interpreter(command)
     if command.quiet:
         os.register_at_fork(after_in_child=_silence_orphan)
-    warm, code, interrupted, pid = frozenset(sys.modules), 0, False, os.getpid()
+    remember_modules()
+    code, interrupted, pid = 0, False, os.getpid()
     try:
         _run(command, pid)
     except SystemExit as error:
@@ -132,7 +144,7 @@ def run(command: Command) -> NoReturn:
         # a stop comes too late now; SIG_IGN would be inherited by programs started from here
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         say_finished()
-    flushed = _wind_up(warm)
+    flushed = _wind_up()
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -195,7 +207,7 @@ def _fresh_interpreter(command: Command) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     first = command.cwd if command.mode == "module" else str(Path(command.argv[0]).resolve().parent)
-    if not (command.independent or getattr(sys.flags, "safe_path", False)):
+    if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, first)
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
@@ -261,11 +273,8 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def _wind_up(warm: frozenset[str]) -> bool:
+def _wind_up() -> bool:
     """Do what the interpreter does after its threads and before its tear-down.
-
-    Args:
-        warm: names of the modules that were imported before the script.
 
     Returns:
         Whether all output was written.
@@ -273,7 +282,7 @@ def _wind_up(warm: frozenset[str]) -> bool:
     atexit._run_exitfuncs()
     # flush first: a garbage collection may finalize a file's inner layer before its outer one
     _each_file("flush")
-    for name in ("__main__", *_users_modules(warm)):
+    for name in ("__main__", *_users_modules()):
         sys.modules.pop(name, None)  # finalizers of objects that only the script's modules refer to run
     sys.last_type = sys.last_value = sys.last_traceback = None
     gc.collect()
@@ -288,11 +297,11 @@ def _wind_up(warm: frozenset[str]) -> bool:
     return True
 
 
-def _users_modules(warm: frozenset[str]) -> list[str]:
+def _users_modules() -> list[str]:
     """Return modules that are neither installed nor part of Python, such as those beside the script."""
     paths = sysconfig.get_paths()
     installed = tuple(paths[where] for where in ("stdlib", "platstdlib", "purelib", "platlib"))
-    new = {name: module for name, module in sys.modules.items() if name not in warm}
+    new = {name: module for name, module in sys.modules.items() if name not in _warm}
     files = {name: getattr(module, "__file__", None) for name, module in new.items()}
     return [name for name, file in files.items() if isinstance(file, str) and not file.startswith(installed)]
 

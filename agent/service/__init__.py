@@ -6,7 +6,7 @@
 | What does it do all the time? | `supervisor` |
 | Which agents does it start and stop? | `decisions` (pure) |
 | How does an agent get its files, and outlive the service? | `agents`, `blobs`, `archives` |
-| How is an agent forked from a process that has imported torch? | `agent_forker` |
+| How do the jobs of a node share one import of torch? | `server_forker` |
 | Who registers the node for a job that has no agent here? | `stand_in` |
 | How does it follow all jobs of the store? | `job_records` |
 | How does the job of an EC2 stack run? | `stack_job` |

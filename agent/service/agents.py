@@ -1,7 +1,7 @@
 """Register this node for submitted jobs, and start the agent of a job once a plan has replicas here.
 
 A job that has no replicas on a node costs it no process: the service fetches the job's files and registers
-the node, as an agent would (`take_part`). Where the coordinator then plans replicas, the service forks an
+the node, as an agent would (`take_part`). Where the coordinator then plans replicas, the service starts an
 agent, which takes over the registration. The agent ends when a plan has no replicas here any more, and the
 service registers the node again.
 """
@@ -25,15 +25,15 @@ from adaptdl_elastic.agent.cluster.ended_run import JobEndedError
 from adaptdl_elastic.agent.cluster.job_joining import live_agents
 from adaptdl_elastic.agent.machine.kept_process import KeptProcess, last_line
 from adaptdl_elastic.agent.service import environments
-from adaptdl_elastic.agent.service.agent_forker import AgentForker, can_fork
 from adaptdl_elastic.agent.service.archives import read_private, unpack
 from adaptdl_elastic.agent.service.blobs import AbsentError, Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import AgentState, Step
 from adaptdl_elastic.agent.service.job_packages import python_with
+from adaptdl_elastic.agent.service.server_forker import ServerForker, can_fork
 from adaptdl_elastic.agent.service.stand_in import Membership, StandIn, StandInError, record_failure
 from adaptdl_elastic.protocol import environment
-from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, SECRET
+from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT, FORK_SERVER, SECRET
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobState, Plan, encode
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
@@ -79,7 +79,7 @@ class Agents:
         # of jobs without an agent, and of those whose agents have taken them over
         self._stand_ins: dict[str, StandIn] = {}
         self._ghosts: list[StandIn] = []  # to be withdrawn again: the store did not answer
-        self.forker = AgentForker(_of_others(os.environ), changed)
+        self.forker = ServerForker(_of_others(os.environ))
         self._states: dict[str, AgentState] = {}
         self.problems: dict[str, str] = {}
         """Why this node cannot run a job, by job."""
@@ -280,13 +280,14 @@ class Agents:
         job = stand_in.job
         log, note = self._directory.log(job), self._notes() / f"{job}.json"
         try:
+            command = _own_python.module("adaptdl_elastic.agent", *stand_in.options, python=stand_in.python)
+            where = note, log, stand_in.work
             if can_fork(stand_in.given) and stand_in.python == sys.executable:
-                child = self.forker.start(stand_in.options, stand_in.work, log, stand_in.environment)
-                process = KeptProcess.noted(child, note)
+                with self.forker.fork(stand_in.work, log) as server:
+                    given = {**stand_in.environment, FORK_SERVER: str(server.fileno())}
+                    process = KeptProcess.start(command, *where, given, pass_fds=[server.fileno()])
             else:
-                options = stand_in.options
-                command = _own_python.module("adaptdl_elastic.agent", *options, python=stand_in.python)
-                process = KeptProcess.start(command, note, log, stand_in.work, stand_in.environment)
+                process = KeptProcess.start(command, *where, stand_in.environment)
         except Exception as error:  # or the job would be prepared for ever
             with self._lock:
                 self._drop(job)

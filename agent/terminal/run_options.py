@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
+from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.machine import slurm
 from adaptdl_elastic.agent.terminal.run_parser import OptionError, parser
 from adaptdl_elastic.agent.terminal.torchrun_options import WITHOUT_MEANING
@@ -375,6 +377,7 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
 
 
 _DEVICES = ("auto", "cpu", "gpu", "xpu")
+_COUNT = "from torch.distributed import run; print(run.determine_local_world_size(sys.argv[1]))"
 
 
 def parse_slots(text: str, count: Any) -> tuple[int, int]:
@@ -390,14 +393,16 @@ def parse_slots(text: str, count: Any) -> tuple[int, int]:
 
 
 def count_devices(word: str) -> int:
-    """Return the number of devices that torchrun's `auto`, `cpu`, `gpu` or `xpu` stands for."""
-    from torch.distributed.run import determine_local_world_size
+    """Return the number of devices that torchrun's `auto`, `cpu`, `gpu` or `xpu` stands for.
 
-    try:
-        return int(determine_local_world_size(word))
-    except ValueError as error:
-        why = f": {str(error).rstrip('.')}; " if word in _DEVICES else ": "
-        raise OptionError(f"--nproc-per-node={word}{why}give a number, MIN:MAX, auto, gpu or cpu") from None
+    Another process asks torch, which would stay in this one's memory.
+    """
+    asked = subprocess.run(_own_python.code(_COUNT, word), capture_output=True, text=True)
+    if asked.returncode:
+        error = asked.stderr.strip().rpartition("\n")[2].removeprefix("ValueError: ").rstrip(".")
+        why = f": {error}; " if word in _DEVICES else ": "
+        raise OptionError(f"--nproc-per-node={word}{why}give a number, MIN:MAX, auto, gpu or cpu")
+    return int(asked.stdout)
 
 
 def parse_ports(text: str) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from adaptdl_elastic.autoscaler.cluster_view import JobView, View, failed_jobs, limited
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View, failed_jobs, limited, without_older_agents
 from adaptdl_elastic.autoscaler.coordinator import garbage_collection, reactive, rounds, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_builder import DecisionBuilder
@@ -106,7 +106,7 @@ class _Deciding:
         settings: CoordinatorSettings,
         answer: PolicyAnswer | None,
     ) -> None:
-        view = limited(view)
+        view, older = without_older_agents(limited(view))
         self.draft = DecisionBuilder(view, memory, keys, fence, settings)
         self.view, self.keys, self.fence, self.settings, self.answer = view, keys, fence, settings, answer
         self.ledger, self.notes, self.actions = self.draft.ledger, self.draft.notes, self.draft.actions
@@ -115,7 +115,7 @@ class _Deciding:
         self.described: dict[str, tuple[JobView, Condition]] = {}
         # jobs whose target waits for slots, and the nodes of those slots
         self.blocked: dict[str, set[str]] = {}
-        self.undecidable: dict[str, str] = {}  # jobs about which nothing can be decided, and why
+        self.undecidable = older  # jobs about which nothing can be decided, and why
 
     def run(self) -> Decided:
         fenced = [job for job in self.view.jobs.values() if self._one(job, self._fence)]
@@ -414,8 +414,7 @@ def fence_off(view: View, job: JobView, keys: Keys, fence: int) -> list[Action]:
     spec, key = job.spec.record, keys.job(job.job, "plan")
     garbage = job.unreadable.get("plan")
     if job.plan is None:
-        last = max(job.generations, default=-1)
-        claim = _claim(spec, last, fence, view.wall)
+        claim = _claim(spec, job.newest_generation, fence, view.wall)
         return [CompareAndSwap(key, claim, garbage or 0)]
     plan = job.plan.record
     if garbage is not None:  # the last valid plan is still in force

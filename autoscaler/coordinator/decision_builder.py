@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.coordinator import failure_owner, garbage_collection, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
@@ -28,6 +28,7 @@ from adaptdl_elastic.autoscaler.coordinator.node_speeds import NodeClasses, node
 from adaptdl_elastic.autoscaler.coordinator.node_types import memory_limits
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, why_pending
+from adaptdl_elastic.autoscaler.held_facts import Observed
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     INPLACE_REQUIRED,

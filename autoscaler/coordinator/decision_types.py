@@ -138,7 +138,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class CompareAndSwap:
-    """Action: write `record` if the key is at `expected_revision` (0: it does not exist)."""
+    """Action: write `record` if the key is at `expected_revision` (0: it does not exist); None deletes it."""
 
     key: str
     record: Any

@@ -18,25 +18,39 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Plan
 
 
-def collect(view: View, job: JobView, condition: Condition, keys: Keys) -> list[DeletePrefix]:
-    """Return the keys of generations that are not needed any more.
+def collect(
+    view: View, job: JobView, condition: Condition, keys: Keys
+) -> list[CompareAndSwap | DeletePrefix]:
+    """Return what deletes a job's keys that are not needed any more: of generations, and of nodes that left.
 
-    How a generation ended is kept as long as the newest plan waits for it: a later leader, and an agent that
-    has just come, have only these records to tell that its replicas are gone.
+    What a node held is kept as long as the newest plan waits for it: a later leader, and an agent that has
+    just come, have only this record to tell that its replicas are gone.
     """
     if job.plan is None:
         return []
+    plan, agents = job.plan.record, view.agents(job.job)
     needed = {leaver.generation for leaver in holding(view, job)}
-    oldest = job.plan.record.generation - 2
-    if condition.phase is Phase.OVER and not view.agents(job.job):
-        oldest = job.plan.record.generation + 1
+    oldest = plan.generation - 2
+    if condition.phase is Phase.OVER and not agents:
+        oldest = plan.generation + 1
     else:
-        needed |= {leaver.generation for leaver in job.plan.record.leaving}
+        needed |= {leaver.generation for leaver in plan.leaving}
+    stays = {*agents, *(one.node for one in plan.leaving), *(one.node for one in plan.placements)}
     return [
-        DeletePrefix(key)
-        for generation in sorted(job.generations)
-        if generation < oldest and generation not in needed
-        for key in (keys.generation(job.job, generation), keys.reports(job.job, generation))
+        *(
+            DeletePrefix(keys.generation(job.job, generation))
+            for generation in sorted(job.generations)
+            if generation < oldest and generation not in needed
+        ),
+        *(
+            CompareAndSwap(key(job.job, node), None, revision)
+            for node, seen in job.held.items()
+            if node not in stays
+            and max(seen.record.generations) < max(oldest, 0)
+            and not seen.record.generations & needed
+            for key, revision in ((keys.held, seen.revision), (keys.left, job.left.get(node)))
+            if revision
+        ),
     ]
 
 

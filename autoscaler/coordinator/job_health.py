@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.coordinator import survivors
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.slots import fewest
+from adaptdl_elastic.autoscaler.held_facts import Observed
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, Outcome, Placement, Plan, Transition
 
 FOREVER = float("inf")

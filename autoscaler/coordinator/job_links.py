@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from adaptdl_elastic.autoscaler.cluster_view import Observed, View
+from adaptdl_elastic.autoscaler.cluster_view import View
+from adaptdl_elastic.autoscaler.held_facts import Observed
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, NetworkPrior
 from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry, TypeProfile
 from adaptdl_elastic.rendezvous.schema.node_links import APART, FAST, links_between, nodes_with_slow_links

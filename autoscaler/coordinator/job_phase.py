@@ -233,7 +233,7 @@ def _ended_before(job: JobView, plan: Plan) -> bool:
         asked = {leaver.node for leaver in plan.leaving if leaver.generation == generation}
         asked |= {node for g, node in job.running if g == generation}  # a lost node is no leaver any more
         if asked <= set(before) and set(before.values()) == {Outcome.DONE}:
-            return True
+            return not survivors.failed_until(job, plan, generation)
     return False
 
 

@@ -340,7 +340,7 @@ class Term:
 
     def _swap(self, action: CompareAndSwap) -> bool:
         try:
-            text = records.encode(action.record)
+            text = None if action.record is None else records.encode(action.record)
         except Exception:  # an error of one job: what is decided about the others is written
             logger.exception("%s cannot be written", action.key)
             return False

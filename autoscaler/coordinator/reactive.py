@@ -83,7 +83,9 @@ def _is_switching(draft: DecisionBuilder, job: JobView, condition: Condition, pl
     if condition.phase is not Phase.CHANGING or not inplace or not starting or condition.health.stopped:
         return False
     assert job.plan is not None
-    ready = (seen.seen for (g, _), seen in job.ready.items() if g == plan.generation)
+    # newcomers that have joined were ready
+    ready = [seen.seen for (g, _), seen in job.ready.items() if g == plan.generation]
+    ready += [seen.seen for (g, _), seen in job.running.items() if g == plan.generation]
     due = max(job.plan.seen, *ready, 0.0) + SWITCH_WAIT
     if _awaited(job, plan, starting) or draft.view.now >= due:
         return False
@@ -117,6 +119,12 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
     if exhausted(draft.view, job, condition, draft.settings):
         return  # the job's status ends the job: it needs no plan
     generation = jobs.failed_generation(job, plan)
+    heard_by = jobs.failed_at(job, generation) + draft.settings.silence
+    if draft.view.now < heard_by and loss_known_at(job, plan, draft.settings):
+        # other replicas are about to report why these lost a peer
+        draft.wake(heard_by)
+        draft.notes[job.job].waits_for = "replicas lost a peer; waits to know why"
+        return
     lived = draft.settings.refill_after
     kind = failure_owner.kind_to_remember(job, generation, lived)
     owner = failure_owner.owner_of(draft.view, job, plan, lived)

@@ -1,6 +1,6 @@
 """Find the replicas of one job that live on after a death. Pure functions.
 
-Agents write `broken` when replicas of theirs have died and others live, and when living replicas have noticed
+Agents report a loss when replicas of theirs have died and others live, and when living replicas have noticed
 that others are gone. Nothing is decided until the dead are known (a node is lost when its lease expires).
 Then the survivors go on in their processes by a plan with transition RECOVER, at once and without using the
 restart budget, if they have reported that they can and if they are enough.
@@ -65,16 +65,11 @@ def before(plan: Plan) -> int:
 def begun(job: JobView, plan: Plan) -> bool:
     """Return whether replicas have switched to the generation of a change in place.
 
-    Then failures belong to this generation, not to the previous one. A node counts if it reported `running`
-    or `broken`, even if it has ended since. So does a node whose replicas left the previous generation well
-    and failed in this one before all had switched.
+    Then failures belong to this generation, not to the previous one. A node counts if it runs the generation,
+    or has lost replicas in it, even if that has ended there since.
     """
     at = [(plan.generation, placement.node) for placement in plan.placements]
-    return any(one in job.running or one in job.broken for one in at) or any(
-        _outcome(job, leaver.generation, leaver.node) is Outcome.STOPPED
-        and _outcome(job, plan.generation, leaver.node) is Outcome.FAILED
-        for leaver in plan.leaving
-    )
+    return any(one in job.running or one in job.broken for one in at)
 
 
 def unheard(job: JobView, plan: Plan) -> list[Placement]:
@@ -93,26 +88,39 @@ def unheard(job: JobView, plan: Plan) -> list[Placement]:
 
 
 def failed_before(job: JobView, plan: Plan) -> list[str]:
-    """Return the nodes whose replicas failed in the last generation that ran, if it is not the plan's own.
+    """Return the nodes whose replicas failed in the last generation that ran, if it is not the plan's own."""
+    ran = last_that_ran(job, plan)
+    return [] if ran == plan.generation else failed_until(job, plan, ran)
+
+
+def failed_until(job: JobView, plan: Plan, generation: int) -> list[str]:
+    """Return the nodes whose replicas failed in a generation, or in the one before that others never left.
 
     The others were told to go on without them, but came to the end of the script first. So they have not
     taken over what the dead had still to do there, such as saving the model as rank 0.
     """
-    ran = last_that_ran(job, plan)
-    if ran == plan.generation:
-        return []
+    generations = {generation}
+    for (g, node), seen in job.ended.items():
+        if g == generation and seen.record.outcome is Outcome.DONE and not seen.record.ran:
+            earlier = (r for r, n in job.running if n == node and plan.first <= r < generation)
+            generations.add(max(earlier, default=generation))
     bad = (Outcome.FAILED, Outcome.ABORTED)
-    return [node for g, node in job.running if g == ran and _outcome(job, g, node) in bad]
+    return [node for g, node in job.running if g in generations and _outcome(job, g, node) in bad]
 
 
 def last_that_ran(job: JobView, plan: Plan) -> int:
     """Return the newest generation of the plan's run that ran; -1 if none did.
 
-    The plan's own generation has run if the node with rank 0 reports it.
+    The plan's own generation has run if the node with rank 0 reports it. After a death that node also tells
+    which one ran before: replicas of other nodes may belong to a generation that they never formed, since
+    they had finished all epochs.
     """
-    if not plan.placements or (plan.generation, plan.placements[0].node) in job.running:
+    first = plan.placements[0].node if plan.placements else ""
+    if not first or (plan.generation, first) in job.running:
         return plan.generation
-    return max((g for g, _ in job.running if plan.first <= g < plan.generation), default=-1)
+    ran = [(g, node) for g, node in job.running if plan.first <= g < plan.generation]
+    recovered = [g for g, node in ran if node == first and plan.transition is Transition.RECOVER]
+    return max(recovered or [g for g, _ in ran], default=-1)
 
 
 def given_up(plan: Plan) -> tuple[Leaving, ...]:

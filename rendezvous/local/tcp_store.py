@@ -1,8 +1,15 @@
-"""Serve torch's TCPStore on one address."""
+"""Serve torch's TCPStore on a socket.
+
+Run as a program, this module serves the socket that it has inherited, until it is killed. It ignores signals
+that are sent to all processes of a job.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,24 +18,21 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adaptdl_elastic.rendezvous.local.addresses import Ports, listen
+from adaptdl_elastic.protocol.environment import AGENT_FD
 
 _ERRORS = 2  # torch's level of errors
+_JOIN_SECONDS = 30.0
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def serve(host: str, ports: Ports, timeout: float) -> tuple[int, TCPStore]:
-    """Open a TCPStore on one address; torch's own way listens on all addresses.
+def serve(sock: socket.socket, timeout: float) -> TCPStore:
+    """Open a TCPStore on a listening socket; torch's own way listens on all addresses.
 
-    Returns:
-        Its port and the store. The port is closed when the store is garbage-collected.
-
-    Raises:
-        NoPortError: no port is free.
+    The socket belongs to the store, and is closed when the store is garbage-collected.
     """
-    sock = listen(host, ports)
-    port = int(sock.getsockname()[1])
+    host, port = sock.getsockname()[:2]
     with _without_warnings():
-        store = TCPStore(
+        return TCPStore(
             host,
             port,
             is_master=True,
@@ -36,7 +40,15 @@ def serve(host: str, ports: Ports, timeout: float) -> tuple[int, TCPStore]:
             timeout=timedelta(seconds=timeout),
             master_listen_fd=sock.detach(),
         )
-    return port, store
+
+
+def main() -> None:
+    """Serve the inherited socket."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    store = serve(socket.socket(fileno=int(os.environ[AGENT_FD])), _JOIN_SECONDS)
+    while store is not None:
+        signal.pause()
 
 
 @contextmanager
@@ -55,3 +67,7 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         level.value = before
+
+
+if __name__ == "__main__":
+    main()

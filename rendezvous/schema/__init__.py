@@ -6,5 +6,6 @@
 | What does the autoscaler write? | `autoscaler_status` |
 | What do node services and submitted jobs write? | `submissions` |
 | Under which key is a record kept? | `keys` |
+| What does a node hold of a job? | `held` |
 | Which nodes of a job have slow links? | `node_links` |
 """

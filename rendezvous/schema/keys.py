@@ -6,12 +6,10 @@ jobs/<job>/request                      JobRequest: what a user asked for (adapt
 jobs/<job>/status                       JobStatus, written by the coordinator
 jobs/<job>/hints                        protocol.hints.JobHints: what rank 0 reports, relayed by its agent
 jobs/<job>/plan                         Plan, written only by the coordinator
-reports/<job>/<g>/ready/<node>          ReadyRecord: this node could run generation g now
-reports/<job>/<g>/running/<node>        RunningRecord: its replicas have started
-reports/<job>/<g>/broken/<node>         PeerLossRecord: a replica died, and the node's living replicas wait
+jobs/<job>/left/<node>                  Left: what the node has left, for agents that wait for that
+reports/<job>/<node>                    Held: what the node holds of the job, and how that ended
 jobs/<job>/checkpoint                   CheckpointRecord, written by rank 0's agent
 jobs/<job>/generations/<g>/master       MasterRecord, written by the agent of rank 0
-jobs/<job>/generations/<g>/ended/<node>     EndedRecord: its replicas are gone, and how they ended
 coordinator/host                        leased: the agent or service whose child process is a coordinator
 coordinator/second                      leased: that of another node, whose coordinator stands by
 coordinator/leader                      LeaderRecord, leased: the coordinator that decides
@@ -43,6 +41,7 @@ from typing import Any
 
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
+from adaptdl_elastic.rendezvous.schema.held import Held, Left
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 """Regular expression of the names of clusters, nodes and jobs."""
@@ -62,10 +61,8 @@ _RECORDS: dict[str, type[Any]] = {
     "jobs/*/plan": records.Plan,
     "jobs/*/checkpoint": records.CheckpointRecord,
     "jobs/*/generations/#/master": records.MasterRecord,
-    "jobs/*/generations/#/ended/*": records.EndedRecord,
-    "reports/*/#/ready/*": records.ReadyRecord,
-    "reports/*/#/running/*": records.RunningRecord,
-    "reports/*/#/broken/*": records.PeerLossRecord,
+    "jobs/*/left/*": Left,
+    "reports/*/*": Held,
 }
 _PATHS = "|".join(f"({path})" for path in _RECORDS)
 _RECORD_KEY = re.compile(_PATHS.replace("*", "[^/]+").replace("#", "[0-9]{1,18}"))
@@ -153,19 +150,20 @@ class Keys:
         return f"{self.jobs}{check_name('job', job)}/" + "/".join(parts)
 
     def generation(self, job: str, generation: int, *parts: str) -> str:
-        """Return a key of one generation, as in `generation("mnist", 3, "ended", "host0")`.
-
-        Without parts it is a prefix. Records that only the coordinator reads are under the job's `reports`;
-        agents follow all other keys of a job.
-        """
-        if parts and parts[0] in ("ready", "running", "broken"):
-            return self.reports(job, generation) + "/".join(parts)
+        """Return a key of one generation: `generation("mnist", 3, "master")`; without parts a prefix."""
         return self.job(job, "generations", str(generation), *(parts or ("",)))
 
-    def reports(self, job: str, generation: int | None = None) -> str:
-        """Return the prefix of the agents' reports about one generation of a job (None: about all)."""
-        prefix = f"{self.root}reports/{check_name('job', job)}/"
-        return prefix if generation is None else f"{prefix}{generation}/"
+    def left(self, job: str, node: str) -> str:
+        """Return the key of what a node has left of a job. Agents follow it."""
+        return self.job(job, "left", check_name("node", node))
+
+    def held(self, job: str, node: str) -> str:
+        """Return the key of what a node holds of a job. Only coordinators and commands read it."""
+        return self.reports(job) + check_name("node", node)
+
+    def reports(self, job: str) -> str:
+        """Return the prefix of what nodes hold of a job."""
+        return f"{self.root}reports/{check_name('job', job)}/"
 
     def torchrun(self, run_id: str, *parts: str) -> str:
         """Return a key of a run of plain torchrun; without parts the prefix of its keys."""

@@ -19,8 +19,11 @@ from pydantic.dataclasses import dataclass
 
 from adaptdl_elastic.rendezvous.text import clock
 
-VERSION = 1
+VERSION = 2
 """Version of the records. It grows when an old reader would misread them, and one release back is read."""
+
+HELD_VERSION = 2
+"""Version from which on an agent says what its node holds."""
 
 RECORD_CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
 """How pydantic reads every record: fields of newer versions are ignored."""
@@ -33,8 +36,8 @@ MOST_REPLICAS = 10**9
 
 # bounds of numbers in records, so that a defective writer cannot cause huge loops or ranges
 _Replicas = Annotated[int, Field(ge=1, le=MOST_SLOTS)]
-_Slot = Annotated[int, Field(ge=0, lt=4 * MOST_SLOTS)]
-_Slots = Annotated[tuple[_Slot, ...], Field(max_length=MOST_SLOTS)]
+Slot = Annotated[int, Field(ge=0, lt=4 * MOST_SLOTS)]
+_Slots = Annotated[tuple[Slot, ...], Field(max_length=MOST_SLOTS)]
 _Bound = Annotated[int, Field(ge=1, le=MOST_REPLICAS)]
 
 R = TypeVar("R")
@@ -164,6 +167,7 @@ class NodeRecord:
     # the same for agents that reach each other at loopback addresses (`addresses.network`); "": not known
     network: str = ""
     decisions: str = ""  # the file with the last decisions of the agent that a person has asked for
+    records: int = VERSION  # version in which the agent has registered
 
 
 _Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -284,8 +288,7 @@ class Placement:
 class Leaving:
     """Replicas of an earlier generation that still held their slots when a plan was written.
 
-    They are gone once `generations/<generation>/ended/<node>` exists, or the registration of `agent` does
-    not.
+    They are gone once the node says that it has left the generation, or `agent` is not registered any more.
     """
 
     node: str
@@ -440,30 +443,6 @@ class MasterRecord:
     code: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, config=RECORD_CONFIG)
-class ReadyRecord:
-    """A node's newcomers are started and wait for their generation."""
-
-    node: str
-    generation: int
-    time: float = 0.0
-
-
-@dataclass(frozen=True, config=RECORD_CONFIG)
-class RunningRecord:
-    """A node's replicas have started."""
-
-    node: str
-    generation: int
-    time: float = 0.0
-    first_step: float | None = None  # wall-clock time of the end of the first step; None before
-    library: bool = False  # all of them have said hello; the record is written again when they have
-    # these replicas survive the death of others; the record is written again when this is known
-    resilient: bool = False
-    # NodeRecord.agent of the writer: a late record may come after another agent took the node's name
-    agent: str = ""
-
-
 CHANGED_CODE = "changed code"
 """`Failure.kind` where a node's files are not those with which the run began to train."""
 
@@ -475,6 +454,7 @@ class Outcome(str, Enum):
     STOPPED = "stopped"  # stopped in order, with state saved (143), or went on in place
     FAILED = "failed"  # a replica failed
     ABORTED = "aborted"  # killed because others failed, or because it did not stop in time
+    LOST = "lost"  # its agent died, and the replicas with it
 
 
 @dataclass(frozen=True, config=RECORD_CONFIG)
@@ -491,31 +471,6 @@ class Failure:
     step: int | None = None  # number of the last step before the error; None: unknown
     # largest batch size that is known to work, if no step was made with the present, larger one; else None
     worked_batch: Annotated[int, Field(ge=1)] | None = None
-
-
-@dataclass(frozen=True, config=RECORD_CONFIG)
-class PeerLossRecord:
-    """A generation lost replicas, and the living ones of this node wait for a plan without the dead."""
-
-    node: str
-    generation: int
-    lost: tuple[int, ...] = ()  # LOCAL_RANKs of this node's dead replicas; (): replicas of other nodes died
-    failure: Failure | None = None  # of the first of them
-    time: float = 0.0
-
-
-@dataclass(frozen=True, config=RECORD_CONFIG)
-class EndedRecord:
-    """A node's replicas of a generation are gone, and its slots are free."""
-
-    node: str
-    generation: int
-    outcome: Outcome
-    exit_code: int = 0
-    failure: Failure | None = None
-    last_step: float | None = None  # wall-clock time of the end of the last step
-    time: float = 0.0
-    unsaved: str = ""  # why rank 0, if it was here, could not save at the end
 
 
 @dataclass(frozen=True, config=RECORD_CONFIG)
@@ -587,7 +542,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return _adapter_of(kind)
 
 
-def _version(text: str) -> int:
+def version_of(text: str) -> int:
+    """Return the version in which a record was written."""
     found = _LEADING_VERSION.match(text)  # `encode` writes the version first
     if found:
         return int(found[1])
@@ -617,7 +573,7 @@ def decode(kind: type[R], text: str, key: str = "") -> R:
         MalformedRecordError: the text holds no such record.
         NewerRecordError: a later version of this program wrote it, or one of more than one release before.
     """
-    version = _version(text)
+    version = version_of(text)
     if not VERSION - 1 <= version <= VERSION:
         side = "this program is too old: upgrade it here" if version > VERSION else "upgrade its writer"
         raise NewerRecordError(

@@ -13,6 +13,7 @@ module imports nothing of torch.
 | How does this node follow and write the store? | `roster` |
 | How does torch's agent use it? | `handler`, `handler_options` |
 | Where do the members of a round meet? | `gathering` |
+| How does a program with a WorkerSpec run the agent of `adaptdl-run`? | `elastic_agent` |
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from adaptdl_elastic.protocol.environment import CLUSTER
-from adaptdl_elastic.rendezvous.local.addresses import NoPortError, address_towards
+from adaptdl_elastic.rendezvous.local.addresses import NoPortError, address_towards, listen
 from adaptdl_elastic.rendezvous.local.tcp_store import serve
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
@@ -412,10 +412,12 @@ class AdaptdlEtcdHandler(RendezvousHandler):
         """Open the store of a round and publish its address."""
         host = str(self._host)
         try:
-            port, server = serve(host, self._options.ports(), self._options.read_timeout)
+            listening = listen(host, self._options.ports())
         except NoPortError as error:
             hint = "with this backend --rdzv-conf port_range=FIRST-LAST"
             raise RendezvousConnectionError(f"{error} ({hint})") from None
+        port = int(listening.getsockname()[1])
+        server = serve(listening, self._options.read_timeout)
         while coming() and not deadline.passed:
             try:
                 roster.publish_master(MasterRecord(round_.number, host, port))

@@ -98,9 +98,8 @@ def test_garbage_under_our_prefix_is_ignored(cluster: Cluster) -> None:
         for name in (
             *("nodes/first", "nodes/ghost/job", "nodes/ghost/job/x", "jobs/ghost/plan", "jobs/ghost/spec"),
             *("jobs/job/status", "jobs/job/hints", "jobs/job/checkpoint"),
-            *("reports", "reports/", "reports/job", "reports/job/x/running/first", "parts/job/x/0"),
+            *("jobs/job/left/ghost", "jobs/job/left", "reports/job/ghost", "parts/job/x/0"),
             *(
-                "jobs/job/generations/0/ended/ghost",
                 "jobs/job/generations/x",
                 "jobs/job/generations/9/master",
             ),

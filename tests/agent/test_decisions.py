@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from agent_script import HELLO, Agent, master, plan, play, said
+from agent_script import HELLO, Agent, agent_of, master, plan, play, said
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.agent.core.inplace_change import renumber
 from adaptdl_elastic.protocol.messages import Ready, StepFinished, Switched
+from adaptdl_elastic.rendezvous.schema.held import Held, Left, LeftEnd
 from adaptdl_elastic.rendezvous.schema.records import JobState, JobStatus, Outcome, Plan, Transition
 
 STARTS = {
@@ -37,7 +38,8 @@ STARTS = {
         later 1 -> nothing
         0,1 exits 143 -> ended 0 stopped exit_code=143; open 1""",
     "a script that ended before a plan that was replaced is not started again": """
-        ended 0 there done; ended 1 third stopped; plan 2 here*1 left=there:0,third:1 -> ended 2 done""",
+        ended 0 there done; left third agent-third 1
+        plan 2 here*1 left=there:0,third:1 -> ended 2 done""",
     "a script that failed or was killed in between is started again": """
         ended 0 there done; ended 1 third <failed|aborted>; plan 2 here*1 left=there:0,third:1 -> open 2""",
     "a plan of another run or of another agent is not carried out": """
@@ -288,7 +290,10 @@ def plans(draw: st.DrawFn) -> Plan:
 
 events = st.one_of(
     st.builds(d.PlanSeen, plans()),
-    st.builds(d.EndedSeen, generations, nodes, st.sampled_from(Outcome)),
+    st.builds(
+        lambda g, node, how: d.LeftSeen(Left(node, agent_of(node), ends=(LeftEnd(g, how),))),
+        *(generations, nodes, st.sampled_from(Outcome)),
+    ),
     st.builds(master, generations),
     st.builds(said, st.just(0), st.just(HELLO), generations),
     st.builds(said, st.just(0), st.builds(StepFinished, st.integers(0, 99), st.just(0.0)), generations),
@@ -336,7 +341,7 @@ def possible(agent: Agent, event: d.Event | str, code: int) -> d.Event | None:
 def test_every_generation_starts_once_in_order_and_is_answered_for(
     kind: st.SearchStrategy[d.Event | str], data: st.DataObject
 ) -> None:
-    agent, started, ended, seen = Agent(), list[int](), list[int](), list[int]()
+    agent, started, ended, seen, told = Agent(), list[int](), list[int](), list[int](), Held("here")
     for drawn, code in data.draw(st.lists(st.tuples(kind, st.sampled_from([0, 0, 1, -9, 143])), max_size=60)):
         agent.now += 10.0
         event = possible(agent, drawn, code)
@@ -347,14 +352,15 @@ def test_every_generation_starts_once_in_order_and_is_answered_for(
                 if not action.join:
                     assert agent.state.departure is None, "a leaving node starts nothing"
                     assert set(started) <= set(ended), "two generations at once"
-                    assert all(
-                        (gone.generation, gone.node) in agent.state.ended
-                        or (agent.state.agents or {}).get(gone.node) != gone.agent
-                        for gone in action.plan.leaving
-                    )
+                    for gone in action.plan.leaving:
+                        said_so = agent.state.left.get(gone.node)
+                        left = said_so is not None and said_so.has_left(gone.generation, gone.agent)
+                        away = (agent.state.agents or {}).get(gone.node) != gone.agent
+                        assert left or away or gone.node == "here"
                 started.append(action.plan.generation)
-            if isinstance(action, d.WriteEnded):
-                ended.append(action.record.generation)
+            if isinstance(action, d.WriteHeld):
+                ended += [end.generation for end in action.held.ends if end not in told.ends]
+                told = action.held
         held = agent.state.held
         assert held is None or held.generation not in ended, "what is held has not ended"
         if agent.state.exiting:

@@ -9,6 +9,7 @@ import pytest
 
 from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.held import GenerationEnd
 from adaptdl_elastic.rendezvous.schema.records import Cause, CheckpointRecord, Failure, Plan, Transition
 
 
@@ -25,7 +26,7 @@ def restarted(path: Path, cause: Cause, exit_code: int, why: str, saved: Checkpo
     output: Any = Ignored()
     reporter = FailureReporter(output, output, said.append, 3, str(path))
     reporter.why_not_resilient = why
-    end = records.EndedRecord("n", 1, records.Outcome.FAILED, 0, Failure(0, exit_code, "failed"))
+    end = GenerationEnd(1, records.Outcome.FAILED, 0, Failure(0, exit_code, "failed"))
     reporter.ended(end, [], 0, alone=True)
     plan = Plan("a", "1", 2, (), cause, Transition.ABORT, "a reason", restarts=1)
     reporter.starts_again(plan, saved)

@@ -17,7 +17,6 @@ from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.cluster import checkpoint_archive, ended_run
 from adaptdl_elastic.agent.cluster.ended_run import JobEndedError, JoinError, StartOptions
-from adaptdl_elastic.agent.runtime import agent
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, encode
@@ -376,7 +375,7 @@ def test_the_end_of_a_job_is_noted_before_its_agent_goes(
     order.registration.record.unusable = ()
     monkeypatch.setattr(launch, "ignore_signals", order.ignore_signals)
     status = JobStatus("job", "run-1", JobState.DONE)
-    monkeypatch.setattr(agent, "ElasticAgent", lambda *what: Mock(job_ended=status, exit_code=0))
+    monkeypatch.setattr(launch, "NodeAgent", lambda *what: Mock(job_ended=status, exit_code=0))
     monkeypatch.setattr(ended_run, "write_note", order.note)
     options = parse(["--standalone", __file__], {"OMP_NUM_THREADS": "1"})
     found = Mock(identity=None, registration=order.registration)

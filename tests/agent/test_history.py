@@ -8,17 +8,16 @@ from dataclasses import replace
 import pytest
 from history import violations
 
+from adaptdl_elastic.rendezvous.schema.held import GenerationEnd, Held
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
-    EndedRecord,
     LeaderRecord,
     Leaving,
     NodeRecord,
     Outcome,
     Placement,
     Plan,
-    RunningRecord,
     Transition,
     encode,
 )
@@ -60,15 +59,14 @@ def node(name: str, agent: str = "") -> tuple[str, str]:
     )
 
 
-def running(name: str, generation: int, agent: str = "") -> tuple[str, str]:
-    return KEYS.generation("job", generation, "running", name), encode(
-        RunningRecord(name, generation, agent=agent or f"agent-{name}")
-    )
+def running(name: str, generation: int, agent: str = "", sequence: int = 2) -> tuple[str, str]:
+    held = Held(name, agent or f"agent-{name}", sequence, generation, generation=generation)
+    return KEYS.held("job", name), encode(held)
 
 
 def ended(name: str, generation: int) -> tuple[str, str]:
-    record = EndedRecord(name, generation, Outcome.STOPPED)
-    return KEYS.generation("job", generation, "ended", name), encode(record)
+    ends = (GenerationEnd(generation, Outcome.STOPPED, ran=True),)
+    return KEYS.held("job", name), encode(Held(name, f"agent-{name}", 2, generation, ends=ends))
 
 
 def history(*steps: tuple[str, str | None]) -> list[Change]:
@@ -99,7 +97,7 @@ def test_a_successor_is_fine_and_so_is_garbage() -> None:
     steps = [*GOOD, (KEYS.coordinator_leader, None), leader("two")]
     refenced = replace(SECOND, fence=len(steps), created=5.0)
     line = (f"{KEYS.events}1-a", json.dumps({"fence": len(steps), "event": "leader"}))
-    names = ("x", "jobs/job/plan", "events/0", "reports/job/x/running/a", "jobs/job/generations/x/ended/a")
+    names = ("x", "jobs/job/plan", "events/0", "reports/job/a", "jobs/job/generations/x/master")
     garbage = [(KEYS.root + name, "[garbage]") for name in names]
     assert violations(history(*steps, plan(refenced), line, *garbage), logs=LOGS) == []
 
@@ -136,8 +134,9 @@ def test_a_lost_node_counts_as_left() -> None:
         ([*GOOD, plan(replace(SECOND, placements=FIRST.placements))], "planned twice"),
         ([*GOOD, running("b", 0)], "no place for it"),
         ([*GOOD, running("a", 7)], "nobody has planned"),
-        ([*GOOD, running("b", 1, "agent-of-another")], "another agent"),
-        ([step for step in GOOD if step != ended("a", 0)], "a has not left"),
+        ([*GOOD[:-1], running("b", 1, "agent-of-another")], "another agent"),
+        ([*GOOD, running("b", 1, sequence=1)], "record 1 of node b after 2"),
+        ([*GOOD[:6], running("b", 1)], "a has not left"),
     ],
 )
 def test_the_history_check_finds_each_violation(steps: list[tuple[str, str | None]], words: str) -> None:

@@ -15,10 +15,8 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     CheckpointRecord,
-    EndedRecord,
     JobRequest,
     JobSpec,
-    Outcome,
     Plan,
     Transition,
     decode,
@@ -146,20 +144,3 @@ def test_a_write_back_that_breaks_off_is_made_again_as_a_whole() -> None:
         assert {item.key for item in store.range(KEYS.job("job")).items} == {
             KEYS.job("job", name) for name in (*others, "plan", "spec")
         }
-
-
-def test_reports_are_repeated_although_another_agent_has_written_the_job_back(store: MemoryStore) -> None:
-    writer = Mock(submit=lambda work: work(), submit_latest=lambda key, work: work())
-    reporter = NodeReporter(store, KEYS, writer, AgentIdentity("a", "agent-a", JobSpec("job", "run-1")))
-    reporter.ended(EndedRecord("a", 1, Outcome.STOPPED))
-    reporter.running(2, None, library=True, resilient=True)
-    before = {item.key: item.value for item in store.range(KEYS.root).items}
-    lost = [key for key in before if "running" in key]
-    assert len(lost) == 1
-    store.delete(lost[0])
-    reporter.repeat()
-    assert {item.key: item.value for item in store.range(KEYS.root).items} == before
-    store.delete(lost[0])
-    store.put(KEYS.job("job", "spec"), encode(JobSpec("job", "run-2")))
-    reporter.repeat()
-    assert store.get(lost[0]) is None

@@ -56,7 +56,7 @@ SURVIVED = {
     "a death during the recovery is one of the new generation": """
         run 3 resilient; 0 dies; plan 1 here:1,2 recover; master
         1 dies -> lost 1 1 ...; broken 1 lost=1 ...
-        plan 2 here:2 recover; master -> open 2; tell 2; ended 1 stopped
+        plan 2 here:2 recover; master -> open 2; tell 2; ended 1 stopped exit_code=143
         2 switched -> adopt 2; ended 0 stopped; running 2 library resilient""",
     "a plan that counts on a dead replica is answered": """
         run 3 resilient; 0,1 dies; plan 1 here:1,2 recover
@@ -110,8 +110,8 @@ DURING_A_CHANGE = {
         -> withdraw 1 why; kill 2 why; ended 1 aborted...; open 2; tell 2; acted=1""",
     "after a replica has switched a death is one of the new generation": f"""
         {GROWING}; 1 switched
-        0 dies -> adopt 1; ended 0 stopped; running 1 library resilient; kill 2 ...
-        -> lost 1 0 ...; broken 1 lost=0,2 ...
+        0 dies -> adopt 1; kill 2 ...
+        -> lost 1 0 ...; ended 0 stopped; running 1 library resilient; broken 1 lost=0,2 ...
         2 exits -9; plan 2 here:1 recover; master -> open 2; tell 2""",
     "a newcomer that was killed during the switch holds nothing up": f"""
         {GROWING}; 1 switched; 0 dies<; 2 exits -9|>; plan 2 here:1 recover; master; 1 switched<|; 2 exits -9>
@@ -122,12 +122,13 @@ DURING_A_CHANGE = {
         2 exits -9 -> tell 3; start 3 2 join""",
     "a newcomer that dies during the switch is one of the dead": f"""
         {GROWING}; 1 switched
-        2 dies -> adopt 1; ended 0 stopped; running 1 library resilient; kill 2 ...
-        -> lost 1 2 ...; broken 1 lost=2 ...; held=1; ranks=0:0,1:1""",
+        2 dies -> adopt 1; kill 2 ...
+        -> lost 1 2 ...; ended 0 stopped; running 1 library resilient; broken 1 lost=2 ...
+        later 0 -> held=1; ranks=0:0,1:1""",
     "survivors that miss a peer of the new generation are in it": f"""
         {GROWING}
-        0 peer_lost generation=1 -> adopt 1; ended 0 stopped; running 1 library resilient; kill 2 ...
-        -> broken 1 lost=2 ...""",
+        0 peer_lost generation=1 -> adopt 1; kill 2 ...
+        -> ended 0 stopped; running 1 library resilient; broken 1 lost=2 ...""",
     "replicas that lose a peer while they switch go on though they are not resilient": """
         run 1; plan 1 here*1 there*1 inplace; master; 0 peer_lost generation=1
         plan 2 here:0 recover; master -> open 2; tell 2""",

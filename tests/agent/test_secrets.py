@@ -22,6 +22,7 @@ from adaptdl_elastic import _secrets
 from adaptdl_elastic._private import RuntimeFileError
 from adaptdl_elastic._secrets import file_in, machine_secret, secret_in
 from adaptdl_elastic.agent.cluster.run_secret import CommonSecret, common_secret, invitation, refusal
+from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
 from adaptdl_elastic.agent.taking_part import LaunchError, check_checkpoint_path, invite, store_environment
 from adaptdl_elastic.agent.terminal.run_options import parse
@@ -41,11 +42,13 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch's store does not list its keys")
 def test_nothing_secret_is_in_the_store_where_replicas_meet() -> None:
-    kept = GenerationStore("127.0.0.1", None)
+    server = ForkServer.start()
+    kept = GenerationStore("127.0.0.1", None, server)
     record = kept.open(1)
     stranger = TCPStore("127.0.0.1", record.port, is_master=False)
     assert [key for key in stranger.list_keys() if not key.startswith("init/")] == []
     kept.close()
+    server.close()
 
 
 def secret_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from cluster import EPOCHS, LONG, TRAIN
 from elastic_run import PATIENCE, ElasticRun, run_agent
+from polling import until
 
 OWN = f"adaptdl-{os.getuid()}"
 ELASTIC = ("--standalone", "--no-autoscale", "--nproc-per-node=1:2", "--checkpoint-path=saved")
@@ -152,6 +154,38 @@ def wait_for_file(path: Path, run: ElasticRun) -> None:
         assert time.monotonic() < deadline, run.text()
         assert run.process.poll() is None, run.text()
         time.sleep(0.05)
+
+
+def test_an_agent_has_no_torch_and_little_memory(tmp_path: Path) -> None:
+    with ElasticRun([*ELASTIC, TRAIN, *LONG], tmp_path, fresh=True) as run:
+        run.wait_for_event("epoch", epoch=0)
+        agent = Path(f"/proc/{run.process.pid}")
+        assert "libtorch" not in (agent / "maps").read_text()
+        (share,) = (
+            line for line in (agent / "smaps_rollup").read_text().splitlines() if line.startswith("Pss:")
+        )
+        # 42 MiB on 2026-12-01; with torch 170
+        assert int(share.split()[1]) <= 70 * 1024
+        run.hurry()
+        assert run.wait() == 0
+
+
+def test_a_store_that_dies_is_served_again_and_training_goes_on(tmp_path: Path) -> None:
+    with ElasticRun([*ELASTIC, "--rdzv-id=job", TRAIN, *LONG], tmp_path, fresh=True) as run:
+        run.wait_for_event("epoch", epoch=0)
+        (server,) = helpers(run, forks=True)
+        (store,) = (one for one in server.children() if one.cwd() == "/")
+        ignored = re.search(r"^SigIgn:\s+(\w+)", Path(f"/proc/{store.pid}/status").read_text(), re.MULTILINE)
+        # Slurm may send it to all processes of a job
+        assert ignored is not None
+        assert int(ignored[1], 16) >> (signal.SIGTERM - 1) & 1
+        store.kill()
+        until("the death is not noticed", lambda: "generation 0 died: another one serves it" in run.text())
+        says(run, "scale", "job", "--replicas", "2")
+        run.wait_for_event("generation", generation=1)
+        run.hurry()
+        assert run.wait() == 0
+        assert run.samples()[EPOCHS - 1] == 200
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from adaptdl_elastic.agent.core.states import FromReplica, ReplicaExited
-from adaptdl_elastic.agent.runtime.agent import ElasticAgent
+from adaptdl_elastic.agent.runtime.agent import NodeAgent
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.protocol.messages import Resilient, encode
 from adaptdl_elastic.rendezvous.schema.records import Cause, Placement, Plan, Transition
@@ -17,8 +17,8 @@ PLAN = Plan("job", "run", 0, (Placement("a", 2),), Cause.START, Transition.RESTA
 
 
 def agent_of(handles: list[ReplicaHandle], monkeypatch: Any) -> Any:
-    monkeypatch.setattr(ElasticAgent, "__init__", lambda self: None)
-    agent: Any = ElasticAgent()  # type: ignore[call-arg]
+    monkeypatch.setattr(NodeAgent, "__init__", lambda self: None)
+    agent: Any = NodeAgent()  # type: ignore[call-arg]
     state: dict[str, Any] = {"_plan": PLAN, "_replicas": dict(enumerate(handles)), "_last_exits": []}
     mocks = ("_loop", "_recorder", "_view", "_config", "_decide", "_failures")
     for name, value in {**{mock: MagicMock() for mock in mocks}, **state}.items():

@@ -9,12 +9,12 @@ import pytest
 
 from adaptdl_elastic.agent.cluster.store_view import StoreView
 from adaptdl_elastic.agent.core import states as d
+from adaptdl_elastic.rendezvous.schema.held import Left, LeftEnd
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     CheckpointRecord,
     DrainRequest,
-    EndedRecord,
     JobRequest,
     JobSpec,
     MasterRecord,
@@ -70,12 +70,14 @@ def test_the_agent_that_has_this_nodes_name_is_reported(view: StoreView) -> None
 
 def test_records_of_the_job_become_events(view: StoreView) -> None:
     master = MasterRecord(3, "10.0.0.1", 5, 6)
-    ended = EndedRecord("a", 2, Outcome.STOPPED, 143)
+    left = Left("a", "agent-a", ends=(LeftEnd(2, Outcome.STOPPED, 7.0),))
     told = [
         *view.apply(changed(KEYS.generation("job", 3, "master"), encode(master))),
-        *view.apply(changed(KEYS.generation("job", 2, "ended", "a"), encode(ended))),
+        *view.apply(changed(KEYS.left("job", "a"), encode(left))),
     ]
-    assert told == [d.MasterSeen(master), d.EndedSeen(2, "a", Outcome.STOPPED)]
+    assert told == [d.MasterSeen(master), d.LeftSeen(left)]
+    plans = [Plan("job", "run", n, (), Cause.POLICY, Transition.RESTART, "why") for n in (2, 3)]
+    assert [view.last_step_before(plan) for plan in plans] == [None, 7.0]
 
 
 def test_known_values_are_told_again_only_by_a_store_that_was_filled_again(view: StoreView) -> None:
@@ -139,6 +141,6 @@ def test_garbage_under_our_prefix_is_ignored(
 
 
 def test_garbage_among_generations_and_nodes_is_ignored(view: StoreView) -> None:
-    for key in ("generations/x/ended/a", "generations/1/master", "generations", "generations/1/ended/a"):
+    for key in ("generations/x/ended/a", "generations/1/master", "generations", "left/a"):
         assert list(view.apply(changed(KEYS.job("job", key), "garbage"))) == []
     assert list(view.apply(changed(KEYS.node("a", "job"), "garbage"))) == []

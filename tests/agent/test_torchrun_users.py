@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from cluster import LONG, TRAIN, Cluster
 from elastic_run import PATIENCE, ElasticRun, environment, run_agent
 from ports import free_port
@@ -186,17 +185,18 @@ def test_a_module_and_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["auto", "cpu"])
-def test_as_many_replicas_as_torchrun_counts(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+def test_as_many_replicas_as_torchrun_counts(word: str) -> None:
     found = run_options.parse([f"--nproc-per-node={word}", USER], {})
     assert found.slots == int(determine_local_world_size(word))
 
 
-def test_as_many_replicas_as_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+def test_as_many_replicas_as_there_are_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # in the process that asks torch
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    gpus = "torch.cuda.is_available, torch.cuda.device_count = lambda: {}, lambda: 3\n"
+    (tmp_path / "sitecustomize.py").write_text(f"import torch\n{gpus.format(True)}")
     assert run_options.parse(["--nproc-per-node=gpu", USER], {}).slots == 3
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "sitecustomize.py").write_text(f"import torch\n{gpus.format(False)}")
     with pytest.raises(run_parser.OptionError, match="--nproc-per-node=gpu: Cuda is not available"):
         run_options.parse(["--nproc-per-node=gpu", USER], {})
 

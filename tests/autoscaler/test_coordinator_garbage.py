@@ -185,7 +185,7 @@ def _view(pump: Pump) -> View:
 
 @pytest.mark.parametrize("generation", ["²", "9" * 5000, "1_0", "٣"])
 def test_keys_that_are_no_generations_stop_no_job(pump: Pump, generation: str) -> None:
-    pump.store.put(f"{pump.keys.root}jobs/a/generations/{generation}/running/n0", "{}")
+    pump.store.put(f"{pump.keys.root}jobs/a/generations/{generation}/master", "{}")
     play(pump, "job b; node n9 b; settle -> b/running")
 
 
@@ -210,7 +210,7 @@ class Garbage:
 
     def put(self, key: str, **fields: Any) -> None:
         revision = len(self.items) + 1
-        self.items.append(KeyValue(key, json.dumps({"v": 1, **fields}), revision, revision))
+        self.items.append(KeyValue(key, json.dumps({"v": records.VERSION, **fields}), revision, revision))
 
     def snapshot(self) -> Snapshot:
         for job in ("a", "b", "c"):
@@ -291,17 +291,22 @@ class Garbage:
         )
         for placement in placements:
             node = placement["node"]
-            at = {"node": node, "generation": generation}
+            held: dict[str, Any] = {"node": node, "agent": pick(("", f"agent-{node}")), "acted": generation}
             if self.maybe(0.6):
-                first = self.number()
-                key = self.keys.generation(job, generation, "running", node)
-                self.put(key, **at, library=True, first_step=first, resilient=self.maybe(0.5))
+                held |= {"generation": generation, "library": True, "first_step": self.number()}
+                held |= {
+                    "resilient": self.maybe(0.5),
+                    "ready": self.maybe(0.2),
+                    "to": pick((-1, generation + 1)),
+                }
+                held["course"] = pick(("training", "joining", "changing", "stopping"))
             if self.maybe(0.15):
-                outcome = pick(("done", "stopped", "failed", "aborted"))
-                key = self.keys.generation(job, generation, "ended", node)
-                self.put(key, **at, outcome=outcome, exit_code=self.count(), last_step=self.number())
+                end = {"generation": generation, "outcome": pick(("done", "stopped", "failed", "lost"))}
+                held["ends"] = [{**end, "exit_code": self.count(), "ran": True, "last_step": self.number()}]
             if self.maybe(0.15):
-                self.put(self.keys.generation(job, generation, "broken", node), **at, lost=[0])
+                held["loss"] = {"generation": generation, "lost": [0]}
+            if self.maybe(0.8):
+                self.put(self.keys.held(job, node), **held)
         if self.maybe(0.8):
             self.hints(job, generation)
 
@@ -368,9 +373,10 @@ def _survives(seed: int) -> None:
             match action:
                 case CompareAndSwap(key, record, _):
                     revision += 1
-                    read = records.decode(type(record), records.encode(record), key)
-                    assert read == record, (seed, key)
-                    keeper.note(key, records.encode(record), revision, now)
+                    text = None if record is None else records.encode(record)
+                    if text is not None:
+                        assert records.decode(type(record), text, key) == record, (seed, key)
+                    keeper.note(key, text, revision, now)
                 case DeletePrefix(prefix):
                     keeper.forget(prefix, now)
                 case Say(event, fields):

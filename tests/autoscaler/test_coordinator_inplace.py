@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from coordinator_pump import Pump
 from coordinator_script import play
@@ -10,7 +12,8 @@ from adaptdl_elastic.autoscaler.coordinator.decide import SELF_TEST_WAIT
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.protocol.self_test import NOT_ENDED
-from adaptdl_elastic.rendezvous.schema.records import Rescale
+from adaptdl_elastic.rendezvous.schema.held import Held
+from adaptdl_elastic.rendezvous.schema.records import Rescale, decode, encode
 
 
 def in_place(pump: Pump, rescale: str = "auto", **changes: object) -> None:
@@ -59,7 +62,12 @@ def take_up(pump: Pump) -> None:
 
 
 def forget_running(pump: Pump) -> None:
-    pump.store.delete(pump.keys.generation("a", pump.plan("a").generation, "running", "n0"))
+    """Let n0 have said nothing yet of the newest generation."""
+    key = pump.keys.held("a", "n0")
+    found = pump.store.get(key)
+    assert found is not None
+    held = decode(Held, found.value)
+    pump.store.put(key, encode(replace(held, generation=-1, acted=held.generation - 1)))
 
 
 def one_grows(pump: Pump) -> None:
@@ -132,11 +140,11 @@ CHANGES = {
         n0 report inplace=False inplace_reason="NCCL's {NOT_ENDED}" max_profiled_replicas=2; decide -> +0
         later {SELF_TEST_WAIT} -> n0=1 n1=1 n2=1 restart""",
     "replicas that have just been started are not started again before they say hello": """
-        in_place; n0 running time=1000.0; node n2 a
+        in_place; n0 running started=1000.0; node n2 a
         n0 report inplace=True max_profiled_replicas=2; decide -> +0
-        n0 running time=1000.0 library=True; decide -> n0=1 n1=1 n2=1""",
+        n0 running started=1000.0 library=True; decide -> n0=1 n1=1 n2=1""",
     "replicas that never say hello are waited for until --rescale-timeout": """
-        in_place; n0 running time=1000.0; node n2 a
+        in_place; n0 running started=1000.0; node n2 a
         n0 report inplace=True max_profiled_replicas=2; decide -> +0
         later 21 -> n0=1 n1=1 n2=1""",
     "a newcomer that fails costs nothing": f"""

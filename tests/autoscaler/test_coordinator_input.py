@@ -91,8 +91,8 @@ def test_garbage_is_said_once_and_changes_nothing(pump: Pump) -> None:
         pump.keys.node("n9", "a"): node % ("n9", -4),
         pump.keys.job("b", "spec"): "not json",
         pump.keys.job("c", "plan"): "[]",
-        pump.keys.generation("a", 2, "ended", "n0"): "{}",
-        pump.keys.root + "jobs/a/generations/x/ended/n0": "{}",
+        pump.keys.held("a", "n7"): "{}",
+        pump.keys.root + "jobs/a/generations/x/master": "{}",
         pump.keys.root + "whatever": "\x00",
         pump.keys.node("n8", "a"): node % ("n7", 1),
     }.items():

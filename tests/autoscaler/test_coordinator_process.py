@@ -376,7 +376,7 @@ def test_a_coordinator_ends_with_its_parent_or_without_one_at_sigterm(cluster: C
 
 def test_garbage_under_the_prefix_is_said_and_survived(cluster: Cluster) -> None:
     root = cluster.keys.root
-    for index, key in enumerate(("jobs/a/plan", "jobs/b/spec", "nodes/n/a", "jobs/a/generations/0/ended/n0")):
+    for index, key in enumerate(("jobs/a/plan", "jobs/b/spec", "nodes/n/a", "reports/a/n0")):
         cluster.store.put(root + key, "\x7f" * index + "{")
     cluster.store.put(cluster.keys.job("a", "hints"), "[" * 1000)
     cluster.coordinator()

@@ -21,6 +21,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     JobState,
     JobStatus,
     LeaderRecord,
+    MasterRecord,
     Plan,
     encode,
 )
@@ -97,12 +98,17 @@ def test_a_rerun_does_not_inherit_how_long_the_run_before_waited(pump: Pump) -> 
 
 
 def test_old_generations_keys_are_collected(pump: Pump) -> None:
-    play(pump, "job a; node n0 a 8")
+    play(pump, "job a; node n0 a 8; node n1 a; settle; n1 vanish")
     for size in range(1, 9):
         play(pump, f"ask a replicas={size}; settle")
-    last = pump.plan("a").generation
+        generation = pump.plan("a").generation
+        master = encode(MasterRecord(generation, "h", 1))
+        pump.store.put(pump.keys.generation("a", generation, "master"), master)
+    pump.settle()
+    job, last = pump.view().jobs["a"], pump.plan("a").generation
     assert last >= 7
-    assert min(pump.view().jobs["a"].generations) == last - 2
+    assert min(job.generations) == last - 2
+    assert set(job.held) == {"n0"}, "the node that is gone is forgotten"
     play(pump, "n0 finish; settle; settle")
     assert pump.view().jobs["a"].generations == frozenset()
 
@@ -231,3 +237,25 @@ def test_every_leader_sees_the_jobs_in_the_order_of_their_names() -> None:
     specs = [(keys.job(name, "spec"), encode(JobSpec(name, "run"))) for name in names]
     items = tuple(KeyValue(key, text, revision, revision) for revision, (key, text) in enumerate(specs, 1))
     assert list(view_of(keys, Snapshot(items, len(items), ""), 0.0, 0.0).jobs) == names
+
+
+def test_a_job_that_agents_of_the_release_before_carry_keeps_what_it_has(pump: Pump) -> None:
+    elastic(pump)
+    before = pump.plan("a")
+    key = pump.keys.node("n1", "a")
+    found = pump.store.get(key)
+    assert found is not None
+    pump.store.put(key, found.value.replace('{"v":2,', '{"v":1,', 1))
+    pump.take_over()
+    play(pump, "ask a replicas=1; settle; later 600")
+    assert pump.plan("a") == before
+    reason = pump.status("a").reason
+    assert "the agents on n1 are of an older release, whose reports are not read: let the job end" in reason
+
+
+def test_an_agent_of_the_release_before_gets_no_replicas(pump: Pump) -> None:
+    play(pump, "job a; node n0 a; settle; n0 report inplace=True; node n1 a; decide")
+    key = pump.keys.node("n2", "a")
+    record = replace(pump.agents[-1].record(), node="n2", agent="old")
+    pump.store.put(key, encode(record).replace('{"v":2,', '{"v":1,', 1))
+    play(pump, "ask a replicas=3; settle; later 600 -> n0=1 n1=1 running")

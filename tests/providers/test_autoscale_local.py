@@ -20,6 +20,7 @@ from other_package import write_distribution
 
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
+from adaptdl_elastic.rendezvous.schema.held import Held
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -127,8 +128,9 @@ def at_work(store: Store, replicas: int) -> records.Plan | None:
     plan = None if item is None else records.decode(records.Plan, item.value, item.key)
     if plan is None or plan.claim or plan.replicas != replicas:
         return None
-    running = store.range(KEYS.generation(JOB, plan.generation, "running", "")).items
-    return plan if len(running) == plan.nodes else None
+    found = store.range(KEYS.reports(JOB)).items
+    running = [records.decode(Held, item.value, item.key).runs for item in found].count(plan.generation)
+    return plan if running == plan.nodes else None
 
 
 def instances(store: Store) -> list[str]:

@@ -17,6 +17,7 @@ from adaptdl_elastic.agent.runtime.decision_recorder import DecisionRecorder
 from adaptdl_elastic.autoscaler.cli import adaptdl
 from adaptdl_elastic.goodput import PerfParams
 from adaptdl_elastic.rendezvous import decision_record
+from adaptdl_elastic.rendezvous.schema.held import Left, LeftEnd
 from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
     Failure,
@@ -37,7 +38,8 @@ def recorded(folder: Path, calls: int = 3) -> Path:
     recorder = DecisionRecorder(folder)
     state = states.State(ME)
     for now in range(calls):
-        state, _ = recorder.decide(state, states.EndedSeen(now, "n1", Outcome.DONE), float(now))
+        left = Left("n1", "a1", now, (LeftEnd(now, Outcome.DONE),))
+        state, _ = recorder.decide(state, states.LeftSeen(left), float(now))
     recorder.close(write=True)
     (file,) = folder.iterdir()
     return file
@@ -112,7 +114,7 @@ def test_a_file_is_the_users_alone_and_says_what_changes(tmp_path: Path) -> None
     assert (file.name, stat.S_IMODE(file.stat().st_mode)) == ("decisions-agent.jsonl", 0o600)
     code, said = replay(file)
     assert code == 0, said
-    assert "state.ended.(1, 'n1'): None → <Outcome.DONE: 'done'>" in said
+    assert "state.left.n1.up_to: 1 → 2" in said
     assert said.endswith("3 decisions, the same as then\n")
 
 

@@ -29,6 +29,7 @@ TRAIN = (Path(__file__).parents[1] / "agent" / "scripts" / "train.py").read_text
 # as after the page's `export PATH`; the commands wait as long as a busy machine needs to start an etcd
 ON_PATH = {"PATH": "/opt/adaptdl/bin:/usr/sbin:/usr/bin:/sbin:/bin", "ADAPTDL_ETCD_TIMEOUT": "60"}
 BASH = ("howto/several-nodes.md", "bash")
+STEPPED = '"first_step":1'  # a time, and not null
 WAITER = shlex.quote(str(ROOT / "tests" / "support" / "store_waiter.py"))
 AS_ON_NODES = "set -a; source /etc/adaptdl/node.env; set +a\n"
 
@@ -199,7 +200,7 @@ def test_the_unit_on_two_nodes_while_the_password_is_replaced(cluster: Cluster) 
     for machine in NODES:
         cluster.wait_for(nodes, f"{machine}/steady", "")
         assert machine in cluster.shell("adaptdl nodes")
-    cluster.wait_for("/adaptdl/v1/default/reports/steady/", "/running/", "first_step")
+    cluster.wait_for("/adaptdl/v1/default/reports/steady/", "/node", STEPPED)
     for machine, agent in zip(NODES, agents, strict=True):
         assert users_of(room, agent, machine) == {"trainer"}
     before = room.read("/etc/adaptdl/password", "node1")
@@ -239,9 +240,7 @@ def test_two_people_share_machines_and_keep_their_secrets(cluster: Cluster) -> N
     )
     for person, job in (("alice", "speech"), ("bob", "vision")):
         environment = f"set -a; source /etc/adaptdl/{person}/node.env; set +a\n"
-        cluster.wait_for(
-            f"/adaptdl/v1/{person}/reports/{job}/", "/running/", "first_step", environment, person
-        )
+        cluster.wait_for(f"/adaptdl/v1/{person}/reports/{job}/", "/node", STEPPED, environment, person)
     assert users_of(room, unit, "node0") == {"alice"}
 
     secrets = [f"/etc/adaptdl/alice/{name}" for name in ("password", "key.pem", "node.env")]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from adaptdl_elastic.protocol import hints
 from adaptdl_elastic.rendezvous.local import runtime_file
+from adaptdl_elastic.rendezvous.schema import held, submissions
 from adaptdl_elastic.rendezvous.schema import records as r
-from adaptdl_elastic.rendezvous.schema import submissions
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 from adaptdl_elastic.rendezvous.store.etcd_v2 import close_value, open_value
 from adaptdl_elastic.rendezvous.store.etcd_v3 import range_end
@@ -46,7 +46,7 @@ def test_a_plan_comes_back(plan: r.Plan):
 @pytest.mark.parametrize("text", ['{"v":7,"id":"x"}', '{"id":"x","v":7}', ' { "v" : 7 }', '{"v":7}'])
 def test_a_newer_version_is_refused_with_both_named(text: str):
     with pytest.raises(
-        r.NewerRecordError, match=r"leader: .*version 7 .* reads 0 and 1: .*too old: upgrade it here$"
+        r.NewerRecordError, match=r"leader: .*version 7 .* reads 1 and 2: .*too old: upgrade it here$"
     ):
         r.decode(r.LeaderRecord, text, "leader")
 
@@ -85,9 +85,9 @@ def test_any_text_is_a_record_or_malformed(text: str):
 NEEDED = """
 NodeRecord node job run agent host slots; JobSpec job run; JobStatus job run state; DrainRequest node reason
 Plan job run generation placements cause transition reason; Placement node replicas; JobRequest
-Leaving node replicas agent generation; MasterRecord generation host port; ReadyRecord node generation
-RunningRecord node generation; PeerLossRecord node generation; Failure rank exit_code; LeaderRecord id
-EndedRecord node generation outcome; CheckpointRecord id path; ServiceRecord node host port slots
+Leaving node replicas agent generation; MasterRecord generation host port; Held node
+Left node; LeftEnd generation outcome; PeerLoss generation; GenerationEnd generation outcome
+Failure rank exit_code; LeaderRecord id; CheckpointRecord id path; ServiceRecord node host port slots
 Submission job owner mode command bundle
 JobHints job generation nodes replicas init_batch_size batch_size atomic_bsz
 """
@@ -97,7 +97,9 @@ HINTS = {"job": "j", **dict.fromkeys(NEEDED.split()[-6:], 1)}
 @pytest.mark.parametrize("text", NEEDED.strip().replace("\n", ";").split(";"))
 def test_no_record_needs_a_field_that_the_release_before_does_not_write(text: str):
     name, *written = text.split()
-    kind: Any = next(getattr(module, name) for module in (r, submissions, hints) if hasattr(module, name))
+    kind: Any = next(
+        getattr(module, name) for module in (r, held, submissions, hints) if hasattr(module, name)
+    )
     needed = {one.name for one in fields(kind) if one.default is one.default_factory is MISSING}
     assert needed <= set(written)
 

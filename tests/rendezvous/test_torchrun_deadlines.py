@@ -175,8 +175,7 @@ def test_a_port_behind_a_wall_ends_all_members_in_time(
 ):
     """Seen before: both still inside after 120 s of timeout=8, round after round."""
     with closed_port() as wall, quiet(capfd, caplog, most=60):
-        serve = module.serve
-        monkeypatch.setattr(module, "serve", lambda *given: (wall, serve(*given)[1]))
+        monkeypatch.setattr(module, "MasterRecord", lambda number, host, _: MasterRecord(number, host, wall))
         handlers = [group.handler(timeout="15") for _ in range(2)]
         errors = [outcome(entering) for entering in group.enter(*handlers)]
     assert all(isinstance(error, RendezvousTimeoutError) for error in errors), errors

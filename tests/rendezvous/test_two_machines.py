@@ -23,10 +23,11 @@ TEMPLATE = (ROOT / "autoscaler" / "providers" / "ec2" / "stack.yaml").read_text(
 NODES = ("node0", "node1")
 # the commands wait as long as a busy machine needs to start an etcd
 ON_PATH = {"PATH": "/opt/adaptdl/bin:/usr/sbin:/usr/bin:/sbin:/bin", "ADAPTDL_ETCD_TIMEOUT": "60"}
+STEPPED = "'\"first_step\":1'"  # a time, and not null
 WAITER = shlex.quote(str(ROOT / "tests" / "support" / "store_waiter.py"))
 # returns when a job's replicas have started, and both machines are registered
 TRAINS = "\n".join(
-    [f"python {WAITER} /adaptdl/v1/default/reports/$JOB/ /running/ first_step > /dev/null"]
+    [f"python {WAITER} /adaptdl/v1/default/reports/$JOB/ /node {STEPPED} > /dev/null"]
     + [f"python {WAITER} /adaptdl/v1/default/nodes/ {node}/$JOB '' > /dev/null" for node in NODES]
 )
 
@@ -134,7 +135,7 @@ def test_machines_without_a_common_folder_join_by_the_line_that_the_first_one_pr
     logs = [tmp_path / "node0.log", tmp_path / "node1.log"]
     # on a terminal
     first = start(room, f"script -qefc {shlex.quote(line)} /dev/null", "node0", "/home/trainer", logs[0])
-    begun = f"python {WAITER} /adaptdl/v1/default/reports/train/ /running/ first_step"
+    begun = f"python {WAITER} /adaptdl/v1/default/reports/train/ /node {STEPPED}"
     ask(room, begun)
     refused = ask(room, line, code=1)
     assert refused.count("\n") == 1

@@ -21,6 +21,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import LoopOptions
 from adaptdl_elastic.autoscaler.scaling.observe import node_uses, observe
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.held import Held
 from adaptdl_elastic.rendezvous.store.base import StoreError
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.sched_hints import JobHints
@@ -287,8 +288,8 @@ def test_nodes_bought_for_a_job_stay_while_its_change_to_them_lasts(store: Memor
     cluster = Cluster(store).submit().ticks(2)
     first = cluster.register(cluster.instances[0])
     cluster.plan(first)
-    running = records.RunningRecord(first, 0, library=True)
-    store.put(KEYS.generation("train", 0, "running", first), records.encode(running))
+    held = Held(first, f"a-{first.removeprefix('node-')}", acted=0, generation=0, library=True)
+    store.put(KEYS.held("train", first), records.encode(held))
     hints = JobHints(
         "train", 0, 1, 1, 128, 128, 128, max_batch_size=4096, local_bsz_bounds=(32, 512),
         gradient_accumulation=True, max_profiled_replicas=4, grad_params=(0.001, 0.02),

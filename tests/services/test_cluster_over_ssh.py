@@ -532,9 +532,11 @@ def test_a_job_from_before_two_upgrades_grows_and_survives_deaths_with_its_own_v
     assert lab.up().count(": started at") == 2
     node, victim = next(iter(lab.agents("job").items()))
     generation = int(str(lab.job("job")["generation"]))
-    # a replica is a child of the server that the agent forks from
-    replicas = [one for one in psutil.Process(victim).children(recursive=True) if one.ppid() != victim]
-    max(replicas, key=lambda process: process.create_time()).kill()
+    # of the processes in the job's directory the fork server has children, and the agent is known
+    work = psutil.Process(victim).cwd()
+    inside = lab.of(lambda process: process.cwd() == work and process.ppid() != victim)
+    (replica,) = (process for process in inside if process.pid != victim and not process.children())
+    replica.kill()
     lab.wait_for(lambda: int(str(lab.job("job")["generation"])) > generation and trains(2))
     os.killpg(victim, signal.SIGKILL)
     lab.wait_for(lambda: lab.agents("job").get(node, victim) != victim and trains(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -10,17 +11,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from polling import until
 from submitted_jobs import submission_by
 
-from adaptdl_elastic.agent.service.agent_forker import AgentForker
+from adaptdl_elastic.agent.machine.kept_process import KeptProcess
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.decisions import MOST_FAILURES, AgentState
+from adaptdl_elastic.agent.service.server_forker import ServerForker
 from adaptdl_elastic.agent.service.stand_in import Membership
-from adaptdl_elastic.protocol.environment import SECRET, STAND_IN
+from adaptdl_elastic.protocol.environment import FORK_SERVER, SECRET, STAND_IN
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
@@ -67,13 +70,18 @@ class Node:
             self.fetched.wait(60)
             return self.given, {SECRET: "secret", **self.given}
 
-        def start(*given: object) -> subprocess.Popen[bytes]:
-            self.environments.append(dict(given[-1]))  # type: ignore[call-overload]
-            self.children.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
-            return self.children[-1]
+        begin = KeptProcess.start
+
+        def start(_: object, *where: Any, **how: object) -> KeptProcess:
+            self.environments.append(dict(where[-1]))
+            process = begin(["sleep", "600"], *where)
+            assert process.child is not None
+            self.children.append(process.child)
+            return process
 
         monkeypatch.setattr(Agents, "fetch", prepare)
-        monkeypatch.setattr(AgentForker, "start", start)
+        monkeypatch.setattr(KeptProcess, "start", start)
+        monkeypatch.setattr(ServerForker, "fork", lambda *what: socket.socket())
         self.agents = Agents(config, directory, 2, Blobs(folder / "blobs"), client, self.changed.set)
         self.membership = Membership(store, store.lease(60.0))
         self.fetched.set()
@@ -186,10 +194,7 @@ def test_a_job_that_ends_while_its_files_are_fetched_is_not_registered(
 def test_a_job_whose_variables_are_read_early_gets_an_agent_that_registers_itself(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[dict[str, str]] = []
-
     def popen(*given: object, **options: object) -> None:
-        started.append(dict(options["env"]))  # type: ignore[call-overload]
         raise OSError("enough seen")
 
     node.given = {"OMP_NUM_THREADS": "2"}
@@ -198,8 +203,9 @@ def test_a_job_whose_variables_are_read_early_gets_an_agent_that_registers_itsel
     node.agents.start(REQUEST, [], node.membership)
     until("it never became so", lambda: "job" in node.agents.problems)
     assert (node.record, node.children) == (None, [])
-    assert STAND_IN not in started[0]
-    assert started[0]["OMP_NUM_THREADS"] == "2"
+    (started,) = node.environments
+    assert not {STAND_IN, FORK_SERVER} & started.keys()
+    assert started["OMP_NUM_THREADS"] == "2"
 
 
 def test_only_the_run_that_a_person_has_named_is_followed(node: Node) -> None:

@@ -156,10 +156,10 @@ PLANTED: tuple[Planted, ...] = (
     ),
     Planted(
         "unheard-plans",
-        "an agent does not answer for a plan that it never saw",
+        "an agent does not say that a generation which was replaced never starts",
         _AGENT,
-        "        if (generation, me.node) not in state.ended:",
-        "        if False:",
+        "acted=max(state.acted, plan.generation - 1)",
+        "acted=state.acted",
     ),
     Planted(
         "lapsed-and-starts",

@@ -40,7 +40,7 @@ def shrink_and_stop(world: World) -> None:
 
 def grow_and_stop(world: World) -> None:
     def stop(change: Change) -> None:
-        if "/ready/" in change.key:
+        if "/reports/" in change.key and '"ready":true' in (change.value or ""):
             when = 1.5 * world.kernel.random.random()
             world.kernel.after(when, partial(ask, world, replicas=3, stop=True))
 

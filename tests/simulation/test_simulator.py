@@ -25,6 +25,7 @@ SEEDS = 40  # from each of the two first seeds on: `make simulate-faults` tries 
 
 DIGESTS = """
 import os, sys
+from adaptdl_elastic import _program
 from faultsim.run import run
 REAL = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename", "subprocess.Popen"}
 def end(event, arguments):
@@ -32,6 +33,7 @@ def end(event, arguments):
         os.write(2, f"a run reaches {event}{arguments}".encode())
         os._exit(1)
 run(1)  # what is imported late is imported now
+_program.version()  # it is read when a job fails
 sys.addaudithook(end)
 for seed in map(int, sys.argv[1:]):
     print(run(seed).digest)

@@ -21,6 +21,9 @@ with the second one, and so on.
 An action is its name, the values of its fields in their order, and the fields that differ from their default;
 `-` is an empty value. Dots stand for any text of an action, or for any actions. `nothing` is no action.
 
+A report of what the node holds is told by what is new in it: `ended 0 done` (143: it never started),
+`running 0`, `ready 1`, `broken 0 lost=1`.
+
 | expected | of the agent |
 |---|---|
 | `due=60` | when it wants to be woken |
@@ -34,7 +37,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
@@ -45,6 +48,7 @@ from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.agent.core.decisions import alive, deadline, decide
 from adaptdl_elastic.protocol.messages import VERSION, Hello, ReplicaMessage, report_from_dict
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.held import GenerationEnd, Held, Left, LeftEnd, PeerLoss
 from adaptdl_elastic.rendezvous.schema.records import Leaving, Placement, Plan, Transition
 
 ME = d.AgentIdentity("here", "agent-1", records.JobSpec("job", "run"), hang_timeout=0.0)
@@ -53,14 +57,12 @@ HELLO = Hello("1", 100)
 _VERBS: dict[type[d.Action], str] = {
     **{d.OpenMaster: "open", d.StartReplicas: "start", d.TellPlan: "tell", d.Withdraw: "withdraw"},
     **{d.Adopt: "adopt", d.AskToStop: "stop", d.Kill: "kill", d.Ping: "ping", d.Say: "say", d.Exit: "exit"},
-    **{d.WriteReady: "ready", d.WriteRunning: "running", d.WritePeerLoss: "broken", d.Lost: "lost"},
-    **{d.WriteEnded: "ended", d.WriteDraining: "draining"},
+    **{d.Lost: "lost", d.WriteDraining: "draining"},
 }
 _EVENTS: dict[str, Callable[..., d.Event]] = {
     **{"spec": d.SpecSeen, "unfit": d.Unfit, "leave": d.Leave, "leave_now": d.LeaveNow},
     **{"store_away": d.StoreAway, "store_back": d.StoreBack},
     "nodes": lambda holder="", **agents: d.NodesSeen(agents, holder),
-    "ended": lambda generation, node, how: d.EndedSeen(generation, node, records.Outcome(how)),
     "status": lambda state, run="run", **values: d.StatusSeen(
         records.JobStatus("job", run, records.JobState(state), **values)
     ),
@@ -70,6 +72,7 @@ _SAID: dict[str, Any] = {
     **{"version": "1", "pid": 100, "id": 0, "waiting": False, "step": 7, "time": 0.0},
     **{"last_step": None, "finished": True, "reason": ""},
 }
+_OF_AN_END = ("generation", "outcome", "exit_code", "failure", "unsaved")
 _VARIANTS = re.compile(r"<([^<>]*)>")
 _PLACE = re.compile(r"(?:(\w+)@)?(\w+)(?:\*(\d+)|:([\d,]+))")
 
@@ -152,9 +155,10 @@ class Agent:
     def __init__(self) -> None:
         self.state = d.State(me=ME)
         self.now = 0.0
-        self.actions: list[d.Action] = []
+        self.actions: list[str] = []
         self.generations: dict[int, int] = {}  # of the processes, by slot
         self.plans: dict[int, Plan] = {}
+        self.told = Held(ME.node, ME.agent)  # what the node said last that it holds
         self(d.NodesSeen({"here": "agent-1", "there": "agent-there"}))
 
     def __call__(self, event: d.Event) -> list[d.Action]:
@@ -180,7 +184,7 @@ class Agent:
             else:
                 dots = ".*" if word == "..." else "[^;]*"
                 patterns.append(dots.join(map(re.escape, word.split("..."))))
-        found = "; ".join(map(self._described, self.actions)) or "nothing"
+        found = "; ".join(self.actions) or "nothing"
         assert not patterns or re.fullmatch("; ".join(patterns), found), f"{line}: {found}"
 
     def _fact(self, name: str) -> str:
@@ -194,10 +198,44 @@ class Agent:
         }
         return _text(facts[name] if name in facts else getattr(self.state, name))
 
-    def _described(self, action: Any) -> str:
-        if hasattr(action, "plan"):
-            assert action.plan is self.plans[action.plan.generation], action
-        return f"{_VERBS[type(action)]} {_text(getattr(action, 'record', action))}"
+    def _described(self, action: Any) -> Iterator[str]:
+        if isinstance(action, d.WriteHeld):
+            yield from self._news(action.held)
+        elif not isinstance(action, d.Ended):  # for the user; a report follows it
+            if hasattr(action, "plan"):
+                assert action.plan is self.plans[action.plan.generation], action
+            yield f"{_VERBS[type(action)]} {_text(action)}"
+
+    def _news(self, now: Held) -> Iterator[str]:
+        """Yield what a report says that the one before it has not said."""
+        before, self.told = self.told, now
+        assert now.sequence == before.sequence + 1
+        for end in now.ends:
+            if end not in before.ends:
+                if end.lost and not end.ran:
+                    yield f"broken {_text(PeerLoss(end.generation, end.lost, end.failure))}"
+                if end.outcome is records.Outcome.STOPPED:  # the failure is that of a loss
+                    end = replace(end, failure=None)
+                yield f"ended {_text(GenerationEnd(*(getattr(end, name) for name in _OF_AN_END)))}"
+        for generation in sorted(self._counts_on_us()):
+            left = not before.has_left(generation, ME.agent) and now.has_left(generation, ME.agent)
+            if left and now.end_of(generation) is None:
+                yield f"ended {generation} stopped exit_code=143"
+        said = [one.runs >= 0 and (one.runs, one.library, one.resilient) for one in (before, now)]
+        if said[1] and said[0] != said[1]:
+            flags = [name for name in ("library", "resilient") if getattr(now, name)]
+            yield " ".join(("running", str(now.runs), *flags))
+        if now.ready and not before.ready:
+            yield f"ready {now.to if now.to >= 0 else now.generation}"
+        if now.loss is not None and now.loss != before.loss:
+            yield f"broken {_text(now.loss)}"
+
+    def _counts_on_us(self) -> set[int]:
+        """Return the generations that a plan has placed here, or waits for."""
+        found = {g for g, made in self.plans.items() for one in made.placements if one.agent == ME.agent}
+        return found | {
+            one.generation for made in self.plans.values() for one in made.leaving if one.agent == ME.agent
+        }
 
     # -- events
 
@@ -218,7 +256,7 @@ class Agent:
 
     def _feed(self, event: d.Event) -> None:
         for action in self(event):
-            self.actions.append(action)
+            self.actions += self._described(action)
             match action:
                 case d.StartReplicas(made, _, slots):
                     self.generations.update(dict.fromkeys(slots, made.generation))
@@ -260,6 +298,20 @@ class Agent:
     def master(self, generation: int | None = None) -> None:
         """Let the store of a generation be served: of the newest, if none is given."""
         self._feed(master(max(self.plans) if generation is None else generation))
+
+    def ended(self, generation: int, node: str, how: str) -> None:
+        """Let another node report that a generation has ended there."""
+        if node == ME.node:
+            end = GenerationEnd(generation, records.Outcome(how))
+            self.state = replace(self.state, ends=(*self.state.ends, end))
+            return
+        known = self.state.left.get(node, Left(node, agent_of(node)))
+        ends = (*known.ends, LeftEnd(generation, records.Outcome(how)))
+        self._feed(d.LeftSeen(replace(known, ends=ends)))
+
+    def left(self, *values: Any, **named: Any) -> None:
+        """Let the agent see what a node has left."""
+        self._feed(d.LeftSeen(Left(*values, **named)))
 
     def later(self, seconds: float) -> None:
         """Let time pass."""

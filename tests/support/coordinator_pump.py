@@ -172,7 +172,8 @@ class Pump:
         for action in decided.actions:
             match action:
                 case CompareAndSwap(key, record, revision):
-                    done = self.store.compare_and_swap(key, records.encode(record), revision)
+                    text = None if record is None else records.encode(record)
+                    done = self.store.compare_and_swap(key, text, revision)
                     assert done is not None, f"{key} was not what the view said"
                     written += 1
                     if isinstance(record, Plan):

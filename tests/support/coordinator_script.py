@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,15 +35,8 @@ from coordinator_pump import Pump
 from fake_agents import FakeAgent
 from script_words import literal_or_text
 
-from adaptdl_elastic.rendezvous.schema.records import (
-    DrainRequest,
-    EndedRecord,
-    Failure,
-    Outcome,
-    PeerLossRecord,
-    RunningRecord,
-    encode,
-)
+from adaptdl_elastic.rendezvous.schema.held import MOST_ENDS, GenerationEnd, Held, PeerLoss
+from adaptdl_elastic.rendezvous.schema.records import DrainRequest, Failure, Outcome, decode, encode
 
 _WORD = re.compile(r'(?:\w+=)?"[^"]*"|[^\s;]+|;')
 _SLOTS = re.compile(r"(\w+):([\d,]+)")
@@ -148,27 +142,44 @@ class Script:
     ) -> None:
         """Record that a node's replicas have ended, in the generation `back` from the newest."""
         rank, signal = failure.pop("rank", -1), failure.pop("signal", code)
+        last_step = failure.pop("last_step", None)
         why = Failure(rank, signal, message, **failure) if message else None
         generation = self.pump.plan("a").generation + back
-        self._record("ended", EndedRecord(node, generation, Outcome(outcome), code, why))
+        end = GenerationEnd(generation, Outcome(outcome), code, why, last_step=last_step)
+        held = self._held(node)
+        gone = {"generation": -1} if held.generation == generation else {}
+        kept = held.loss if held.loss is None or held.loss.generation != generation else None
+        ran = bool(gone) and held.library
+        end = replace(end, ran=bool(gone), library=ran, first_step=held.first_step if gone else None)
+        for agent in self._agents(node):
+            agent.add_end(end)
+            agent.running = None if agent.running == generation else agent.running
+        self._write(replace(held, ends=(*held.ends, end)[-MOST_ENDS:], loss=kept, **gone))
 
     def broken(self, node: str, back: int, *slots: int) -> None:
         """Record that a node's replicas miss others, and which of its own have died."""
-        self._record("broken", PeerLossRecord(node, self.pump.plan("a").generation + back, slots))
+        loss = PeerLoss(self.pump.plan("a").generation + back, slots)
+        for agent in self._agents(node):
+            agent.loss = loss
+        self._write(replace(self._held(node), loss=loss))
 
     def running(self, node: str, **fields: Any) -> None:
         """Record that a node's replicas run in the newest generation."""
-        assert fields.keys() <= RunningRecord.__dataclass_fields__.keys(), fields
-        self._record("running", RunningRecord(node, self.pump.plan("a").generation, **fields))
+        fields = {"library": False, "resilient": False, "first_step": None, **fields}
+        self._write(replace(self._held(node), generation=self.pump.plan("a").generation, **fields))
 
     def report(self, node: str, **changes: Any) -> None:
         """Let the agent on a node report that its job would gain from more replicas."""
         (agent,) = self._agents(node)
         agent.report(self.pump.plan(agent.job), **changes)
 
-    def _record(self, kind: str, record: Any) -> None:
-        key = self.pump.keys.generation("a", record.generation, kind, record.node)
-        self.pump.store.put(key, encode(record))
+    def _held(self, node: str) -> Held:
+        found = self.pump.store.get(self.pump.keys.held("a", node))
+        return Held(node, f"{node}-a-0") if found is None else decode(Held, found.value)
+
+    def _write(self, held: Held) -> None:
+        self.pump.store.put(self.pump.keys.held("a", held.node), encode(held))
+        self.pump.store.put(self.pump.keys.left("a", held.node), encode(held.left))
 
     # -- what is decided
 

@@ -13,17 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.held import MOST_ENDS, GenerationEnd, Held, Left, PeerLoss
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
-    EndedRecord,
     Failure,
     JobSpec,
     JobStatus,
     NodeRecord,
     Outcome,
-    PeerLossRecord,
     Plan,
-    RunningRecord,
     Transition,
 )
 from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreError, Watch
@@ -85,6 +83,11 @@ class FakeAgent:
     alive: tuple[int, ...] = ()  # slots of the replicas that run
     lost: tuple[int, ...] = ()  # slots of those that died in the generation that runs
     unsaved: str = ""  # why its replicas cannot save
+    ends: tuple[GenerationEnd, ...] = ()
+    loss: PeerLoss | None = None
+    first_step: float | None = None
+    started: float = 0.0
+    sequence: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
     _watch: Watch | None = None
 
@@ -144,13 +147,10 @@ class FakeAgent:
             self._recover(plan)
             return
         self._end(Outcome.STOPPED)
-        for one in plan.leaving:  # one that it never saw, too
-            parts = ("generations", str(one.generation), "ended", one.node)
-            if one.agent == self.agent and self._get(EndedRecord, *parts) is None:
-                self._put(EndedRecord(self.node, one.generation, Outcome.STOPPED), one.generation, "ended")
         self.generation = plan.generation
         mine = [p for p in plan.placements if p.node == self.node and p.agent == self.agent]
         self.waiting = plan if mine else None
+        self.say()
 
     def _recover(self, plan: Plan) -> None:
         named = plan.slots(self.node) if any(p.agent == self.agent for p in plan.placements) else ()
@@ -159,8 +159,8 @@ class FakeAgent:
             self._end(Outcome.STOPPED)
             self.generation = plan.generation
             if named:
-                self._put(PeerLossRecord(self.node, plan.generation, named), plan.generation, "broken")
-                self._put(EndedRecord(self.node, plan.generation, Outcome.ABORTED), plan.generation, "ended")
+                self.add_end(GenerationEnd(plan.generation, Outcome.ABORTED, lost=named))
+            self.say()
             return
         alive = tuple(slot for slot in named if slot in self.alive)
         self._end(Outcome.STOPPED)
@@ -173,7 +173,8 @@ class FakeAgent:
 
     def _all_left(self, plan: Plan) -> bool:
         for one in plan.leaving:
-            if self._get(EndedRecord, "generations", str(one.generation), "ended", one.node) is not None:
+            left: Left | None = self._get(Left, "left", one.node)
+            if left is not None and left.has_left(one.generation, one.agent):
                 continue
             item = self.store.get(self.keys.node(one.node, self.job))
             if item is not None and records.decode(NodeRecord, item.value).agent == one.agent:
@@ -188,10 +189,9 @@ class FakeAgent:
         self._say_running(plan)
 
     def _say_running(self, plan: Plan) -> None:
-        now, able = self.clock(), self.resilient
-        first = now if self.steps else None
-        running = RunningRecord(self.node, plan.generation, now, first, self.library, able, self.agent)
-        self._put(running, plan.generation, "running")
+        self.started, self.loss = self.clock(), None
+        self.first_step = self.started if self.steps else None
+        self.say()
         if self.reports and self.library and plan.placements[0].node == self.node:
             self.report(plan, inplace=self.inplace)
 
@@ -200,22 +200,43 @@ class FakeAgent:
         self.store.put(self.keys.job(self.job, "hints"), sched_hints.encode(hints))
 
     def _end(self, outcome: Outcome, failure: Failure | None = None) -> None:
-        generation = self.running if self.running is not None else None
+        ran, generation = self.running is not None, self.running
         if generation is None and self.waiting is not None:
             generation = self.waiting.generation
-        self.running = self.waiting = None
-        self.alive = self.lost = ()
+        loss, self.running, self.waiting, self.alive, self.lost = self.loss, None, None, (), ()
+        self.loss = None
         if generation is not None:
             now = self.clock()
             code = 0 if failure is None else failure.exit_code
-            self._put(
-                EndedRecord(self.node, generation, outcome, code, failure, now, now, self.unsaved),
-                generation,
-                "ended",
+            end = GenerationEnd(
+                generation, outcome, code, failure, self.unsaved, ran, self.library, self.resilient
             )
+            lost = loss.lost if loss is not None and loss.generation == generation else ()
+            first_step, started = (self.first_step, self.started) if ran else (None, 0.0)
+            end = replace(end, lost=lost, first_step=first_step, started=started, last_step=now, time=now)
+            self.add_end(end)
+            self.say()
 
-    def _put(self, record: object, generation: int, what: str) -> None:
-        self.store.put(self.keys.generation(self.job, generation, what, self.node), records.encode(record))
+    def add_end(self, end: GenerationEnd) -> None:
+        self.ends = (*self.ends, end)[-MOST_ENDS:]
+
+    def say(self) -> None:
+        """Write what it holds."""
+        acted = self.generation - 1 if self.waiting is not None else self.generation
+        self.sequence += 1
+        held = Held(self.node, self.agent, self.sequence, acted, ends=self.ends)
+        if self.running is not None:
+            held = replace(
+                held,
+                generation=self.running,
+                library=self.library,
+                resilient=self.resilient,
+                first_step=self.first_step,
+                loss=self.loss,
+                started=self.started,
+            )
+        self.store.put(self.keys.held(self.job, self.node), records.encode(held))
+        self.store.put(self.keys.left(self.job, self.node), records.encode(held.left))
 
     # -- what befalls it
 
@@ -253,15 +274,16 @@ class FakeAgent:
         self.alive = tuple(slot for slot in self.alive if slot not in slots)
         self.lost = (*self.lost, *slots)
         failure = failure or Failure(self.lost[0], -9, "SIGKILL")
-        record = PeerLossRecord(self.node, self.running, tuple(sorted(self.lost)), failure)
-        self._put(record, self.running, "broken")
+        self.loss = PeerLoss(self.running, tuple(sorted(self.lost)), failure)
+        self.say()
         if not self.alive:
             self._end(Outcome.FAILED, failure)
 
     def notice(self) -> None:
         """Its replicas find that somebody elsewhere is gone."""
         assert self.running is not None
-        self._put(PeerLossRecord(self.node, self.running, self.lost), self.running, "broken")
+        self.loss = PeerLoss(self.running, self.lost, None if self.loss is None else self.loss.failure)
+        self.say()
 
     def leave(self, exit_code: int = 0) -> None:
         """Exit in an orderly way."""

@@ -19,12 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from adaptdl_elastic.rendezvous.schema.held import Held
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     MalformedRecordError,
     NodeRecord,
     Plan,
-    RunningRecord,
     Transition,
     decode,
 )
@@ -74,7 +74,7 @@ class _Job:
     plans: dict[int, Plan] = field(default_factory=dict)  # by generation
     registered: dict[str, str] = field(default_factory=dict)  # node → agent
     unregistered: set[tuple[str, str]] = field(default_factory=set)  # (node, agent) whose entry vanished
-    ended: set[tuple[int, str]] = field(default_factory=set)
+    held: dict[str, Held] = field(default_factory=dict)  # node → the last one
     began: set[int] = field(default_factory=set)
 
 
@@ -98,10 +98,8 @@ class _Checker:
                 self._node(self.jobs.setdefault(job, _Job()), node, change)
             case ["jobs", job, "plan"] if change.value is not None:
                 self._plan(self.jobs.setdefault(job, _Job()), change)
-            case ["jobs", job, "generations", generation, "ended", node] if generation.isdigit():
-                self.jobs.setdefault(job, _Job()).ended.add((int(generation), node))
-            case ["reports", job, generation, "running", node] if generation.isdigit() and change.value:
-                self._running(self.jobs.setdefault(job, _Job()), int(generation), node, change)
+            case ["reports", job, node]:
+                self._held(self.jobs.setdefault(job, _Job()), node, change)
 
     def _say(self, change: Change, text: str) -> None:
         self.found.append(f"revision {change.revision}: {text}")
@@ -141,23 +139,32 @@ class _Checker:
         if _content(known) != _content(plan):
             self._say(change, f"generation {plan.generation} is planned twice, differently")
 
-    def _running(self, job: _Job, generation: int, node: str, change: Change) -> None:
+    def _held(self, job: _Job, node: str, change: Change) -> None:
+        held = _read(Held, change)
+        if held is None:
+            return
+        before, job.held[node] = job.held.get(node), held
+        if before is not None and before.agent == held.agent and before.sequence > held.sequence:
+            self._say(change, f"record {held.sequence} of node {node} after {before.sequence}")
+        generation = held.runs
+        if generation < 0 or (before is not None and before.runs == generation):
+            return
         plan = job.plans.get(generation)
-        record = _read(RunningRecord, change)
-        if plan is None or record is None:
+        if plan is None:
             self._say(change, f"node {node} runs generation {generation}, which nobody has planned")
             return
         named = {placement.node: placement.agent for placement in plan.placements}
         if node not in named:
             self._say(change, f"node {node} runs generation {generation}, which has no place for it")
-        elif named[node] and record.agent != named[node]:
+        elif named[node] and held.agent != named[node]:
             self._say(change, f"another agent than the planned one runs generation {generation} on {node}")
         if generation in job.began or plan.transition not in (Transition.RESTART, Transition.ABORT):
             return
         job.began.add(generation)
         for one in plan.leaving:
-            gone = (one.generation, one.node) in job.ended or (one.node, one.agent) in job.unregistered
-            if not gone:
+            said = job.held.get(one.node)
+            gone = said is not None and said.has_left(one.generation, one.agent)
+            if not gone and (one.node, one.agent) not in job.unregistered:
                 self._say(change, f"generation {generation} runs while {one.node} has not left")
 
     def events(self, job: str, logs: Mapping[str, Iterable[Event]]) -> None:

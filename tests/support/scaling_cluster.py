@@ -13,6 +13,7 @@ from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopO
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.autoscaler_status import AutoscalerStatus
+from adaptdl_elastic.rendezvous.schema.held import Held
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -93,8 +94,9 @@ class Cluster:
         self.store.put(KEYS.job(job, "plan"), records.encode(plan))
 
     def end(self, node: str, generation: int, job: str = "train") -> None:
-        record = records.EndedRecord(node, generation, records.Outcome.STOPPED)
-        self.store.put(KEYS.generation(job, generation, "ended", node), records.encode(record))
+        held = Held(node, f"a-{node.removeprefix('node-')}", acted=generation)
+        self.store.put(KEYS.held(job, node), records.encode(held))
+        self.store.put(KEYS.left(job, node), records.encode(held.left))
 
     def status(self) -> AutoscalerStatus:
         item = self.store.get(KEYS.autoscaler_status)

@@ -16,6 +16,7 @@ import multiprocessing
 import multiprocessing.process
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,8 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from adaptdl_elastic.agent.runtime import fork_server, forked_child
-from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import Command
+from adaptdl_elastic.protocol.environment import FORK_SERVER
 
 MARK = "TEST_MARK"  # inherited by every process a run starts, so that orphans can be found
 UNMARKED = "0" * 32
@@ -153,8 +154,20 @@ def _run(arguments: list[str], directory: str, environment: dict[str, str], out:
     command = Command("module", tuple(arguments), directory)
     forked_child.become(command, os.getppid(), streams[0], streams[1], None)
     if arguments[0] == "adaptdl_elastic.agent":
-        ForkServer.prepare()
+        _fork_server()
     forked_child.run(command)
+
+
+def _fork_server() -> None:
+    """Fork the server of this agent, as a node service does."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        os.setsid()
+        os.dup2(theirs.fileno(), 3)
+        os.closerange(4, 1 << 12)
+        fork_server.serve_forked(3)
+    theirs.close()
+    os.environ[FORK_SERVER] = str(ours.detach())
 
 
 def _take_mark(mark: str) -> None:

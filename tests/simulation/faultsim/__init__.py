@@ -1,6 +1,6 @@
 """A deterministic simulator of whole clusters: the product's own agents and coordinators, and faults.
 
-What runs for real, unchanged: the agent with all of its shell (`agent.runtime.agent.ElasticAgent`, its pure
+What runs for real, unchanged: the agent with all of its shell (`agent.runtime.agent.NodeAgent`, its pure
 core, its watches, writer, registration, view of the store, reports, event log, and how it keeps a
 coordinator), the way in which agents join a job, the coordinator with all of its shell (election, standby,
 fencing, watch, decisions, rounds of the policy), plans in the store, and the thread that keeps leases alive.

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-
 from adaptdl_elastic.agent.cluster import ended_run, job_joining
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import NameTakenError, Registration
@@ -15,7 +13,6 @@ from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.runtime import agent as agent_module
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.event_loop import Signalled
-from adaptdl_elastic.agent.runtime.plan_handler import PlanHandler
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, job_settings
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.agent.terminal.run_options import RunOptions
@@ -26,7 +23,7 @@ from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, NodeRec
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from faultsim import threads
 from faultsim.kernel import Process
-from faultsim.node import Forks, Machine, Output, Wire
+from faultsim.node import Forks, Machine, Meeting, Output, Wire
 from faultsim.replica import Replica, Script
 
 if TYPE_CHECKING:
@@ -55,8 +52,9 @@ class AgentProcess(Process):
         self.machine, self.job, self.serial = machine, job, serial
         self.wires: dict[int, Wire] = {}
         self.events: list[dict[str, Any]] = []  # its event log
-        self.agent: agent_module.ElasticAgent | None = None
+        self.agent: agent_module.NodeAgent | None = None
         self.forks: Forks | None = None
+        self.meeting: Meeting | None = None
         self.loop: Any = None
         self.said: list[str] = []
         machine.processes.append(self)
@@ -113,8 +111,7 @@ class AgentProcess(Process):
         except (ended_run.JoinError, StoreError, NameTakenError) as error:
             self.kernel.exit(2, f"(cannot join: {error})")
         journal = EventRecorder(self.events.append, threads.Time.time)
-        agent = self.agent = agent_module.ElasticAgent(
-            self._worker_spec(),
+        agent = self.agent = agent_module.NodeAgent(
             self._setting(spec),
             store,
             world.keys,
@@ -126,9 +123,8 @@ class AgentProcess(Process):
             self._forks,  # type: ignore[arg-type]
         )
         try:
-            agent._invoke_run()
+            agent.run()
         finally:
-            agent._shutdown()
             status = agent.job_ended
             if status is not None and status.state is JobState.DONE:
                 ended_run.write_note(spec, status, spec.checkpoint_path, self.say, even_if_empty=False)
@@ -162,16 +158,6 @@ class AgentProcess(Process):
 
         self.forks = Forks(self.machine, self, launch)
         return self.forks
-
-    def _worker_spec(self) -> WorkerSpec:
-        name = self.job.spec.job
-        return WorkerSpec(
-            role="default",
-            local_world_size=self.machine.slots,
-            rdzv_handler=PlanHandler(name),
-            entrypoint="train.py",
-            max_restarts=self.job.spec.max_restarts,
-        )
 
     def _setting(self, spec: JobSpec) -> AgentConfig:
         job, machine = self.job, self.machine

@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from adaptdl_elastic.rendezvous.schema.records import Cause, CheckpointRecord, Plan, Transition
+from adaptdl_elastic.rendezvous.schema.held import Held
+from adaptdl_elastic.rendezvous.schema.records import Cause, CheckpointRecord, Outcome, Plan, Transition
+from adaptdl_elastic.rendezvous.store.base import read_record
 
 if TYPE_CHECKING:
     from faultsim.world import World
@@ -83,7 +85,10 @@ def _vanished(world: World, name: str, before: Plan) -> bool:
     for one in before.leaving:
         found = world.etcd.get(world.keys.node(one.node, name))
         here = found is not None and f'"agent":"{one.agent}"' in found.value
-        ended = world.etcd.get(world.keys.generation(name, one.generation, "ended", one.node))
-        if one.generation == before.failed and not here and ended is None:
+        held = read_record(Held, world.etcd.get(world.keys.held(name, one.node)))
+        ended = held is not None and held.has_left(one.generation, one.agent)
+        if held is not None and (end := held.end_of(one.generation)) is not None:
+            ended = end.outcome is not Outcome.LOST
+        if one.generation == before.failed and not here and not ended:
             return True
     return False

@@ -159,6 +159,18 @@ class Faults:
         victim.forks.die()
         return True
 
+    def kill_store(self) -> bool:
+        """The process that serves the TCPStore of an agent's newest generation dies."""
+        found = [agent for agent in self._agents() if agent.forks is not None and not agent.forks.died]
+        for victim in self._chance.sample(found, len(found)):
+            number = victim.meeting.die() if victim.meeting is not None else None
+            if number is not None and victim.forks is not None:
+                self._note(f"kills the store of {victim.name}'s newest generation")
+                self._world.truth.job(victim.job.spec.job).deaths += 1  # replicas that meet there fail
+                victim.forks.tell_death(number)
+                return True
+        return False
+
     def kill_agent(self) -> bool:
         """An agent dies; another one is started in its place, soon or later."""
         found = self._agents()
@@ -576,9 +588,9 @@ class Faults:
 
 
 _NAMES = """
-kill_replica fail_replica kill_fork_server kill_agent kill_coordinator crash_machine die_at_write stop_process
-stop_coordinators hang_replica stop_machine jump_clock split_network cut_line bad_line store_down compact
-expire_lease drain hurry stop_job start_again start_twice supplant ask_to_drain scale
+kill_replica fail_replica kill_fork_server kill_store kill_agent kill_coordinator crash_machine die_at_write
+stop_process stop_coordinators hang_replica stop_machine jump_clock split_network cut_line bad_line store_down
+compact expire_lease drain hurry stop_job start_again start_twice supplant ask_to_drain scale
 """
 KINDS: dict[str, Callable[[Faults], bool]] = {name: getattr(Faults, name) for name in _NAMES.split()}
 _HARMLESS = (  # nothing may be lost by them

@@ -143,6 +143,14 @@ class Mesh:
                     delay = NOTICE_SECONDS * self.kernel.random.random()
                     self.kernel.after(delay, self._tell_loss(member, far[0]))
 
+    def store_gone(self) -> None:
+        """The store is gone at which members meet. Those that are connected do not need it."""
+        formed = self._collectives.get("formed")
+        if formed is None or len(formed.values) < self.size:
+            for member in self.members.values():
+                delay = NOTICE_SECONDS * self.kernel.random.random()
+                self.kernel.after(delay, member.on_lost, self, "the store of the generation is gone")
+
     def _tell_loss(self, member: Replica, rank: int) -> Callable[[], None]:
         return lambda: member.on_lost(self, f"rank {rank} is gone")
 

@@ -302,6 +302,10 @@ class Forks:
         self._news.clear()
         return news
 
+    def tell_death(self, number: int) -> None:
+        """Tell of the death of a child that is no replica."""
+        self._pipe.send(Exited(number, -9, False, threads.Time.time()))
+
     def close(self, timeout: float = 0.0) -> None:
         """Kill what still runs."""
         self._closed = True
@@ -359,27 +363,60 @@ class MeetingPoint:
     def answers(self) -> bool:
         return not self.closed and self.owner.alive and not self.owner.stopped and self.machine.up
 
+    def die(self) -> None:
+        """The process that serves it dies, and replicas that meet here find their connections broken."""
+        self.closed = True
+        for mesh in self.meshes.values():
+            mesh.store_gone()
+
 
 class Meeting:
     """As `generation_store.GenerationStore`."""
 
-    def __init__(self, host: str, ports: tuple[int, int] | None) -> None:
+    def __init__(self, host: str, ports: tuple[int, int] | None, forks: Forks) -> None:
         self._host = host
         self._kernel = threads.kernel()
         self._process = self._kernel.running().process
         self._machine: Machine = self._process.machine  # type: ignore[attr-defined]
         self._points: dict[int, MeetingPoint] = {}
+        self._ports: dict[int, int] = {}
+        self._process.meeting = self  # type: ignore[attr-defined]
 
     def open(self, generation: int, wanted: object = None) -> MasterRecord:
-        port = next(self._kernel.numbers)
-        point = MeetingPoint(self._kernel, self._process, self._machine, generation)
-        self._points[generation] = point
-        self._machine.world.points[self._host, port] = point
+        self._ports[generation] = port = next(self._kernel.numbers)
+        self._serve(generation)
         return MasterRecord(generation, self._host, port, 0)
+
+    def _serve(self, generation: int) -> None:
+        point = MeetingPoint(self._kernel, self._process, self._machine, generation)
+        self._points[generation] = self._machine.world.points[self._host, self._ports[generation]] = point
+
+    def served_by(self, forks: Forks) -> None:
+        for generation, point in self._points.items():
+            point.die()
+            self._serve(generation)
+
+    def die(self) -> int | None:
+        """The child that serves the newest store dies; return its number at the fork server."""
+        living = [generation for generation, point in self._points.items() if not point.closed]
+        if not living:
+            return None
+        self._points[max(living)].die()
+        return -1 - max(living)
+
+    def exited(self, number: int) -> str:
+        if (generation := -1 - number) not in self._points:
+            return ""
+        self._serve(generation)
+        return f"another process serves the store of generation {generation}"
+
+    def end(self, generation: int) -> None:
+        if (point := self._points.pop(generation, None)) is not None:
+            point.closed = True
 
     def forget(self, before: int) -> None:
         for generation in [g for g in self._points if g < before]:
-            self._points.pop(generation).closed = True
+            self.end(generation)
 
     def close(self) -> None:
         self.forget(max(self._points, default=0) + 1)

@@ -56,7 +56,6 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "DecisionRecorder": Decisions,
     },
     "adaptdl_elastic.agent.runtime.replica_starter": {"ReplicaHandle": node.Handle, "Path": files.Path},
-    "adaptdl_elastic.rendezvous.local.tcp_store": {"Path": pathlib.Path},
     # simulated scripts are no files: their code is never known
     "adaptdl_elastic.agent.runtime.code_version": {"Path": pathlib.Path},
     "adaptdl_elastic.agent.runtime.failure_reporter": {"DirectoryStorage": None},  # the world's checkpoints
@@ -129,6 +128,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.rendezvous.local.file_lock": "a file that keeps other jobs from a folder",
     "adaptdl_elastic.rendezvous.local.scratch_directory": "directories",
     "adaptdl_elastic.rendezvous.local.store_server": "real sockets",
+    "adaptdl_elastic.rendezvous.local.tcp_store": "a process of its own",
     "adaptdl_elastic.rendezvous.decision_record": "a file, which no agent and no coordinator writes here",
     "adaptdl_elastic.rendezvous.run_record": "`read_run` reads the file of `adaptdl report`",
     "adaptdl_elastic.rendezvous.services": "addresses and signatures of services, which no agent here uses",
@@ -145,6 +145,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.rendezvous.store.memory": "a store; etcd.Etcd takes its place",
     "adaptdl_elastic.rendezvous.store.store_options": "the command line",
     "adaptdl_elastic.rendezvous.text": "`clock` shows a time to people",
+    "adaptdl_elastic.rendezvous.torchrun.elastic_agent": "starts `adaptdl-run` for programs of torch",
     "adaptdl_elastic.rendezvous.torchrun.gathering": "plain torchrun",
     "adaptdl_elastic.rendezvous.torchrun.handler": "plain torchrun, which has no agent of ours",
     "adaptdl_elastic.rendezvous.torchrun.roster": "plain torchrun",

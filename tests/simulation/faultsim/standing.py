@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from adaptdl_elastic.rendezvous.schema.records import Rescale
+from adaptdl_elastic.rendezvous.schema.held import Held
+from adaptdl_elastic.rendezvous.schema.records import Outcome, Rescale
+from adaptdl_elastic.rendezvous.store.base import read_record
 from faultsim.agents import AgentProcess
 from faultsim.node import Machine
 from faultsim.replica import Replica
@@ -124,12 +126,11 @@ class Standing:
         for place in plan.placements:
             found = world.etcd.get(world.keys.node(place.node, name))
             here = found is not None and f'"agent":"{place.agent}"' in found.value
-            ended = world.etcd.get(world.keys.generation(name, plan.generation, "ended", place.node))
+            held = read_record(Held, world.etcd.get(world.keys.held(name, place.node)))
+            ended = None if held is None else held.end_of(plan.generation)
             at = name, plan.generation, place.agent
             # a job that has failed pauses before its restart
-            over = ended is not None and any(
-                f'"outcome":"{how}"' in ended.value for how in ("done", "failed")
-            )
+            over = ended is not None and ended.outcome in (Outcome.DONE, Outcome.FAILED)
             if here or over:
                 self._left.pop(at, None)
             elif now - self._left.setdefault(at, now) > PLANNED_SECONDS:
@@ -154,8 +155,9 @@ class Standing:
         world, plan = self._world, self._world.truth.job(name).plan
         if plan is None or not (world.jobs[name].script.resilient and world.jobs[name].script.library):
             return []
-        said = world.etcd.range(world.keys.reports(name, plan.generation)).items
-        nodes = {one.key.rpartition("/")[2] for one in said if "/broken/" in one.key}
+        said = world.etcd.range(world.keys.reports(name)).items
+        losses = {held.node: held.loss for one in said if (held := read_record(Held, one)) is not None}
+        nodes = {node for node, loss in losses.items() if loss and loss.generation == plan.generation}
         found = [agent for agent in able if agent.machine.name in nodes]
         names = [agent.machine.name for agent in found]
         if any(not world.network.connects(one, other) for one in names for other in names):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from adaptdl_elastic.rendezvous.schema.held import Held
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     CheckpointRecord,
@@ -18,11 +19,12 @@ from adaptdl_elastic.rendezvous.schema.records import (
     JobState,
     JobStatus,
     MalformedRecordError,
+    Outcome,
     Plan,
     Transition,
     decode,
 )
-from adaptdl_elastic.rendezvous.store.base import Change
+from adaptdl_elastic.rendezvous.store.base import Change, read_record, read_text
 from faultsim.budget import Budget
 
 if TYPE_CHECKING:
@@ -289,7 +291,7 @@ class Truth:
         if not self.lasting and job.fault_at < job.finished_at - HEARS_SECONDS:
             return True
         keys = self._world.keys
-        missing = {keys.generation(name, g, "ended", node): node for g, node in job.finished_by}
+        missing = {(keys.held(name, node), g): node for g, node in job.finished_by}
         plan = keys.job(name, "plan")
         its_plan = f'"generation":{min((g for g, _ in job.finished_by), default=-1)},'
         planned, lost = False, set[str]()
@@ -300,9 +302,12 @@ class Truth:
             planned |= change.key == plan and its_plan in value  # a new leader writes it again
             if planned and change.key.startswith(keys.nodes) and change.value is None:
                 lost.add(change.key.removeprefix(keys.nodes))
-            done = change.key in missing and '"outcome":"done"' in value
-            if done and f"{missing.pop(change.key)}/{name}" in lost:
-                return False
+            for at in [at for at in missing if at[0] == change.key]:
+                held = read_text(Held, change.value)
+                end = None if held is None else held.end_of(at[1])
+                done = end is not None and end.outcome is Outcome.DONE
+                if done and f"{missing.pop(at)}/{name}" in lost:
+                    return False
         return not missing
 
     def failed(self, replica: Replica, kind: str) -> None:
@@ -459,8 +464,11 @@ class Truth:
         return len(kinds) > len(set(kinds))
 
     def _reported_step(self, name: str, generation: int) -> bool:
-        found = self._world.etcd.range(self._world.keys.reports(name, generation))
-        return any("/running/" in one.key and '"first_step":null' not in one.value for one in found.items)
+        found = self._world.etcd.range(self._world.keys.reports(name))
+        held = [one for item in found.items if (one := read_record(Held, item)) is not None]
+        steps = [one.first_step for one in held if one.generation == generation]
+        steps += [end.first_step for one in held if (end := one.end_of(generation)) is not None]
+        return any(step is not None for step in steps)
 
     def _stopped(self, job: JobTruth, name: str, status: JobStatus) -> None:
         agents = [one for one in self._world.agents if one.alive and one.job.spec.job == name]
