@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.schema.held import GenerationEnd, Held, PeerLoss
 from adaptdl_elastic.rendezvous.schema.records import Outcome, Plan
 
@@ -17,9 +18,6 @@ R = TypeVar("R")
 
 NodeOfGeneration = tuple[int, str]
 """(generation, node)."""
-
-_NEVER_STARTED = 143
-"""Exit code of a generation that never started on a node."""
 
 
 def empty() -> Mapping[Any, Any]:
@@ -116,4 +114,4 @@ def _facts(held: Held, asked: Iterable[tuple[int, str, str]]) -> Iterator[tuple[
     for generation, node, agent in asked:
         left = node == held.node and held.has_left(generation, agent)
         if left and held.end_of(generation) is None:
-            yield "ended", generation, GenerationEnd(generation, Outcome.STOPPED, _NEVER_STARTED)
+            yield "ended", generation, GenerationEnd(generation, Outcome.STOPPED, STOPPED)

@@ -81,8 +81,9 @@ class NodeReporter:
 
     def _submit_held(self, held: Held, look: bool = False) -> None:
         """Submit a record, and behind it what of it other agents wait for, if that is new."""
-        if look or held.left != self._left:
-            self._left = held.left
+        left = held.left
+        if look or left != self._left:
+            self._left = left
             self._writer.submit(lambda: self._swap(held, True, look))
             self._writer.submit(lambda: self._swap(held, False, look))
         else:

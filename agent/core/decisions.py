@@ -111,7 +111,9 @@ def decide(state: State, event: Event, now: float) -> Step:
     before = None
     while state is not before and not state.exiting:
         before = state
-        state, more = held_record.report(*_reconcile(state, now))
+        state, more = _reconcile(state, now)
+        if state is not before:
+            state, more = held_record.report(state, more)
         actions += more
     return state, actions
 

@@ -70,18 +70,8 @@ def _end(held: LocalGeneration) -> GenerationEnd:
         outcome, code = Outcome.STOPPED, STOPPED
     else:
         outcome, code = Outcome.DONE, 0
-    return GenerationEnd(
-        held.generation,
-        outcome,
-        code,
-        failure,
-        unsaved=_unsaved(held, failure),
-        ran=not isinstance(held.course, Joining),
-        library=held.library,
-        resilient=held.resilient,
-        lost=held.dead_in(held.generation),
-        first_step=held.first_step,
-    )
+    found = held.end_as(outcome, code, failure, _unsaved(held, failure))
+    return replace(found, ran=not isinstance(held.course, Joining))
 
 
 def _unsaved(held: LocalGeneration, failure: Failure | None) -> str:

@@ -36,8 +36,8 @@ def report(state: State, actions: list[Action]) -> Step:
     if found == before:
         return state, actions
     found = replace(found, sequence=before.sequence + 1)
-    ends = next((i for i, action in enumerate(actions) if isinstance(action, Exit)), len(actions))
-    return replace(state, told=found), [*actions[:ends], WriteHeld(found), *actions[ends:]]
+    at = next((i for i, action in enumerate(actions) if isinstance(action, Exit)), len(actions))
+    return replace(state, told=found), [*actions[:at], WriteHeld(found), *actions[at:]]
 
 
 def record_of(state: State, before: Held) -> Held:

@@ -177,18 +177,11 @@ def adopt(state: State, held: LocalGeneration, plan: Plan, ranks: Mapping[int, i
     )
     leavers = (r for r in held.replicas if r.local_rank not in ranks)
     orphans = tuple(r for r in (*held.orphans, *leavers) if r.exit is None)
-    end = GenerationEnd(
-        held.generation,
-        Outcome.STOPPED,
-        ran=True,
-        library=held.library,
-        resilient=held.resilient,
-        lost=tuple(sorted(r.local_rank for r in held.lost)),
-        failure=None if held.loss is None else held.loss.failure,
-        first_step=held.first_step,
-    )
-    state = replace(state, held=LocalGeneration(plan.generation, members, since=now, orphans=orphans))
-    state = replace(state, acted=max(state.acted, plan.generation)).add_ends(end)
+    end = held.end_as(Outcome.STOPPED, failure=None if held.loss is None else held.loss.failure)
+    # those that have died since belong to the new generation, where their loss is not known any more
+    end = replace(end, lost=tuple(sorted(r.local_rank for r in held.lost)))
+    after = LocalGeneration(plan.generation, members, since=now, orphans=orphans)
+    state = replace(state, held=after, acted=max(state.acted, plan.generation)).add_ends(end)
     return state, [Adopt(plan), Ended(end)]
 
 

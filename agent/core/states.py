@@ -166,6 +166,23 @@ class LocalGeneration:
         members = self.replicas or self.lost
         return bool(members) and all(r.resilient for r in members)
 
+    def end_as(
+        self, outcome: Outcome, exit_code: int = 0, failure: Failure | None = None, unsaved: str = ""
+    ) -> GenerationEnd:
+        """Return the end of the generation, whose replicas had started or joined."""
+        return GenerationEnd(
+            self.generation,
+            outcome,
+            exit_code,
+            failure,
+            unsaved,
+            ran=True,
+            library=self.library,
+            resilient=self.resilient,
+            lost=self.dead_in(self.generation),
+            first_step=self.first_step,
+        )
+
     def dead_in(self, generation: int) -> tuple[int, ...]:
         """Return the slots of the replicas whose death in a generation the others survived."""
         return self.loss.lost if self.loss is not None and self.loss.generation == generation else ()

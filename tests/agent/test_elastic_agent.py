@@ -7,11 +7,11 @@ import re
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
@@ -90,8 +90,7 @@ def test_a_job_that_cannot_start_raises_an_error_with_the_reason() -> None:
 @pytest.mark.exhaustive
 def test_sigterm_stops_the_job() -> None:
     def stop() -> None:
-        while not Path("started").exists():
-            time.sleep(0.1)
+        until("the script has not started", Path("started").exists)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop, daemon=True).start()

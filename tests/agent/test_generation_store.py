@@ -58,7 +58,7 @@ def test_stores_before_a_generation_are_forgotten(stores: GenerationStore, serve
     records = [stores.open(generation) for generation in range(3)]
     stores.forget(2)
     assert [is_open(record) for record in records] == [False, False, True]
-    assert stores.exited(-1) == "", "nobody needs it"
+    assert stores.exited(-1) == "", "no replica needs it"
     stores.served_by(server)
     assert [call.args[0] for call in server.spawn.call_args_list] == [-1, -2, -3, -3]
 
