@@ -38,7 +38,7 @@ _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")  # signals that users
 class Phase(str, Enum):
     """The phase of a job.
 
-    UNKNOWN   no specification yet: nothing can be done
+    UNKNOWN   no specification yet, or the store has lost the newest plan: nothing can be done
     OVER      it has ended, and its status says so
     EMPTY     it has no replicas and may get some
     CHANGING  a plan is published and not all of its nodes have started their replicas
@@ -135,7 +135,7 @@ def uses_library(job: JobView) -> bool:
 
 def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Condition:
     """Return the phase of a job, and the reasons for it."""
-    if job.spec is None:
+    if job.spec is None or _lost_its_plan(view, job):
         return Condition(Phase.UNKNOWN)
     plan = this_run(job)
     if job.over:
@@ -155,6 +155,20 @@ def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Con
     if phase is Phase.FINISHED and (failed := survivors.failed_before(job, plan)):
         phase, health = Phase.BROKEN, replace(health, failed=tuple(failed))
     return Condition(phase, health, plan)
+
+
+def _lost_its_plan(view: View, job: JobView) -> bool:
+    """Return whether an agent has dealt with a later plan than the store's, whose data are older ones.
+
+    The agent knows that plan and writes it back, but perhaps after the record of what it holds.
+    """
+    agents = view.agents(job.job)
+    dealt_with = (
+        seen.record.acted
+        for node, seen in job.held.items()
+        if node in agents and agents[node].record.agent == seen.record.agent
+    )
+    return job.plan is not None and max(dealt_with, default=-1) > job.plan.record.generation
 
 
 def _leavers_ended(view: View, job: JobView, plan: Plan) -> bool:

@@ -75,6 +75,11 @@ def lose_lease(pump: Pump, node: str) -> None:
     away.lease = None
 
 
+def put_plan(pump: Pump, number: str) -> None:
+    """Write one of the plans that were made so far into the store, as if it had the data of a backup."""
+    pump.store.put(pump.keys.job("a", "plan"), encode(pump.plans[int(number)]))
+
+
 def failing_twice(second: str) -> str:
     return f"""
         start max_restarts=3
@@ -269,6 +274,11 @@ NODES = {
     "a job whose replicas were stopped from outside is stopped": """
         elastic 2
         all running=None; all ended 0 stopped 143; settle -> stopped""",
+    # the agents have dealt with the later plan, and will write it back
+    "nothing is decided about a job whose store has lost its plan": """
+        elastic 2
+        ask a replicas=1; settle; put_plan -2; settle -> running +0
+        put_plan -1; ask a replicas=2; settle -> running n0=1 n1=1 restarts=0""",
     "the last restart waits until it is known that a node was lost": """
         start max_restarts=0
         node n2 a; n1 fail "Connection closed by peer" lost_peer=True; n0 silence; settle
@@ -359,7 +369,7 @@ def test_failures_are_restarted_unless_that_is_known_to_be_in_vain(pump: Pump, s
 
 @pytest.mark.parametrize("script", NODES.values(), ids=NODES)
 def test_jobs_go_on_without_nodes_that_are_gone_or_go(pump: Pump, script: str) -> None:
-    play(pump, script, start, elastic, lose_lease, no_answer, end_patience)
+    play(pump, script, start, elastic, lose_lease, put_plan, no_answer, end_patience)
 
 
 def test_restarts_are_spaced_and_run_out(pump: Pump) -> None:
