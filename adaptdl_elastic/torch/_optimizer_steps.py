@@ -136,6 +136,14 @@ class StepsModel(torch.nn.Module):
         return None
 
     @property
+    def took_the_step(self) -> bool:
+        """Whether the step that failed elsewhere was taken here, and can be taken back."""
+        return False
+
+    def confirm_step(self) -> None:
+        """Do nothing: `took_the_step` is False."""
+
+    @property
     def accumulates_by_hand(self) -> bool:
         """Whether the script adds up gradients of several windows, and has not stepped yet."""
         raise NotImplementedError

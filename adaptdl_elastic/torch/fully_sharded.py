@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from adaptdl_elastic._interfaces import ElasticLoader
+from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
+from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic.torch._elastic.survivors import UnrecoverableStateError
 from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._model_arguments import check_arguments
-from adaptdl_elastic.torch._optimizer_steps import StepsModel
+from adaptdl_elastic.torch._optimizer_steps import ModelCopies, StepsModel
 from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
 from adaptdl_elastic.torch._sharded import fully_shard, reshard
+from adaptdl_elastic.torch._sharded.doubt import StepInDoubt
+from adaptdl_elastic.torch._sharded.layout import Layout
+from adaptdl_elastic.torch._sharded.links import Links
 from adaptdl_elastic.torch._sharded.model_state import ShardedModelState
 from adaptdl_elastic.torch._sharded.noise import ShardedNoise
 from adaptdl_elastic.torch._sharded.window import ShardedWindow
@@ -29,8 +34,13 @@ class AdaptiveFSDP(StepsModel):
     Apply `fully_shard` as usual, without a mesh, and make the optimizer afterwards. When replicas come or go,
     the parameters and the optimizer's states are divided again, in memory; references to parameters stay
     valid. Model, optimizer and scheduler are part of every checkpoint. If the job continues from a
-    checkpoint, they are loaded here. After the death of a replica the job restarts from its newest
-    checkpoint. One is saved after each change of the number of replicas.
+    checkpoint, they are loaded here.
+
+    With `copies=2` two replicas hold each part, and the death of a replica costs one step, which is repeated:
+    the others go on in their processes with what they hold. So many copies need an even number of replicas;
+    with an odd one there is one copy of each part until another replica comes or goes. Without copies, or if
+    both holders of a part die, the job restarts from its newest checkpoint. Without copies one is saved after
+    each change of the number of replicas. The copies communicate by gloo; NCCL is not supported yet.
 
     Gradient noise is measured, so batch size and learning rate adapt as with AdaptiveDataParallel. In an
     accumulation window (`gradient_accumulation=True`) each batch's gradients are added up over the replicas
@@ -51,10 +61,12 @@ class AdaptiveFSDP(StepsModel):
         scaling_rule: Rule by which the learning rate follows the batch size; by default `AdamScale` for Adam
             and AdamW, else `AdaScale`.
         mp_scaler: Not supported: None. Training in bfloat16 needs no GradScaler.
+        copies: Replicas that hold each part of the model: 1 or 2.
 
     Raises:
         TypeError: an argument has the wrong type, or `mp_scaler` is given.
-        ValueError: the model is sharded in a way that is not supported, or the optimizer is in use already.
+        ValueError: `copies` is neither 1 nor 2, the model is sharded in a way that is not supported, or the
+            optimizer is in use already.
         RuntimeError: there is no process group.
         CheckpointError: the saved state does not fit.
     """
@@ -74,7 +86,10 @@ class AdaptiveFSDP(StepsModel):
         name: str = "adaptdl-dataparallel",
         scaling_rule: ScalingRuleBase | None = None,
         mp_scaler: Any = None,
+        copies: int = 1,
     ) -> None:
+        if copies not in (1, 2):
+            raise ValueError(f"copies must be 1 or 2, got {copies!r}")
         check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, {}, sharded=True)
         why = fully_shard.why_not(model)
         if why is not None:
@@ -84,19 +99,30 @@ class AdaptiveFSDP(StepsModel):
         self._make(name, optimizer, lr_scheduler, None, scaling_rule)
         self._groups = [*fully_shard.groups(model)]
         self._device = next(model.parameters()).device
+        self._copies, self._layout = copies, Layout(torch.distributed.get_world_size())
+        self._links = Links(self._session) if copies > 1 else None
+        # the step that another replica may have taken or not, and what this one held before it
+        self._doubt: StepInDoubt | None = None
+        # this replica's place in the layout; None: it leaves
+        self._place: int | None = torch.distributed.get_rank()
+        # the parts of this replica belong to two layouts
+        self._mixed = False
         self._window = ShardedWindow(self._optimized)
         # there was a backward pass since the last `step` or `zero_grad`
         self._passed = False
         # there was a step since the last `zero_grad` of the optimizer
         self._stepped = False
-        self._sampler = ShardedNoise(self._session, self.gns, self._optimized)
+        self._sampler = ShardedNoise(self._session, self.gns, self._optimized, lambda: self._layout)
         parts = {"lr_scheduler": lr_scheduler, "statistics": self.gns}
         self._state = ShardedModelState(
-            name, model, optimizer, parts, self._batch_sizes, self._sampler.collect
+            *(name, model, optimizer, parts, self._batch_sizes, self._sampler.collect),
+            lambda: self._layout,
         )
-        fully_shard.observe(model, self._sampler, self._reducing, self._weigh)
+        fully_shard.observe(model, self._sampler, self._reducing, self._weigh, self._links)
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
         self._restore()
+        if copies > 1 and self._session.newcomer is None and self._layout.parts > 1:
+            self._divide(self._layout.holders)
         self._session.models.append(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -145,6 +171,10 @@ class AdaptiveFSDP(StepsModel):
     def _ended(self) -> None:
         """Finish a backward pass. Called when its gradients are complete."""
         batch = self._batch
+        if self.failure is not None:
+            # there is nothing to clip or to unscale, for which replicas would communicate
+            super().zero_grad(set_to_none=True)
+            return
         self._sampler.ended(batch)
         if batch.accumulating:
             self.gns.count_micro_batch()
@@ -160,31 +190,67 @@ class AdaptiveFSDP(StepsModel):
         Args:
             order: Old ranks of the replicas that stay, in the order of their new ranks.
         """
-        session = self._session
+        session, layout = self._session, Layout.of(len(order), self._copies)
         group = present(session) or Group("")
+        takers = [[order[place] for place in places] for places in layout.holders]
 
         def transfer() -> None:
             with torch.no_grad():
-                reshard.hand_over(self.module, self.optimizer, group, session.rank, order)
+                reshard.hand_over(
+                    *(self.module, self.optimizer, group, session.rank, self._layout.holders, takers)
+                )
 
+        self._mixed = True
         patiently(session, group, transfer)
+        self._layout, self._mixed = layout, False
+        self._place = order.index(session.rank) if session.rank in order else None
 
     def reinit_process_group(self) -> None:
-        """Divide the model among the replicas of torch's current default process group. A collective."""
+        """Divide the model among the replicas of torch's current default process group. A collective.
+
+        Raises:
+            UnrecoverableStateError: a part of the model is lost.
+        """
         session = self._session
         assert session.reducer is not None
-        group = present(session) or Group("")
-        own = [session.rank] if session.newcomer is None else []
-        holders: list[int] = session.reducer.allreduce(own, lambda a, b: [*a, *b], tag="holders")
-
-        def transfer() -> None:
-            with torch.no_grad():
-                reshard.spread(self.module, self.optimizer, group, session.rank, holders, self._device)
-
-        patiently(session, group, transfer)
+        place = None if session.newcomer is not None else self._place
+        own = [] if place is None else [(self._layout.parts, self._layout.part(place), session.rank)]
+        if self._mixed:
+            own = [(0, 0, session.rank)]
+        found = session.reducer.allreduce(own, lambda a, b: [*a, *b], tag="holders")
+        parts = {count for count, _, _ in found}
+        holders = [[rank for _, part, rank in found if part == one] for one in range(max(parts))]
+        if len(parts) != 1 or not all(holders):
+            raise UnrecoverableStateError("replicas were lost that held all copies of a part of the model")
+        self._divide(holders)
         self._sampler.renew()
         self._window.reset()
         self.gns.reset_accumulation()
+
+    def _divide(self, holders: reshard.Ranks) -> None:
+        """Divide the model among all replicas of the default process group. A collective.
+
+        Args:
+            holders: Ranks of the replicas that hold each part now.
+        """
+        session = self._session
+        group = present(session) or Group("")
+        layout = Layout.of(torch.distributed.get_world_size(), self._copies)
+
+        def transfer() -> None:
+            with torch.no_grad():
+                info = (
+                    fully_shard.mesh_info(self._device)
+                    if self._links is None
+                    else self._links.connect(layout, self._device)
+                )
+                reshard.spread(
+                    self.module, self.optimizer, group, session.rank, holders, layout.holders, info
+                )
+
+        self._mixed, self._doubt = True, None
+        patiently(session, group, transfer)
+        self._layout, self._place, self._mixed = layout, torch.distributed.get_rank(), False
 
     @property
     def has_own_process_group(self) -> bool:
@@ -193,15 +259,32 @@ class AdaptiveFSDP(StepsModel):
 
     def why_not_resilient(self) -> str | None:
         """Return why the death of a replica cannot be survived: its part of the model is lost."""
-        return "a dead replica's part of a sharded model is only in the checkpoint"
+        if self._layout.copies > 1:
+            alone = len(self._session.models) == 1
+            return None if alone else "parts of a sharded model have copies only where it is the only model"
+        why = "a dead replica's part of a sharded model is only in the checkpoint"
+        return f"{why}: {self._layout.parts} replicas hold one copy" if self._copies > 1 else why
 
-    # A step. Failures raise: the job restarts from its checkpoint.
+    def needed_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks that hold each part, of which one has to live."""
+        return tuple(map(tuple, self._layout.holders)) if self._layout.copies > 1 else ()
+
+    # A step. Without copies failures raise, and the job restarts from its checkpoint.
 
     def absorb_failures(self) -> None:
-        """Do nothing: `why_not_resilient` says so."""
+        """Let collectives that fail give zeros from now on. `failure` has the reason."""
+        if self._links is not None:
+            self._links.absorb = True
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the present step was not taken, or may not have been taken by others."""
+        if self._doubt is not None:
+            return self._doubt.reason
+        return None if self._links is None else self._links.failure
 
     def clear_failure(self) -> None:
-        """Do nothing: a failure raises."""
+        """Do nothing: `reinit_process_group` does."""
 
     def giving_up(self, reason: str) -> Callable[[], None]:
         """Return a function without effect: torch's collective fails, or the agent ends the process."""
@@ -209,8 +292,33 @@ class AdaptiveFSDP(StepsModel):
 
     @property
     def stuck(self) -> bool:
-        """False: the process ends after a failure."""
-        return False
+        """Whether the process group runs an operation that may never end."""
+        return self._session.transfer_stuck
+
+    @property
+    def took_the_step(self) -> bool:
+        """Whether this replica has taken the step that failed elsewhere, and can take it back."""
+        return self._doubt is not None
+
+    def confirm_step(self) -> None:
+        """Keep the step in doubt: another replica is certain of it."""
+        self._doubt = None
+
+    @property
+    def attempted_steps(self) -> int:
+        """Steps that were taken or skipped, without one in doubt."""
+        return super().attempted_steps - (self._doubt is not None)
+
+    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
+        """Copy what a step may change besides parameters. A step in doubt keeps copies of its parameters."""
+        return _Snapshot(self, last)
+
+    def take_back(self) -> None:
+        """Undo the step in doubt, if there is one."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            doubt.put_back(self.optimizer)
+            self.gns.load_state_dict(doubt.statistics)
 
     def sync_buffers(self, limit: timedelta = timedelta(seconds=60)) -> None:
         """Do nothing: `fully_shard` leaves buffers to each replica. Newcomers get another replica's."""
@@ -235,11 +343,32 @@ class AdaptiveFSDP(StepsModel):
         """
         if not self._may_step(closure):
             return False
+        recovery = self._session.recovery
+        if self.failure is not None:
+            recovery.before_step(left_out=True)
+            return False
         registry().speed.clock.stepping()
         self._sampler.collect()
         self._comparison.options(self.name, self.optimizer)
-        self._session.recovery.before_step(left_out=False)
+        if self._layout.copies > 1 and recovery.armed:
+            self._agree_to_step()
+        recovery.before_step(left_out=self._doubt is not None)
         return True
+
+    def _agree_to_step(self) -> None:
+        """Wait until the gradients of all replicas are complete.
+
+        A step that one replica takes and another cannot take would leave parts of different steps. If a
+        replica is lost here, it is not known whether the others are waiting as well or take the step. This
+        replica takes it, and keeps what it held before. The survivors then find out whether one of them is
+        certain.
+        """
+        session = self._session
+        assert session.reducer is not None
+        try:
+            session.reducer.allreduce(None, lambda _a, _b: None, tag="gradients are complete")
+        except PeerLostError as error:
+            self._doubt = StepInDoubt(error, self.optimizer, self.gns.state_dict())
 
     def end_step(self, factor: float | Array) -> None:
         """Record that the optimizer has stepped at learning rates times `factor`. Called by scaling rules."""
@@ -260,3 +389,12 @@ class AdaptiveFSDP(StepsModel):
             self._passed = self._stepped = False
             self._sampler.drop()
         return True
+
+
+class _Snapshot(ModelCopies):
+    """Copy what a step may change besides parameters, and take back a step in doubt."""
+
+    def put_back(self) -> None:
+        """Restore all copied values. May be called more than once."""
+        self._model.take_back()
+        super().put_back()

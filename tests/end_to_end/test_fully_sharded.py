@@ -20,6 +20,7 @@ from adaptdl_elastic.torch._sharded.fully_shard import TESTED
 
 SCRIPT = Path(__file__).parent / "scripts" / "fully_sharded.py"
 SIZE, EPOCHS = 485, 6
+LAUNCH = ["--standalone", "--rdzv-id=shards", "--no-autoscale", "--max-restarts=0", "--checkpoint-interval=0"]
 EVERY = 4  # batches per optimizer step: most boundaries are between two backward passes of a step
 
 pytestmark = [
@@ -64,29 +65,28 @@ def assert_equal(mine: object, theirs: object) -> None:
             assert_equal(one, other)
 
 
+def undisturbed(folder: Path, every: int = 1) -> dict[str, Any]:
+    """Train an undisturbed model without shards; return its final state."""
+    folder.mkdir()
+    (folder / "hurry").touch()
+    command = [sys.executable, str(SCRIPT), str(folder), "--plain", f"--every={every}"]
+    done = subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    state: dict[str, Any] = torch.load(folder / "final.pt")
+    return state
+
+
 @pytest.mark.parametrize(
     ("every", "options"), [(EVERY, []), (1, ["--most=3"])], ids=["by_hand", "by_the_loader"]
 )
 def test_resized_in_place_and_restarted_after_a_death_ends_as_an_undisturbed_plain_model(
     every: int, options: list[str], tmp_path: Path
 ) -> None:
-    plain, run_in = tmp_path / "plain", tmp_path / "run"
-    plain.mkdir()
+    run_in = tmp_path / "run"
     run_in.mkdir()
-    (plain / "hurry").touch()
-    command = [sys.executable, str(SCRIPT), str(plain), "--plain", f"--every={every}"]
-    done = subprocess.run(command, env=environment(), cwd=plain, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    launch = [
-        "--standalone",
-        "--nproc-per-node=1:3",
-        "--rdzv-id=shards",
-        "--no-autoscale",
-        "--max-restarts=0",
-        "--checkpoint-interval=0",
-    ]
+    wanted = undisturbed(tmp_path / "plain", every)
     script = [str(SCRIPT), str(run_in), f"--every={every}", *options]
-    with ElasticRun([*launch, *script], tmp_path) as run:
+    with ElasticRun([*LAUNCH, "--nproc-per-node=1:3", *script], tmp_path) as run:
         # before the first step a change is a restart
         run.wait_for_event("batch_size")
         for replicas in (2, 3, 2):
@@ -108,7 +108,41 @@ def test_resized_in_place_and_restarted_after_a_death_ends_as_an_undisturbed_pla
         assert run.wait() == 0, run.text()
     assert first_steps(run_in)[-1] > 1  # after the death: what was done before it is part of the result
     assert applied(run_in) == {epoch: Counter(range(SIZE)) for epoch in range(EPOCHS)}
-    assert_equal(torch.load(run_in / "final.pt"), torch.load(plain / "final.pt"))
+    assert_equal(torch.load(run_in / "final.pt"), wanted)
+
+
+def test_with_two_copies_of_each_part_a_death_costs_no_restart(tmp_path: Path) -> None:
+    run_in = tmp_path / "run"
+    run_in.mkdir()
+    wanted = undisturbed(tmp_path / "plain")
+    with ElasticRun(
+        [*LAUNCH, "--nproc-per-node=1:4", str(SCRIPT), str(run_in), "--copies=2"], tmp_path
+    ) as run:
+
+        def scale(replicas: int) -> None:
+            seen = len(run.events)
+            assert run.adaptdl("scale", "shards", "--replicas", str(replicas)).returncode == 0
+            change = run.wait_for_event("generation", after=seen, replicas=replicas)
+            assert change["transition"] == "inplace", run.text()
+
+        def kill(rank: int, left: int) -> None:
+            seen = len(run.events)
+            os.kill(run.of("started")[-1]["pids"][str(rank)], signal.SIGKILL)
+            change = run.wait_for_event("generation", after=seen)
+            assert (change["transition"], change["replicas"]) == ("recover", left), run.text()
+
+        run.wait_for_event("batch_size")
+        scale(4)
+        kill(0, left=3)
+        # three replicas hold one copy, until the fourth brings the second one back
+        scale(4)
+        kill(1, left=3)
+        scale(2)
+        kill(1, left=1)
+        (run_in / "hurry").touch()
+        assert run.wait() == 0, run.text()
+    assert applied(run_in) == {epoch: Counter(range(SIZE)) for epoch in range(EPOCHS)}
+    assert_equal(torch.load(run_in / "final.pt"), wanted)
 
 
 def test_the_example_runs(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch._process_group.backends import Gloo
 from adaptdl_elastic.torch._sharded import fully_shard as private
 from adaptdl_elastic.torch._sharded import reshard
+from adaptdl_elastic.torch._sharded.layout import Layout
 from adaptdl_elastic.torch.scaling_rules import SqrtScale
 
 needs_tested_torch = pytest.mark.skipif(
@@ -68,6 +69,24 @@ def load(folder: str) -> dict[str, Any]:
     return {name: value.tolist() for name, value in weights(net).items()}
 
 
+def with_copies(copies: int) -> dict[str, Any]:
+    """Train two steps on batches of two samples a replica; return the weights, parts and statistics."""
+    net, optimizer = sharded()
+    model = adl.AdaptiveFSDP(net, optimizer, copies=copies)
+    rank = torch.distributed.get_rank()
+    for turn in range(3):
+        inputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(turn * 10 + rank))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adl.AdaptiveFSDP.begin_step(model)  # which reads the measurement of the last step
+    return {
+        "weights": {name: value.tolist() for name, value in weights(net).items()},
+        "statistics": [model.gns.sqr_avg(), model.gns.var_avg()],
+        "needed": model.needed_groups(),
+    }
+
+
 def turned() -> dict[str, Any]:
     """Give the parts to the replicas in reversed order, then divide the model again."""
     net, optimizer = sharded()
@@ -75,12 +94,13 @@ def turned() -> dict[str, Any]:
     step(model, optimizer)
     before, held = weights(net), [*net.parameters()]
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    order = [*reversed(range(count))]
+    order = [[place] for place in reversed(range(count))]
     group = Gloo("gloo")
     with torch.no_grad():
-        reshard.hand_over(net, optimizer, group, rank, order)
+        reshard.hand_over(net, optimizer, group, rank, Layout(count).holders, order)
         parts = [part.shape[0] for part in map(private.local, net.parameters())]
-        reshard.spread(net, optimizer, group, rank, order, torch.device("cpu"))
+        info = private.mesh_info(torch.device("cpu"))
+        reshard.spread(net, optimizer, group, rank, order, Layout(count).holders, info)
     assert all(one is other for one, other in zip(held, net.parameters(), strict=True))
     after = weights(net)
     step(model, optimizer)

@@ -56,6 +56,19 @@ def test_parts_that_move_keep_weights_states_and_references() -> None:
     assert_close(first["next"], {name: value.tolist() for name, value in net.state_dict().items()})
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(("count", "needed"), [(4, ((0, 2), (1, 3))), (2, ((0, 1),)), (3, ())])
+def test_copies_of_parts_train_and_measure_as_one_copy_does(
+    count: int, needed: tuple[tuple[int, ...], ...]
+) -> None:
+    one = replicas.run(sharded_cases.with_copies, count, 1)[0]
+    for found in replicas.run(sharded_cases.with_copies, count, 2):
+        assert found["needed"] == needed
+        assert_close(found["weights"], one["weights"])
+        assert found["statistics"] == pytest.approx(one["statistics"], rel=1e-4)
+
+
 def test_an_unsupported_use_of_fsdp_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     net = sharded_cases.network()
     fully_shard(net[0])

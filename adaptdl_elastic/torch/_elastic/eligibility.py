@@ -21,6 +21,7 @@ from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._elastic.script_objects import inside, named
 from adaptdl_elastic.torch._gradient import grad_scaler
 from adaptdl_elastic.torch._process_group import capability
+from adaptdl_elastic.torch._process_group.backends import present
 from adaptdl_elastic.torch._runtime.heap import instances_of
 
 GROUPS = "the script has process groups of its own"
@@ -45,13 +46,14 @@ def _found(session: Session, kind: type[Any]) -> list[Any]:
     return [one for one in alive if isinstance(one, kind)]
 
 
-def own_groups() -> bool:
+def own_groups(session: Session) -> bool:
     """Return whether the script has made process groups, including groups without this replica.
 
     All replicas get the same answer, because every group is made by a call on all of them. The same answer
     is necessary: either all replicas can survive a death, or none.
     """
-    return bool(_c10d._world.group_count > 1)
+    ours = present(session)
+    return bool(_c10d._world.group_count > 1 + (0 if ours is None else ours.further_made))
 
 
 def why_not_remade(session: Session) -> str | None:
@@ -59,7 +61,8 @@ def why_not_remade(session: Session) -> str | None:
 
     Another replica may know a reason.
     """
-    if own_groups() or len(_c10d._world.pg_map) > 1:
+    ours = present(session)
+    if own_groups(session) or len(_c10d._world.pg_map) > 1 + (0 if ours is None else ours.further_here):
         return GROUPS
     if any(one not in session.models for one in _found(session, DistributedDataParallel)):
         return "there is a DistributedDataParallel beside AdaptiveDataParallel"
@@ -105,7 +108,7 @@ def possible(session: Session) -> tuple[bool, str]:
         return False, "an AdaptiveDataParallel was given a process group of its own"
     if not session.models:
         return False, "no AdaptiveDataParallel has been made"
-    if own_groups():
+    if own_groups(session):
         return False, GROUPS
     if session.channel is not None and env.secret() is None:
         return False, "there is no ADAPTDL_SECRET"

@@ -530,6 +530,10 @@ class Recovery:
     def _heal(self, mine: SurvivorReport, top: int, behind: list[int]) -> None:
         """Send the models of the newest survivors to the survivors that are behind."""
         session = self._session
+        if any(model.needed_groups() for model in session.models):
+            # every part was stepped where it is, or the step could not be certain anywhere
+            self._confirm(mine, top)
+            return
         names = {model.name for model in session.models} | tensors_of_script(session)
         donors = [rank for rank in range(session.replicas) if rank not in behind]
         if session.rank not in behind:
@@ -540,6 +544,18 @@ class Recovery:
         log.info("step %d arrived elsewhere: taking it from there", top)
         state_transfer.take(session, overwrites=self._will_be_overwritten)
         self._partially_restored = False
+        self._catch_up(mine, top)
+
+    def _confirm(self, mine: SurvivorReport, top: int) -> None:
+        """Commit a step that this replica has taken in doubt, as another one is certain of it."""
+        if mine.step < top and not all(model.took_the_step for model in self._session.models):
+            raise UnrecoverableStateError(f"the parts of step {top} are not on all replicas")
+        for model in self._session.models:
+            model.confirm_step()
+        self._catch_up(mine, top)
+
+    def _catch_up(self, mine: SurvivorReport, top: int) -> None:
+        """Record that this replica has the step `top`."""
         if mine.step < top:
             script_position().step = top
             if self._failed and self._before is not None:  # the window is committed after all

@@ -8,13 +8,16 @@ and `torch.utils.swap_tensors` keeps the parameter object that the script and th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+
+from adaptdl_elastic.torch._sharded.layout import Layout
 
 TESTED = ("2.13", "2.14")
 """Releases of torch whose private interface was tested."""
@@ -104,11 +107,14 @@ def keep(handle: Parameter, tensor: torch.Tensor, part: torch.Tensor) -> None:
     tensor._local_tensor = part  # type: ignore[attr-defined]
 
 
-def mesh_info(device: torch.device) -> Any:
-    """Return torch's description of a mesh of all replicas of the current default process group."""
+def mesh_info(device: torch.device, group: Any = None) -> Any:
+    """Return torch's description of a mesh of the replicas of a process group; None: of all replicas."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    if group is None:
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    else:
+        mesh = DeviceMesh.from_group(group, device.type)
     return FSDPMeshInfo(mesh, shard_mesh_dim=0)
 
 
@@ -200,11 +206,27 @@ class GradientObserver(Protocol):
         """Record that it is not known which parameters the gradients belong to."""
 
 
+class CopyLinks(Protocol):
+    """Define how the parts of a model and their copies communicate; see `links.Links`."""
+
+    layout: Layout
+
+    def run(self, collective: Callable[[], Any], result: torch.Tensor) -> None:
+        """Carry out a collective that fills `result`."""
+
+    def scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Add up `whole` over the replicas that hold one copy, and fill `part` with this replica's part."""
+
+    def add_copies(self, part: torch.Tensor) -> None:
+        """Add up a tensor over the replicas that hold the same part, in place; nothing with one copy."""
+
+
 def observe(
     model: torch.nn.Module,
     observer: GradientObserver,
     reducing: Callable[[], None],
     weigh: Callable[[torch.Tensor], None],
+    links: CopyLinks | None = None,
 ) -> None:
     """Let gradients be sums over replicas, not means.
 
@@ -213,8 +235,15 @@ def observe(
         observer: Measures the gradients.
         reducing: Is called before gradients are added up, maybe several times.
         weigh: Multiplies this replica's gradients in place.
+        links: What the parts and their copies communicate by; None: there are no copies.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    class Gather(DefaultAllGather):
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
+            assert links is not None
+            begin = partial(super().__call__, output_tensor, input_tensor, group, True)
+            links.run(begin, output_tensor)
 
     class Observed(DefaultReduceScatter):
         # those with a gradient in the present call
@@ -229,32 +258,75 @@ def observe(
             self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any
         ) -> Any:
             weigh(input_tensor)
-            sizes = [handle.padded_sharded_param_size.numel() for handle in self.handles]
-            measuring, by_rows = observer.measuring, observer.by_rows
-            if measuring and sum(sizes) != output_tensor.numel():
-                observer.unknown()
-                measuring = False
-            if measuring and not by_rows:
+            sizes, by_rows = self.sizes(output_tensor), observer.by_rows
+            if sizes and not by_rows:
                 columns = input_tensor.view(group.size(), -1).split(sizes, dim=1)
                 observer.own(
                     [(one.sharded_param, part) for one, part in zip(self.handles, columns, strict=True)]
                 )
-            work = super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
-            if measuring:
+            work = None
+            if links is None:
+                work = super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
                 # nothing needs `input_tensor` any more
-                if by_rows:
-                    observer.own(_rows(self.handles, sizes, _squares(input_tensor, output_tensor, group)))
-                passed = _rows(self.handles, sizes, output_tensor)
+                squares = _squares(input_tensor) if sizes and by_rows else None
+            else:
+                squares = _squares(input_tensor.clone()) if sizes and by_rows else None
+                links.scatter(output_tensor, input_tensor)
+            if squares is not None:
+                found = torch.empty_like(output_tensor, dtype=squares.dtype)
+                if links is None:
+                    torch.distributed.reduce_scatter_single(found, squares, group=group)
+                else:
+                    links.scatter(found, squares)
+                    links.add_copies(found)
+                observer.own(_rows(self.handles, sizes, found.sqrt_()))
+            if links is None or links.layout.copies == 1:
+                self.summed(output_tensor, sizes)
+            return work
+
+        def sizes(self, output: torch.Tensor) -> list[int]:
+            """Return the elements of each parameter in the sums; [] if they are not measured."""
+            sizes = [handle.padded_sharded_param_size.numel() for handle in self.handles]
+            if observer.measuring and sum(sizes) != output.numel():
+                observer.unknown()
+                return []
+            return sizes if observer.measuring else []
+
+        def summed(self, output: torch.Tensor, sizes: list[int]) -> None:
+            """Measure the sums, if they are measured."""
+            if sizes:
+                passed = _rows(self.handles, sizes, output)
                 added = any(param.grad is not None for param, _ in passed)
                 observer.summed(passed, [_with_present(*one) for one in passed] if added else passed)
-            return work
+
+        def add_copies(self, output: torch.Tensor) -> None:
+            """Add up this replica's rows over the replicas that hold the same."""
+            if links is None or links.layout.copies == 1:
+                return
+            if links.layout.parts == 1:
+                # torch has only copied this replica's gradients
+                weigh(output)
+                if sizes := self.sizes(output):
+                    found = output
+                    if observer.by_rows:
+                        found = _squares(output.clone())
+                        links.add_copies(found)
+                        found.sqrt_()
+                    observer.own(_rows(self.handles, sizes, found))
+            sizes = self.sizes(output)
+            links.add_copies(output)
+            self.summed(output, sizes)
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             communication = Observed()
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 _note_gradients(group, communication, weigh)
+                if links is not None:
+                    group._all_reduce_hook = communication.add_copies
             module.set_custom_reduce_scatter(communication)
+            if links is not None:
+                module.set_custom_all_gather(Gather())
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -290,15 +362,9 @@ def _rows(handles: list[Parameter], sizes: list[int], flat: torch.Tensor) -> Gra
     ]
 
 
-def _squares(gradients: torch.Tensor, like: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return the roots of the sums over replicas of squared gradients, for this replica's rows.
-
-    The squares overwrite `gradients`, unless their type has too small a range.
-    """
-    squares = gradients.float().square_() if gradients.dtype == torch.float16 else gradients.square_()
-    found = torch.empty_like(like, dtype=squares.dtype)
-    torch.distributed.reduce_scatter_single(found, squares, group=group)
-    return found.sqrt_()
+def _squares(gradients: torch.Tensor) -> torch.Tensor:
+    """Return squared gradients, which overwrite `gradients` unless their type has too small a range."""
+    return gradients.float().square_() if gradients.dtype == torch.float16 else gradients.square_()
 
 
 def _with_present(param: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,30 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
+class Layout(NamedTuple):
+    """How the replicas of a generation share a model: `parts` parts, each on `copies` replicas.
+
+    Replica r holds part r modulo `parts`, so the first `parts` replicas hold one copy of everything.
+    """
+
+    parts: int
+    copies: int = 1
+
+    @classmethod
+    def of(cls, replicas: int, copies: int) -> Layout:
+        """Return the layout with so many copies, or with one if the replicas cannot be divided by them."""
+        return cls(replicas // copies, copies) if replicas % copies == 0 else cls(replicas)
+
+    def part(self, rank: int) -> int:
+        """Return the part that a replica holds."""
+        return rank % self.parts
+
+    @property
+    def holders(self) -> list[list[int]]:
+        """The ranks that hold each part."""
+        return [[part + copy * self.parts for copy in range(self.copies)] for part in range(self.parts)]
+
+
 class Move(NamedTuple):
     """Rows that one replica gives to another, or keeps if `source` and `target` are equal.
 
@@ -30,17 +54,21 @@ def spans(rows: int, parts: int) -> list[tuple[int, int]]:
     return [(min(part * size, rows), min((part + 1) * size, rows)) for part in range(parts)]
 
 
-def moves(rows: int, holders: Sequence[int], takers: Sequence[int]) -> Iterator[Move]:
+def moves(rows: int, holders: Sequence[Sequence[int]], takers: Sequence[Sequence[int]]) -> Iterator[Move]:
     """Yield which rows move, in an order that is the same on all replicas.
+
+    A replica keeps the rows that it holds already. Those that hold the same part give it in turn.
 
     Args:
         rows: Rows of the whole tensor.
-        holders: Ranks of the replicas that hold the parts now, in the order of the parts.
-        takers: Ranks of the replicas that will hold the new parts, in their order.
+        holders: Ranks of the replicas that hold each part now.
+        takers: Ranks of the replicas that will hold each new part.
     """
     old = list(zip(holders, spans(rows, len(holders)), strict=True))
-    for target, (first, end) in zip(takers, spans(rows, len(takers)), strict=True):
-        for source, (start, stop) in old:
-            low, high = max(first, start), min(end, stop)
-            if low < high:
-                yield Move(source, target, low - start, low - first, high - low)
+    for targets, (first, end) in zip(takers, spans(rows, len(takers)), strict=True):
+        for turn, target in enumerate(targets):
+            for sources, (start, stop) in old:
+                low, high = max(first, start), min(end, stop)
+                if low < high:
+                    source = target if target in sources else sources[turn % len(sources)]
+                    yield Move(source, target, low - start, low - first, high - low)

@@ -20,7 +20,7 @@ from adaptdl_elastic.torch._gradient import script_options
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._process_group.backends import Group, present
 from adaptdl_elastic.torch._sharded import fully_shard
-from adaptdl_elastic.torch._sharded.layout import spans
+from adaptdl_elastic.torch._sharded.layout import Layout, spans
 
 
 class ShardedModelState(ModelState):
@@ -33,6 +33,7 @@ class ShardedModelState(ModelState):
         parts: Other objects with a state dict, by key; None for what the script does not have.
         sizes: Batch sizes of the model.
         collect: Reads the pending measurement of gradients.
+        layout: Returns how the replicas share the model.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class ShardedModelState(ModelState):
         parts: dict[str, Any],
         sizes: BatchSizes,
         collect: Callable[[], None],
+        layout: Callable[[], Layout],
     ) -> None:
         super().__init__(name, parts, sizes, collect)
-        self._module, self._optimizer = module, optimizer
+        self._module, self._optimizer, self._layout = module, optimizer, layout
         self._options = script_options.options_of({**parts, "optimizer": optimizer})
         self._collected: dict[str, Any] | None = None
 
@@ -93,7 +95,7 @@ class ShardedModelState(ModelState):
         def whole(value: Any) -> Any:
             if not isinstance(value, DTensor):
                 return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-            return _collected(value, group)
+            return _collected(value, group, self._layout().parts)
 
         model = self._module.state_dict()
         for key in model:
@@ -121,15 +123,21 @@ class ShardedModelState(ModelState):
         saved = state_dict["model"]
         for key, value in saved.items():
             if key in own and isinstance(own[key], DTensor) and own[key].shape == value.shape:
-                saved[key] = _own_part(own[key], value)
+                saved[key] = self._own_part(own[key], value)
         self._module.load_state_dict(saved)
 
         def part(param: torch.Tensor, value: Any) -> Any:
             whole = isinstance(value, torch.Tensor) and value.shape == param.shape
-            return _own_part(param, value) if whole else value
+            return self._own_part(param, value) if whole else value
 
         self._load_optimizer(state_dict["optimizer"], part)
         super().load_state_dict(state_dict)
+
+    def _own_part(self, like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """Return this replica's part of a whole tensor, in the layout and on the device of `like`."""
+        layout = self._layout()
+        first, end = spans(whole.shape[0], layout.parts)[layout.part(torch.distributed.get_rank())]
+        return fully_shard.with_part(like, whole[first:end].to(fully_shard.local(like).device))
 
     def _optimizer_state(self, change: Callable[[Any], Any]) -> dict[str, Any]:
         """Return the optimizer's state dict, with `change` applied to the values by parameter."""
@@ -149,15 +157,18 @@ class ShardedModelState(ModelState):
         self._optimizer.load_state_dict({**saved, "state": states})
 
 
-def _collected(tensor: DTensor, group: Group) -> torch.Tensor | None:
-    """Return the whole tensor in host memory on rank 0, and None on the others, which send their parts."""
+def _collected(tensor: DTensor, group: Group, parts: int) -> torch.Tensor | None:
+    """Return the whole tensor in host memory on rank 0, and None on the others.
+
+    The first `parts` replicas hold one copy of each part, and send theirs.
+    """
     part, rank = fully_shard.local(tensor), torch.distributed.get_rank()
     if rank != 0:
-        if part.numel():
+        if part.numel() and rank < parts:
             group.send(part.reshape(-1), 0)
         return None
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for source, (first, end) in enumerate(spans(tensor.shape[0], torch.distributed.get_world_size())):
+    for source, (first, end) in enumerate(spans(tensor.shape[0], parts)):
         rows = whole[first:end]
         if source == 0:
             rows.copy_(part)
@@ -168,9 +179,3 @@ def _collected(tensor: DTensor, group: Group) -> torch.Tensor | None:
             group.receive(staged.view(-1), source)
             rows.copy_(staged)
     return whole
-
-
-def _own_part(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return this replica's part of a whole tensor, in the layout and on the device of `like`."""
-    first, end = spans(whole.shape[0], torch.distributed.get_world_size())[torch.distributed.get_rank()]
-    return fully_shard.with_part(like, whole[first:end].to(fully_shard.local(like).device))

@@ -36,6 +36,7 @@ from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
 from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
 from adaptdl_elastic.torch._sharded import fully_shard
 from adaptdl_elastic.torch._sharded.fully_shard import Gradients
+from adaptdl_elastic.torch._sharded.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +63,17 @@ class ShardedNoise:
         session: This process's session.
         gns: The model's statistics.
         parameters: Returns the sharded parameters.
+        layout: Returns how the replicas share the model.
     """
 
     def __init__(
-        self, session: Session, gns: GradientNoiseScale, parameters: Callable[[], Iterable[torch.Tensor]]
+        self,
+        session: Session,
+        gns: GradientNoiseScale,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        layout: Callable[[], Layout],
     ) -> None:
-        self._session, self._gns, self._parameters = session, gns, parameters
+        self._session, self._gns, self._parameters, self._layout = session, gns, parameters, layout
         self.renew()
 
     def renew(self) -> None:
@@ -204,6 +210,8 @@ class ShardedNoise:
         if last:
             rows.append(torch.stack([*self._whole.values()]).sum(0))
         sums = torch.stack(rows)
+        # every copy of a part counts its rows; gradients of whole parameters are each replica's own
+        sums[0 if self.by_rows else 1 :] /= self._layout().copies
         # made on this stream from memory of torch's stream for communication
         if sums.is_cuda:
             for row in (*one.recording.own, *one.passed, *self._whole.values()):

@@ -13,6 +13,7 @@ each move is a send here and a receive there, so that no two replicas wait for e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,9 +22,17 @@ from adaptdl_elastic.torch._process_group.backends import Group
 from adaptdl_elastic.torch._sharded import fully_shard
 from adaptdl_elastic.torch._sharded.layout import moves, spans
 
+Ranks = Sequence[Sequence[int]]
+"""The ranks of the replicas that hold each part."""
+
 
 def hand_over(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: Group, rank: int, order: Sequence[int]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    rank: int,
+    holders: Ranks,
+    takers: Ranks,
 ) -> None:
     """Give the parts of all replicas to those that stay. A collective of the old process group.
 
@@ -32,16 +41,16 @@ def hand_over(
         optimizer: Its optimizer.
         group: The old process group.
         rank: Rank of this replica in it.
-        order: Old ranks of the replicas that stay, in the order of their new ranks.
+        holders: Old ranks of the replicas that hold each part.
+        takers: Old ranks of the replicas that stay, by the part that each will hold.
     """
-    holders = range(torch.distributed.get_world_size())
     for handle in _handles(model):
         rows = handle._orig_size[0]
         for tensor in _sharded_tensors(handle, optimizer):
             old = fully_shard.local(tensor)
-            count = _rows(rows, order, rank)
+            count = _rows(rows, takers, rank)
             new = old.new_empty((count, *old.shape[1:]))
-            _transfer(group, rank, rows, holders, order, old, new)
+            _transfer(group, rank, rows, holders, takers, old, new)
             fully_shard.keep(handle, tensor, new)
 
 
@@ -50,8 +59,9 @@ def spread(
     optimizer: torch.optim.Optimizer,
     group: Group,
     rank: int,
-    holders: Sequence[int],
-    device: torch.device,
+    holders: Ranks,
+    takers: Ranks,
+    info: Any,
 ) -> None:
     """Divide the model among all replicas of the new process group. A collective of it.
 
@@ -60,10 +70,10 @@ def spread(
         optimizer: Its optimizer. A newcomer's has a state of the same keys as the others'.
         group: The new process group.
         rank: Rank of this replica in it.
-        holders: Ranks of the replicas that hold the model, in the order of their parts.
-        device: Device of the parameters.
+        holders: Ranks of the replicas that hold each part of the model.
+        takers: Ranks of the replicas that will hold each new part.
+        info: Torch's description of the new mesh.
     """
-    takers, info = range(torch.distributed.get_world_size()), fully_shard.mesh_info(device)
     for params in fully_shard.groups(model):
         for handle in params.fsdp_params:
             rows, param = handle._orig_size[0], handle.sharded_param
@@ -101,20 +111,18 @@ def _sharded_tensors(
             yield value
 
 
-def _rows(rows: int, takers: Sequence[int], rank: int) -> int:
+def _rows(rows: int, takers: Ranks, rank: int) -> int:
     """Return how many rows the part of `rank` has; 0 if it takes none."""
-    if rank not in takers:
-        return 0
-    first, end = spans(rows, len(takers))[list(takers).index(rank)]
-    return end - first
+    parts = zip(takers, spans(rows, len(takers)), strict=True)
+    return next((end - first for ranks, (first, end) in parts if rank in ranks), 0)
 
 
 def _transfer(
     group: Group,
     rank: int,
     rows: int,
-    holders: Sequence[int],
-    takers: Sequence[int],
+    holders: Ranks,
+    takers: Ranks,
     old: torch.Tensor,
     new: torch.Tensor,
 ) -> None:

@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--every", type=int, default=1, help="batches per optimizer step")
+    parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--most", type=int, help="samples of a replica's batch; the loader accumulates")
     args = parser.parse_args()
     adl.init_process_group("gloo")
@@ -53,8 +54,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     held = list(net.parameters())
-    wrap = adl.AdaptiveDataParallel if args.plain else adl.AdaptiveFSDP
-    model = wrap(net, optimizer, scheduler)
+    if args.plain:
+        model: torch.nn.Module = adl.AdaptiveDataParallel(net, optimizer, scheduler)
+    else:
+        model = adl.AdaptiveFSDP(net, optimizer, scheduler, copies=args.copies)
     for epoch in adl.remaining_epochs_until(EPOCHS):
         for turn, (x, y, numbers) in enumerate(loader):
             step = int(optimizer.state[held[0]]["step"]) + 1 if held[0] in optimizer.state else 1

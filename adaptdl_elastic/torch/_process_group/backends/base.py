@@ -48,6 +48,8 @@ class Group:
 
     def __init__(self, backend: str, session: Session | None = None) -> None:
         self.backend, self.session = backend, session
+        # groups that `further` has made, on all replicas, and those of them with this one
+        self.further_made = self.further_here = 0
 
     @classmethod
     def place(cls) -> None:
@@ -90,6 +92,19 @@ class Group:
         Raises:
             RuntimeError: one of them is gone.
         """
+
+    def further(self, ranks: list[int]) -> Any:
+        """Make another group of some replicas, which ends with this one. All replicas call it.
+
+        Returns:
+            torch's group; on replicas that are not in it, its mark for that.
+        """
+        return self._count(dist.new_group(ranks))
+
+    def _count(self, made: Any) -> Any:
+        self.further_made += 1
+        self.further_here += made is not dist.GroupMember.NON_GROUP_MEMBER
+        return made
 
     def restore_timeouts(self) -> None:
         """Restore torch's own time-outs, since all replicas have come and have what they need."""

@@ -24,6 +24,9 @@ dist: Any = torch.distributed  # its stub does not export all of it
 # time limit of each of the five attempts of gloo to connect to a peer, which may be dead
 _CONNECT = timedelta(seconds=3)
 
+# time limit of the members of a further group to connect
+_MEET = timedelta(seconds=60)
+
 _PART = 1 << 20
 """Bytes of the parts in which tensors are sent, to tell a slow link from a stopped replica."""
 
@@ -62,6 +65,15 @@ class Gloo(Group):
         if patience is not None:
             _set_timeout(patience)
         self._sockets = _sockets() - self._before
+
+    @override
+    def further(self, ranks: list[int]) -> Any:
+        before = _sockets()
+        made = dist.new_group(ranks, timeout=_MEET)
+        self._sockets |= _sockets() - before
+        if made is not dist.GroupMember.NON_GROUP_MEMBER:
+            torch.distributed.distributed_c10d._set_pg_timeout(dist.default_pg_timeout, made)
+        return self._count(made)
 
     @override
     def restore_timeouts(self) -> None:
