@@ -220,6 +220,9 @@ class ElasticModel(Protocol):
     def why_not_resilient(self) -> str | None:
         """Return why this model does not allow to survive the death of a peer; None if it does."""
 
+    def needed_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return groups of present ranks, of each of which one has to live; (): each has the whole state."""
+
     # A step whose gradients could not be synchronised.
 
     def absorb_failures(self) -> None:

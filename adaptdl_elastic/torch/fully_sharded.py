@@ -195,6 +195,10 @@ class AdaptiveFSDP(StepsModel):
         """Return why the death of a replica cannot be survived: its part of the model is lost."""
         return "a dead replica's part of a sharded model is only in the checkpoint"
 
+    def needed_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return (): `why_not_resilient` says that no death is survived."""
+        return ()
+
     # A step. Failures raise: the job restarts from its checkpoint.
 
     def absorb_failures(self) -> None:
