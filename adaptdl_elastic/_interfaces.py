@@ -220,6 +220,16 @@ class ElasticModel(Protocol):
     def why_not_resilient(self) -> str | None:
         """Return why this model does not allow to survive the death of a peer; None if it does."""
 
+    def needed_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return groups of present ranks, of each of which one has to live; (): each has the whole state."""
+
+    @property
+    def took_the_step(self) -> bool:
+        """Whether the step that failed elsewhere was taken here, and can be taken back."""
+
+    def confirm_step(self) -> None:
+        """Keep that step: another replica is certain of it."""
+
     # A step whose gradients could not be synchronised.
 
     def absorb_failures(self) -> None:

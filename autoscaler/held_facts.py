@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.protocol.messages import Groups
 from adaptdl_elastic.rendezvous.schema.held import GenerationEnd, Held, PeerLoss
 from adaptdl_elastic.rendezvous.schema.records import Outcome, Plan
 
@@ -42,7 +43,7 @@ class Run:
     time: float  # wall-clock time of that by the node's clock
     first_step: float | None
     library: bool
-    resilient: bool
+    survives: Groups | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +100,12 @@ def _facts(held: Held, asked: Iterable[tuple[int, str, str]]) -> Iterator[tuple[
             yield (
                 "running",
                 end.generation,
-                Run(end.agent, end.started, end.first_step, end.library, end.resilient),
+                Run(end.agent, end.started, end.first_step, end.library, end.survives),
             )
         if end.lost:
             yield "broken", end.generation, PeerLoss(end.generation, end.lost, end.failure)
     if held.runs >= 0:
-        run = Run(held.agent, held.started, held.first_step, held.library, held.resilient)
+        run = Run(held.agent, held.started, held.first_step, held.library, held.survives)
         yield "running", held.runs, run
     if held.ready:
         to = held.to if held.to >= 0 else held.generation

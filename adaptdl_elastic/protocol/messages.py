@@ -30,6 +30,16 @@ _Generation = Annotated[int, Field(ge=0, le=10**9)]
 _Port = Annotated[int, Field(ge=0, le=65535)]
 _Seconds = Annotated[float, Field(ge=0, le=1e12)]  # wall clock
 
+MOST_GROUPS = 4096
+"""Most groups of ranks, and most ranks in one: as many as a node could have slots."""
+
+_Group = Annotated[tuple[_Rank, ...], Field(min_length=1, max_length=MOST_GROUPS)]
+Groups = Annotated[tuple[_Group, ...], Field(max_length=MOST_GROUPS)]
+"""Groups of ranks of a generation, of each of which one has to live for the others to go on.
+
+(): each replica has the whole state, so that any of them survives all others.
+"""
+
 M = TypeVar("M")
 
 
@@ -178,6 +188,8 @@ class Resilient:
     kind: ClassVar[str] = "resilient"
     generation: _Generation
     why_not: str = ""
+    groups: Groups = ()
+    """Groups of ranks of this generation, of each of which one has to live on."""
 
 
 @dataclass(frozen=True, config=_CONFIG)

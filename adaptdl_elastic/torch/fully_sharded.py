@@ -263,7 +263,8 @@ class AdaptiveFSDP(StepsModel):
             alone = len(self._session.models) == 1
             return None if alone else "parts of a sharded model have copies only where it is the only model"
         why = "a dead replica's part of a sharded model is only in the checkpoint"
-        return f"{why}: {self._layout.parts} replicas hold one copy" if self._copies > 1 else why
+        odd = self._copies > 1 and self._layout.parts > 1
+        return f"{why}: {self._layout.parts} replicas cannot hold two copies" if odd else why
 
     def needed_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that hold each part, of which one has to live."""

@@ -196,6 +196,10 @@ class AdaptiveDataParallel(OptimizerSteps):
             return "LBFGS moves parameters in the middle of a step"
         return None
 
+    def needed_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return (): each replica has the whole state."""
+        return ()
+
     def clear_failure(self) -> None:
         """Forget a failure, and drop the gradients of the step that failed."""
         self._hook.failure = self.irreparable = None

@@ -211,8 +211,8 @@ def _learn_message(state: State, held: LocalGeneration, event: FromReplica, now:
     match event.message:
         case Ready() | Switched():
             held = inplace_change.learn(held, event, now)
-        case Resilient():
-            held = held.update(local_rank, resilient=True)
+        case Resilient() as said:
+            held = held.update(local_rank, resilient=said)
         case EpochsFinished(finished):
             held = held.update(local_rank, epochs_finished=finished)
         case Finished():
@@ -380,7 +380,7 @@ def _why_kill(state: State, held: LocalGeneration, now: float) -> str | None:
     plan, status = _newest(state), state.status
     if plan is not None and plan.transition is Transition.ABORT:
         return f"generation {plan.generation} begins anew: {plan.reason}"
-    resilient = all(r.resilient for r in held.replicas if r.exit is None)
+    resilient = all(held.goes_on(r) for r in held.replicas if r.exit is None)
     if plan is not None and plan.transition is Transition.RECOVER and held.end is None and not resilient:
         return f"generation {plan.generation} goes on without the dead, which these replicas cannot"
     if status is not None and status.state.ended:

@@ -53,7 +53,7 @@ def record_of(state: State, before: Held) -> Held:
         to=held.course.plan.generation if isinstance(held.course, Changing | Recovering) else -1,
         ready=_newcomers_are_ready(held),
         library=held.library,
-        resilient=held.resilient,
+        survives=held.survives,
         first_step=held.first_step,
         loss=held.loss,
     )
@@ -93,7 +93,7 @@ def ends_of_predecessor(found: Held) -> tuple[GenerationEnd, ...]:
         Outcome.LOST,
         ran=True,
         library=found.library,
-        resilient=found.resilient,
+        survives=found.survives,
         first_step=found.first_step,
         lost=() if found.loss is None else found.loss.lost,
         failure=None if found.loss is None else found.loss.failure,

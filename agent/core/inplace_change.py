@@ -40,7 +40,7 @@ from adaptdl_elastic.agent.core.states import (
     Withdraw,
     failure_of,
 )
-from adaptdl_elastic.protocol.messages import Ready
+from adaptdl_elastic.protocol.messages import Ready, Resilient
 from adaptdl_elastic.rendezvous.schema.held import GenerationEnd
 from adaptdl_elastic.rendezvous.schema.records import (
     Failure,
@@ -163,7 +163,8 @@ def adopt(state: State, held: LocalGeneration, plan: Plan, ranks: Mapping[int, i
         ranks: the plan's ranks by slot on this node.
         now: monotonic seconds.
     """
-    ready = held.resilient
+    # what names groups of ranks of this generation says nothing of newcomers
+    ready = Resilient(held.generation) if held.survives == () else None
     have = {r.local_rank: r for r in held.replicas}
     if isinstance(held.course, Changing):
         for r in held.course.newcomers:  # from now on they are watched for hangs (`hang_detection`)

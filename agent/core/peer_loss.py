@@ -44,6 +44,7 @@ from adaptdl_elastic.agent.core.states import (
     Training,
     failure_of,
 )
+from adaptdl_elastic.protocol.messages import Resilient
 from adaptdl_elastic.rendezvous.schema.held import PeerLoss
 from adaptdl_elastic.rendezvous.schema.records import Failure, MasterRecord, Plan
 
@@ -87,9 +88,9 @@ def _survived(held: LocalGeneration, event: ReplicaExited) -> bool:
     if replica is None or replica.signalled or replica.stopping or replica.exit is not None:
         return False
     others = [r for r in held.replicas if r.exit is None and r is not replica]
-    if not all(r.resilient for r in others or [replica]):
+    if not all(held.goes_on(r) for r in others or [replica]):
         # the others could not form the new generation, and this replica had not joined it yet
-        return held.lost_in >= held.generation and not replica.resilient and event.exit_code != 0
+        return held.lost_in >= held.generation and not held.goes_on(replica) and event.exit_code != 0
     raised = event.evidence.raised is not None and not event.evidence.lost_peer
     joins = replica.newcomer or replica not in held.replicas
     return event.exit_code < 0 or (raised and joins)
@@ -108,7 +109,8 @@ def handle_report(state: State, held: LocalGeneration, event: FromReplica, now: 
     if (failed := fail_if_left_early(held)) is not held:
         return replace(state, held=failed), actions
     # it waits for another plan, also where a script survives deaths only while replicas switch
-    held = held.update(event.local_rank, resilient=True)
+    if not any(r.resilient for r in held.replicas if r.local_rank == event.local_rank):
+        held = held.update(event.local_rank, resilient=Resilient(held.generation))
     return replace(state, held=_lose(held, state.me.node)), actions
 
 

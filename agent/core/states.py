@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from adaptdl_elastic.protocol.messages import ReplicaMessage
+from adaptdl_elastic.protocol.messages import Groups, ReplicaMessage, Resilient
 from adaptdl_elastic.rendezvous.schema.held import MOST_ENDS, GenerationEnd, Held, Left, PeerLoss
 from adaptdl_elastic.rendezvous.schema.records import (
     Failure,
@@ -67,7 +67,7 @@ class Replica:
     local_rank: int  # its slot: never changes, while the rank may
     rank: int
     library: bool = False  # it has said hello (a newcomer of `Joining`: it is ready): a message can stop it
-    resilient: bool = False  # it survives the death of others
+    resilient: Resilient | None = None  # the newest word that it survives the death of others
     epochs_finished: bool = False  # it has finished all epochs and runs to the script's end
     signalled: bool = False  # it was sent SIGTERM
     finished: bool = False  # its script had ended before any SIGTERM could reach it
@@ -82,6 +82,14 @@ class Replica:
     pinged: float | None = None  # monotonic time of a ping that it has not answered
     newcomer: bool = False  # it has joined by the last planned change in place
     hanging: str = ""  # why it is killed: it did not answer a ping, or the others wait for it
+
+    def survives(self, generation: int) -> Groups | None:
+        """Return of which groups one replica has to live for this one to go on; None: it survives no death.
+
+        Groups of another generation say nothing, since ranks change.
+        """
+        said = self.resilient
+        return None if said is None or (said.groups and said.generation != generation) else said.groups
 
 
 # What the replicas of a generation do
@@ -161,10 +169,16 @@ class LocalGeneration:
         return bool(members) and all(r.library for r in members)
 
     @property
-    def resilient(self) -> bool:
-        """Whether the living replicas, or the last ones, survive the death of others."""
-        members = self.replicas or self.lost
-        return bool(members) and all(r.resilient for r in members)
+    def survives(self) -> Groups | None:
+        """What the living replicas, or the last ones, survive, as the first one says (`Held.survives`)."""
+        members = sorted(self.replicas or self.lost, key=lambda r: r.local_rank)
+        said = [r.survives(self.generation) for r in members]
+        return None if None in said or not said else said[0]
+
+    def goes_on(self, replica: Replica) -> bool:
+        """Return whether a replica survives deaths in this generation, or in one that it changes to."""
+        said = replica.resilient
+        return said is not None and (not said.groups or said.generation >= self.generation)
 
     def end_as(
         self, outcome: Outcome, exit_code: int = 0, failure: Failure | None = None, unsaved: str = ""
@@ -178,7 +192,7 @@ class LocalGeneration:
             unsaved,
             ran=True,
             library=self.library,
-            resilient=self.resilient,
+            survives=self.survives,
             lost=self.dead_in(self.generation),
             first_step=self.first_step,
         )

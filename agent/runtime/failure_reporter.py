@@ -11,6 +11,7 @@ from adaptdl_elastic.agent.terminal.replica_output import Output
 from adaptdl_elastic.agent.terminal.traceback_display import EndedReplica, TracebackDisplay
 from adaptdl_elastic.rendezvous.schema.held import GenerationEnd
 from adaptdl_elastic.rendezvous.schema.records import (
+    PART_OF_MODEL,
     Cause,
     CheckpointRecord,
     Failure,
@@ -96,10 +97,12 @@ class FailureReporter:
         origin = self._begins_from() if saved is None else f"the checkpoint of step {saved.step}"
         if self.why_not_resilient and (self._killed or plan.cause is Cause.NODE_LOST):
             origin += f", as training cannot go on without a dead replica: {self.why_not_resilient}"
-        if plan.cause is Cause.FAILURE:
+        counted = plan.cause is Cause.FAILURE
+        if counted and PART_OF_MODEL not in plan.reason:
             self._say(f"restart {plan.restarts} of {self._max_restarts}, from {origin}")
         else:
-            self._say(f"starting again, from {origin} ({plan.reason}; not counted as a restart)")
+            also = "" if counted else "; not counted as a restart"
+            self._say(f"starting again, from {origin} ({plan.reason}{also})")
 
     def _begins_from(self) -> str:
         """Return what a run goes on from that has saved nothing itself."""

@@ -213,6 +213,7 @@ class DecisionBuilder:
             created=self.view.wall,
             leaving=tuple(holding(self.view, job)),
             base=base,
+            groups=change.groups,
             first=before.first,
             restarts=max(0, restarts),
             failed=failed if change.failed is None else change.failed,

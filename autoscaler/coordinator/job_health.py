@@ -32,6 +32,7 @@ class Health:
     undone: tuple[str, ...] = ()  # newcomers that failed before any replica left the previous generation
     broken: bool = False  # replicas have lost others and wait for another plan
     recovers: survivors.Losses | None = None  # set if replicas have died and the others are to go on
+    beyond: tuple[int, ...] = ()  # `Losses.beyond` where they are not
     settled_at: float = FOREVER  # when missing nodes are given up, or dead replicas are known
     started_at: float = 0.0  # when the last of the running nodes was seen to run
 
@@ -83,6 +84,7 @@ def health_of(view: View, job: JobView, plan: Plan, settings: CoordinatorSetting
         started_at=found.started_at,
         broken=bool(verdict.losses.said),
         recovers=verdict.losses if verdict.recovers else None,
+        beyond=() if found.failed else verdict.losses.beyond,
     )
 
 

@@ -20,6 +20,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_health import (
     sort_absent,
 )
 from adaptdl_elastic.autoscaler.coordinator.slots import released
+from adaptdl_elastic.protocol.messages import Groups
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     Failure,
@@ -81,6 +82,7 @@ class JobChange:
     failed_as: str | None = None
     predicted_goodput: float | None = None
     placements: tuple[Placement, ...] = ()  # (): computed from the allocation
+    groups: Groups = ()  # `Plan.groups`
     limit: SizeLimit | None = None  # None: as before
     midway: bool = False  # a step on the way to a target, which remains valid
 

@@ -103,10 +103,10 @@ def _can_save(draft: DecisionBuilder, job: JobView, condition: Condition, plan: 
 
 def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
     """Write a plan after replicas failed or nodes vanished."""
-    lost = condition.health.lost
+    lost, beyond = condition.health.lost, survivors.describe_beyond(condition.health.beyond)
     if lost:
         restarts = jobs.restarts_counted(draft.view, job, plan)
-        why = f"lost {', '.join(lost)}"
+        why = f"lost {', '.join(lost)}{beyond}"
         step = plan.failed_step
         if _can_save(draft, job, condition, plan):
             draft.replan(job, plan, plan.cause, Transition.RESTART, why)  # the lost had begun nothing
@@ -150,6 +150,7 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         if found
         else "a replica was killed"
     )
+    what += beyond
     if draft.view.now < not_before:
         draft.wake(not_before)
         draft.notes[job.job].waits_for = f"{what}; restart {restarts} follows after a pause"
@@ -172,7 +173,7 @@ def _recover(draft: DecisionBuilder, job: JobView, condition: Condition, plan: P
     found = {one.node: one.replicas for one in losses.survivors}
     restarts = jobs.restarts_counted(draft.view, job, plan)
     change = JobChange(found, cause, Transition.RECOVER, why, restarts, placements=losses.survivors)
-    draft.publish(job, replace(change, limit=limit))
+    draft.publish(job, replace(change, limit=limit, groups=losses.groups))
 
 
 def _late_recovery(draft: DecisionBuilder, job: JobView, plan: Plan) -> None:

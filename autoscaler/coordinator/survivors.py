@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView
+from adaptdl_elastic.protocol.messages import Groups
 from adaptdl_elastic.rendezvous.schema.records import (
+    PART_OF_MODEL,
     Failure,
     Leaving,
     Outcome,
@@ -37,6 +39,8 @@ class Losses:
     since: float = float("inf")  # when the first of their reports came
     survivors: tuple[Placement, ...] = ()  # in the order of their ranks
     able: bool = False  # whether they can go on and are enough
+    groups: Groups = ()  # by their ranks to come, groups of which one replica each has to live
+    beyond: tuple[int, ...] = ()  # ranks that hold a part of the model which no survivor holds
 
 
 def present(job: JobView, plan: Plan) -> tuple[int, tuple[Placement, ...]]:
@@ -149,8 +153,11 @@ def inquire(job: JobView, plan: Plan, gone: Iterable[str], least: int) -> Losses
     away = set(gone)
     dead: dict[str, tuple[int, ...]] = {}
     survivors = []
+    ranks: dict[int, int] = {}  # of survivors, in the order of those to come
+    after = 0
     for member in members:
         slots, node = slots_of(member), member.node
+        first, after = after, after + len(slots)
         lost = said[node].record.lost if node in said else ()
         if (generation, node) in job.ended:
             if died(job, plan, generation, member):
@@ -164,15 +171,21 @@ def inquire(job: JobView, plan: Plan, gone: Iterable[str], least: int) -> Losses
             kept = tuple(number for slot in left for number in devices[slot])
             kept = () if kept == left else kept
             survivors.append(Placement(node, len(left), member.agent, left, kept))
+            for slot in left:
+                ranks[first + slots.index(slot)] = len(ranks)
     waiting = {node: seen for node, seen in said.items() if (generation, node) not in job.ended}
     spec = job.spec.record if job.spec else None
+    said_of = [_needed(job, plan, generation, one.node) for one in survivors]
+    groups = tuple(dict.fromkeys(group for needed in said_of for group in needed or ()))
+    beyond = next((group for group in groups if ranks.keys().isdisjoint(group)), ())
     able = (
         spec is not None
         and spec.rescale is not Rescale.RESTART
         and bool(survivors)
         and sum(one.replicas for one in survivors) >= least
         and len(survivors) >= spec.min_nodes
-        and all(_resilient(job, plan, generation, one.node) for one in survivors)
+        and None not in said_of
+        and not beyond
     )
     return Losses(
         generation,
@@ -181,6 +194,8 @@ def inquire(job: JobView, plan: Plan, gone: Iterable[str], least: int) -> Losses
         min((seen.seen for seen in waiting.values()), default=float("inf")),
         tuple(survivors),
         able,
+        tuple(tuple(ranks[rank] for rank in group if rank in ranks) for group in groups) if able else (),
+        beyond,
     )
 
 
@@ -239,6 +254,15 @@ def describe(job: JobView, losses: Losses, lost: Iterable[str]) -> str:
     return f"{'; '.join(what)}; {left} {'goes' if left == 1 else 'go'} on"
 
 
+def describe_beyond(ranks: tuple[int, ...]) -> str:
+    """Return text to follow a reason: the copies, lost with `ranks`, without which nothing goes on."""
+    if len(ranks) < 2:
+        return f"; the last copy {PART_OF_MODEL} is lost (rank {ranks[0]})" if ranks else ""
+    copies = "both copies" if len(ranks) == 2 else f"all {len(ranks)} copies"
+    named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"; {copies} {PART_OF_MODEL} are lost (ranks {named})"
+
+
 def _end(failure: Failure) -> str:
     try:
         return signal.Signals(-failure.exit_code).name
@@ -246,17 +270,21 @@ def _end(failure: Failure) -> str:
         return failure.message or f"exit code {failure.exit_code}"
 
 
-def _resilient(job: JobView, plan: Plan, generation: int, node: str) -> bool:
-    """Return whether the death of others does not end this node's replicas.
+def _needed(job: JobView, plan: Plan, generation: int, node: str) -> Groups | None:
+    """Return the groups of which one rank each has to live for this node's replicas to go on; None: they end.
 
-    Survivors of a change in place are the processes of the previous generation, so its reports count, too.
-    Replicas that a restart has started have to report it themselves.
+    Survivors of a change in place are the processes of the previous generation, so its reports count, too,
+    unless they name groups: ranks have changed. Replicas that a restart has started have to report it
+    themselves.
     """
-    if plan.transition is Transition.RECOVER or (generation, node) in job.broken:
-        return True
-    same = (generation, before(plan)) if plan.transition is Transition.INPLACE else (generation,)
-    heard = [job.running.get((g, node)) for g in same]
-    return any(seen is not None and seen.record.resilient for seen in heard)
+    earlier = before(plan) if plan.transition is Transition.INPLACE else generation
+    heard = [job.running.get((g, node)) for g in (generation, earlier)]
+    said, once = (None if seen is None else seen.record.survives for seen in heard)
+    if said is not None or once:
+        return said
+    if plan.transition is Transition.RECOVER:
+        return plan.groups
+    return () if once is not None or (generation, node) in job.broken else None
 
 
 def _never_came(job: JobView, plan: Plan, generation: int, node: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from adaptdl_elastic.protocol.messages import Groups
 from adaptdl_elastic.rendezvous.schema.records import (
     MOST_SLOTS,
     RECORD_CONFIG,
@@ -67,7 +68,7 @@ class GenerationEnd:
     unsaved: str = ""  # why rank 0, if it was here, could not save at the end
     ran: bool = False  # its replicas had started, or joined
     library: bool = False  # all of them had said hello
-    resilient: bool = False  # they survived the death of others
+    survives: Groups | None = None  # as in `Held`
     lost: _Slots = ()  # LOCAL_RANKs of those that died while others lived on
     first_step: float | None = None  # as in `Held`
     agent: str = ""  # the agent that had it
@@ -114,7 +115,8 @@ class Held:
     to: int = -1  # the generation that they change to; -1: none
     ready: bool = False  # the newcomers here are ready to join
     library: bool = False  # all replicas have said hello
-    resilient: bool = False  # they survive the death of others
+    # they survive the death of others while of each of these groups of its ranks one lives; None: they do not
+    survives: Groups | None = None
     first_step: float | None = None  # wall-clock time of the end of the generation's first step
     loss: PeerLoss | None = None  # the newest one; None: no replica was lost
     ends: Annotated[tuple[GenerationEnd, ...], Field(max_length=8)] = ()  # the last ones, the newest last

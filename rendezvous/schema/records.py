@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from adaptdl_elastic.protocol.messages import Groups
 from adaptdl_elastic.rendezvous.text import clock
 
 VERSION = 2
@@ -108,6 +109,9 @@ POSITIVE = Field(gt=0, description="must be a finite, positive number of seconds
 
 INPLACE_REQUIRED = "--rescale=inplace"
 """Text in the reason of a job that keeps its size because a change in place is impossible."""
+
+PART_OF_MODEL = "of a part of the model"
+"""Text in the reason of a restart after deaths if no survivor has what the dead have held."""
 
 
 class Rescale(str, Enum):
@@ -348,6 +352,7 @@ class Plan:
     created: float = 0.0
     leaving: tuple[Leaving, ...] = ()  # replicas that must be gone before this generation starts
     base: int = -1  # of a change in place: the generation that runs until this one begins
+    groups: Groups = ()  # of a recovery: of each, one replica has to live until they have said their own
     first: int = 0  # first generation of this run; ADAPTDL_NUM_RESTARTS is generation - first
     restarts: int = 0  # restarts counted against the budget, including the one for this generation
     failed: int = -1  # generation whose failure was counted last and may yet prove to be a node's loss

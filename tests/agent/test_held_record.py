@@ -243,7 +243,7 @@ def test_agents_are_told_only_what_a_node_has_left(store: MemoryStore) -> None:
             (
                 Held("a", "agent-a", acted=0, generation=0),
                 Held("a", "agent-a", acted=0, generation=0, library=True),
-                Held("a", "agent-a", acted=0, generation=0, library=True, resilient=True, first_step=5.0),
+                Held("a", "agent-a", acted=0, generation=0, library=True, survives=(), first_step=5.0),
                 Held("a", "agent-a", acted=0, ends=(END,)),
                 Held("a", "agent-a", acted=1, generation=1, ends=(END,)),
             ),

@@ -82,6 +82,27 @@ SURVIVED = {
     "replicas that cannot go on are killed and their slots reported": """
         run 2; plan 1 here*2 there*1 recover -> kill 0,1 generation 1 goes on without the dead...
         0,1 exits -9 -> ended 0 aborted...; broken 1 lost=0,1; ended 1 aborted...""",
+    "what replicas survive is said as the first of them says it": """
+        run 2; 1 resilient groups=((0,2),) -> nothing
+        0 resilient groups=((0,1),(2,)) -> running 0 library resilient 0,1 2
+        1 dies -> lost 0 1 ...; broken 0 lost=1 ...""",
+    "groups are said again after a recovery": """
+        run 3; 0,1,2 resilient groups=((0,1),); 0 dies; plan 1 here:1,2 recover; master -> ...; tell 1
+        2 switched; 2 resilient generation=1 groups=((1,),) -> ...
+        1 switched -> adopt 1; ended 0 stopped; running 1 library
+        1 resilient generation=1 groups=((0,),) -> running 1 library resilient 0""",
+    "a death while the others meet is survived by what was said before": """
+        run 3; 0,1,2 resilient groups=((0,1,2),); 0 dies; plan 1 here:1,2 recover; master
+        2 switched; 2 resilient generation=1 groups=((0,1),); 1 dies -> ...; broken 1 lost=1 ...
+        plan 2 here:2 recover; master -> ...; tell 2; ended 1 stopped exit_code=143""",
+    "groups of the generation before say nothing after a change": """
+        run 1; 0 resilient groups=((0,),); plan 1 here*2 inplace; master; 1 ready; 0,1 switched
+        -> ...; running 1 library
+        <0 dies|1 resilient generation=1 groups=((0,),)> -> <kill 1 replica 0 failed|nothing>""",
+    "groups of the generation before are not those of a replica that loses a peer": """
+        run 1; 0 resilient groups=((0,),); plan 1 here*1 there*1 inplace; master
+        0 peer_lost generation=1 -> adopt 1; ended 0 stopped; running 1 library; broken 1
+        plan 2 here:0 recover -> kill 0 ...""",
     "an abort ends the waiting": """
         run 2 resilient; 0 dies
         plan 1 here*2 abort -> kill 1 generation 1 begins anew: why""",

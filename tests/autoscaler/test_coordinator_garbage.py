@@ -295,7 +295,7 @@ class Garbage:
             if self.maybe(0.6):
                 held |= {"generation": generation, "library": True, "first_step": self.number()}
                 held |= {
-                    "resilient": self.maybe(0.5),
+                    "survives": pick((None, (), ((0, 1),))),
                     "ready": self.maybe(0.2),
                     "to": pick((-1, generation + 1)),
                 }

@@ -23,6 +23,7 @@ BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "reason": st.text(),
     "interrupted": st.booleans(),
     "why_not": st.text(),
+    "groups": st.lists(st.lists(RANKS, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
     "request": st.integers(0, 10**9),
     "generation": st.integers(0, 10**6),
     "replicas": st.integers(1, 1000),
@@ -117,6 +118,18 @@ def test_any_fields_are_a_message_or_malformed(kind: Any, values: dict[str, Any]
 def test_garbage_is_refused(line: str) -> None:
     with pytest.raises(m.MalformedMessageError):
         m.decode_order(line)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[[]], [[-1]], [[0.5]], [0], "01", [["x"]], [[0]] * (m.MOST_GROUPS + 1), [[0] * (m.MOST_GROUPS + 1)]],
+)
+def test_groups_of_no_ranks_are_refused(groups: Any) -> None:
+    said = {"v": 1, "type": "resilient", "generation": 1}
+    assert m.report_from_dict({**said, "groups": [[0, 1], [2]]}) == m.Resilient(1, groups=((0, 1), (2,)))
+    assert m.report_from_dict(said) == m.Resilient(1), "an older replica names none"
+    with pytest.raises(m.MalformedMessageError):
+        m.report_from_dict({**said, "groups": groups})
 
 
 def test_a_later_version_is_refused_with_both_named() -> None:

@@ -67,8 +67,8 @@ PLANTED: tuple[Planted, ...] = (
         "resilient-by-heritage",
         "restarted replicas inherit what those before had said",
         f"{_CORE}/survivors.py",
-        "(generation, before(plan)) if plan.transition is Transition.INPLACE",
-        "(generation, before(plan)) if True",
+        "before(plan) if plan.transition is Transition.INPLACE else generation\n",
+        "before(plan)\n",
         True,
     ),
     Planted(

@@ -221,10 +221,10 @@ class Agent:
             left = not before.has_left(generation, ME.agent) and now.has_left(generation, ME.agent)
             if left and now.end_of(generation) is None:
                 yield f"ended {generation} stopped exit_code=143"
-        said = [one.runs >= 0 and (one.runs, one.library, one.resilient) for one in (before, now)]
+        said = [one.runs >= 0 and (one.runs, one.library, one.survives) for one in (before, now)]
         if said[1] and said[0] != said[1]:
-            flags = [name for name in ("library", "resilient") if getattr(now, name)]
-            yield " ".join(("running", str(now.runs), *flags))
+            flags = [*(["library"] if now.library else []), *([] if now.survives is None else ["resilient"])]
+            yield " ".join(("running", str(now.runs), *flags, *map(_text, now.survives or ())))
         if now.ready and not before.ready:
             yield f"ready {now.to if now.to >= 0 else now.generation}"
         if now.loss is not None and now.loss != before.loss:

@@ -150,7 +150,8 @@ class Script:
         gone = {"generation": -1} if held.generation == generation else {}
         kept = held.loss if held.loss is None or held.loss.generation != generation else None
         ran = bool(gone) and held.library
-        end = replace(end, ran=bool(gone), library=ran, first_step=held.first_step if gone else None)
+        first_step, survives = (held.first_step, held.survives) if gone else (None, None)
+        end = replace(end, ran=bool(gone), library=ran, first_step=first_step, survives=survives)
         for agent in self._agents(node):
             agent.add_end(end)
             agent.running = None if agent.running == generation else agent.running
@@ -165,7 +166,7 @@ class Script:
 
     def running(self, node: str, **fields: Any) -> None:
         """Record that a node's replicas run in the newest generation."""
-        fields = {"library": False, "resilient": False, "first_step": None, **fields}
+        fields = {"library": False, "survives": None, "first_step": None, **fields}
         self._write(replace(self._held(node), generation=self.pump.plan("a").generation, **fields))
 
     def report(self, node: str, **changes: Any) -> None:

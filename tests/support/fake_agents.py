@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from adaptdl_elastic import sched_hints
+from adaptdl_elastic.protocol.messages import Groups
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.held import MOST_ENDS, GenerationEnd, Held, Left, PeerLoss
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -80,6 +81,7 @@ class FakeAgent:
     steps: bool = True  # its replicas get as far as their first step
     inplace: bool = False  # what it reports
     resilient: bool = False  # its replicas live on when others die
+    groups: Groups | None = ()  # while one of each lives; None: they have not said so in this generation
     alive: tuple[int, ...] = ()  # slots of the replicas that run
     lost: tuple[int, ...] = ()  # slots of those that died in the generation that runs
     unsaved: str = ""  # why its replicas cannot save
@@ -90,6 +92,10 @@ class FakeAgent:
     sequence: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
     _watch: Watch | None = None
+
+    @property
+    def survives(self) -> Groups | None:
+        return self.groups if self.resilient else None
 
     @property
     def agent(self) -> str:
@@ -189,7 +195,7 @@ class FakeAgent:
         self._say_running(plan)
 
     def _say_running(self, plan: Plan) -> None:
-        self.started, self.loss = self.clock(), None
+        self.started, self.loss, self.groups = self.clock(), None, () if self.groups == () else None
         self.first_step = self.started if self.steps else None
         self.say()
         if self.reports and self.library and plan.placements[0].node == self.node:
@@ -209,7 +215,7 @@ class FakeAgent:
             now = self.clock()
             code = 0 if failure is None else failure.exit_code
             end = GenerationEnd(
-                generation, outcome, code, failure, self.unsaved, ran, self.library, self.resilient
+                generation, outcome, code, failure, self.unsaved, ran, self.library, self.survives
             )
             lost = loss.lost if loss is not None and loss.generation == generation else ()
             first_step, started = (self.first_step, self.started) if ran else (None, 0.0)
@@ -230,7 +236,7 @@ class FakeAgent:
                 held,
                 generation=self.running,
                 library=self.library,
-                resilient=self.resilient,
+                survives=self.survives,
                 first_step=self.first_step,
                 loss=self.loss,
                 started=self.started,

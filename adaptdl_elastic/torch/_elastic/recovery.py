@@ -120,7 +120,8 @@ class Recovery:
         for model in self._session.models:
             model.absorb_failures()
         self.mark()
-        session.send(Resilient(session.generation))
+        groups = tuple(group for model in session.models for group in model.needed_groups())
+        session.send(Resilient(session.generation, groups=groups))
         if session.consensus.lost is not None:  # before this replica was armed, so that `on_lost` did nothing
             self.on_lost()
 
