@@ -64,6 +64,7 @@ def test_a_script_that_succeeds_gives_a_result_without_failures() -> None:
     assert [Path(f"sum-{rank}").read_text() for rank in (0, 1)] == ["3 default"] * 2
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_fails_gives_the_failure_of_its_replica() -> None:
     runner = agent(FAIL)
     assert runner.get_worker_group().state is WorkerState.INIT

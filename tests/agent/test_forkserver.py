@@ -572,6 +572,7 @@ def test_replicas_end_with_the_agent_and_with_the_server(tmp_path: Path, how: st
     assert server.process.poll() is not None
 
 
+@pytest.mark.exhaustive
 def test_a_replica_whose_server_died_before_it_could_ask_ends() -> None:
     pid = os.fork()
     if pid == 0:

@@ -59,6 +59,7 @@ def test_a_directory_that_is_not_shared_is_found_out(cluster: Cluster, tmp_path:
     cluster.check(replicas=1)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_on_demand_is_there_when_the_command_returns(cluster: Cluster) -> None:
     first = cluster.train("first", "--checkpoint-interval=0")
     first.wait_for_event("generation")

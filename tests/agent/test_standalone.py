@@ -39,6 +39,7 @@ def says(run: ElasticRun, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_files_of_the_working_directory_replace_no_module_of_the_product(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(Path(TRAIN).read_text())
@@ -51,6 +52,7 @@ def test_files_of_the_working_directory_replace_no_module_of_the_product(tmp_pat
     assert not [*tmp_path.glob("ran-*")]
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_never_write_to_one_folder_though_the_runtime_directory_goes(tmp_path: Path) -> None:
     runtime = tmp_path / "runtime"
     runtime.mkdir()
@@ -73,6 +75,7 @@ def test_two_jobs_never_write_to_one_folder_though_the_runtime_directory_goes(tm
     assert not (tmp_path / "saved" / ".adaptdl-lock").exists()
 
 
+@pytest.mark.exhaustive
 def test_commands_reach_a_job_whose_runtime_directory_has_gone(tmp_path: Path) -> None:
     runtime, options = tmp_path / "runtime", ("--rdzv-id=job", TRAIN, *LONG)
     runtime.mkdir()
@@ -170,6 +173,7 @@ def test_an_agent_has_no_torch_and_little_memory(tmp_path: Path) -> None:
         assert run.wait() == 0
 
 
+@pytest.mark.exhaustive
 def test_a_store_that_dies_is_served_again_and_training_goes_on(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, "--rdzv-id=job", TRAIN, *LONG], tmp_path, fresh=True) as run:
         run.wait_for_event("epoch", epoch=0)
@@ -223,6 +227,7 @@ def test_a_change_that_is_withdrawn_says_whether_training_goes_on(tmp_path: Path
         assert "training goes on" not in run.text()
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_of_one_user(tmp_path: Path) -> None:
     with ExitStack() as stack:
         runs = {}

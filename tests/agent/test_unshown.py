@@ -43,6 +43,7 @@ def opened(kind: str) -> tuple[int, int | None]:
     return write, read
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "number"),
     [("pipe", signal.SIGINT), ("terminal", signal.SIGHUP), ("full disk", signal.SIGTERM)],

@@ -111,5 +111,6 @@ def test_resized_in_place_and_restarted_after_a_death_ends_as_an_undisturbed_pla
     assert_equal(torch.load(run_in / "final.pt"), torch.load(plain / "final.pt"))
 
 
+@pytest.mark.exhaustive
 def test_the_example_runs(tmp_path: Path) -> None:
     example("fsdp.py", tmp_path, "--epochs=1", "--samples=40")
