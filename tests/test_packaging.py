@@ -146,7 +146,8 @@ def test_ci_takes_no_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["adaptdl_elastic", "adaptdl_elastic.rendezvous.torchrun"])
 def test_importing_it_does_not_import_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    names = "adaptdl_elastic.env, adaptdl_elastic.goodput"
+    code = f"import sys, {module}; {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
@@ -163,22 +164,17 @@ def test_the_library_s_modules_need_no_import_of_their_own() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_naming_the_environment_does_not_import_torch() -> None:
-    code = (
-        "import sys, adaptdl_elastic\n"
-        "adaptdl_elastic.env, adaptdl_elastic.goodput\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
 def test_importing_the_library_changes_nothing_global() -> None:
+    """A fork server imports it long before a script does."""
     code = (
-        "import logging, multiprocessing, signal\n"
+        "import logging, multiprocessing, signal, threading\n"
         "before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
-        "import adaptdl_elastic.torch, adaptdl_elastic.checkpoint, adaptdl_elastic.collective\n"
+        "import adaptdl_elastic.torch as adl, adaptdl_elastic.checkpoint, adaptdl_elastic.collective\n"
+        "[getattr(adl, name) for name in adl.__all__]\n"
+        "assert adaptdl_elastic._session._current is None\n"
         "assert before == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
-        "assert not logging.getLogger().handlers\n"
+        "assert threading.active_count() == 1\n"
+        "assert not logging.getLogger().handlers + logging.getLogger('adaptdl_elastic').handlers\n"
         "assert multiprocessing.get_start_method(allow_none=True) is None\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -13,10 +13,9 @@ from elastic_run import PATIENCE, ElasticRun
 from etcd_server import EtcdServer
 from polling import until
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["empty", "older"])
 def test_a_job_goes_on_in_a_store_that_has_lost_it(tmp_path: Path, how: str) -> None:
     data, backup = tmp_path / "etcd", tmp_path / "backup"

@@ -242,6 +242,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     until("processes are left", lambda: not marked(tmp_path), 200)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_the_self_test_ends_with_the_replica_that_started_it(tmp_path: Path) -> None:
     """A replica may be killed at any time."""

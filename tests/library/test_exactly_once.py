@@ -84,15 +84,7 @@ GENERATIONS: dict[str, tuple[dict[str, Any], list[tuple[int, Stop]], int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.essential)
-        if name in ("in an evaluation loop", "with workers")
-        else name
-        for name in GENERATIONS
-    ],
-)
+@pytest.mark.parametrize("name", GENERATIONS)
 def test_through_several_generations(job: Any, name: str) -> None:
     settings, stopped, last = GENERATIONS[name]
     run, epochs = job(**settings), settings.get("epochs", 1)

@@ -45,10 +45,7 @@ def test_every_collective_of_torchs_that_moves_data_ends_a_newcomer(tmp_path: Pa
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("habit", "named"),
-    [
-        ("gather", "torch.distributed.all_gather ("),
-        ("large", "torch.distributed.broadcast ("),
-    ],
+    [("gather", "torch.distributed.all_gather ("), ("large", "torch.distributed.broadcast (")],
 )
 def test_a_newcomer_gives_up_at_a_collective_of_torchs(start: Any, habit: str, named: str) -> None:
     job = start(2, habit)
@@ -117,8 +114,7 @@ def test_thawed_parameters_of_several_replicas_are_an_error(start: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "habit",
-    ["scheduler", pytest.param("nested scheduler", marks=pytest.mark.slow), "scaler"],
+    "habit", ["scheduler", pytest.param("nested scheduler", marks=pytest.mark.slow), "scaler"]
 )
 def test_given_objects_take_part_in_a_change_in_place(start: Any, tmp_path: Path, habit: str) -> None:
     job = start(2, habit, given=True)

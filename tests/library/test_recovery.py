@@ -444,11 +444,7 @@ LARGE = "has changed the State 'large', which cannot be put back because"
         ({"kind": "two models"}, 2, "several models"),  # the second one's first: the first one has stepped
         ({"kind": "parts"}, 0, "'counter', which cannot be put back because it has a `sync` of its own"),
         ({"kind": "lbfgs"}, 0, ""),
-        (
-            {"large": "before once"},
-            0,
-            f"{LARGE} the step that failed has changed it before",
-        ),
+        ({"large": "before once"}, 0, f"{LARGE} the step that failed has changed it before"),
         ({"large": "copied"}, 0, f"{LARGE} its `state_dict` does not return the tensors themselves"),
     ],
 )
