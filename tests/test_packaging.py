@@ -151,31 +151,24 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_the_library_s_modules_need_no_import_of_their_own() -> None:
+def test_importing_the_library_gives_all_its_modules_and_changes_nothing_global() -> None:
+    """A fork server imports it long before a script does."""
     code = (
-        "import sys, adaptdl_elastic, adaptdl_elastic.torch\n"
+        "import logging, multiprocessing, signal, sys, threading\n"
+        "before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
+        "import adaptdl_elastic, adaptdl_elastic.torch as adl\n"
+        "[getattr(adl, name) for name in adl.__all__]\n"
         "names = 'checkpoint collective env goodput reducer sched_hints utils'.split()\n"
         "assert set(names) <= set(dir(adaptdl_elastic))\n"
         "for name in names:\n"
         "    assert getattr(adaptdl_elastic, name) is sys.modules['adaptdl_elastic.' + name]\n"
-        "assert adaptdl_elastic.env.num_replicas() == 1\n"
         "assert not hasattr(adaptdl_elastic, 'envs')\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_importing_the_library_changes_nothing_global() -> None:
-    """A fork server imports it long before a script does."""
-    code = (
-        "import logging, multiprocessing, signal, threading\n"
-        "before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
-        "import adaptdl_elastic.torch as adl, adaptdl_elastic.checkpoint, adaptdl_elastic.collective\n"
-        "[getattr(adl, name) for name in adl.__all__]\n"
         "assert adaptdl_elastic._session._current is None\n"
         "assert before == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
         "assert threading.active_count() == 1\n"
         "assert not logging.getLogger().handlers + logging.getLogger('adaptdl_elastic').handlers\n"
         "assert multiprocessing.get_start_method(allow_none=True) is None\n"
+        "assert adaptdl_elastic.env.num_replicas() == 1\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

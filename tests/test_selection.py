@@ -68,19 +68,16 @@ def test_alone(): pass
 def test_asks_a_server(server): pass
 """
 FAILS = """
-import os
+import pathlib
 import pytest
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", [1, 2])
-def test_second(case): assert case == 1 or os.path.exists("mended")
-
-@pytest.mark.exhaustive
-def test_mends(): open(os.environ["MENDED"], "w").close()
+def test_second(case): assert case == 1 or pathlib.Path("mended").exists()
 """
 MAKEFILE = """
 test-all:
-	.venv/bin/python -m pytest -q --rest
+	.venv/bin/python -m pytest -q --rest || { touch $(MENDED); false; }
 install install-integrations test test-integrations:
 """
 WHOLE_MODULE = "import pytest\npytest.importorskip('no_such_package')"
