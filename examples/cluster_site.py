@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 sys.path.insert(
@@ -38,9 +37,7 @@ class Site(Protocol):
 
     def __enter__(self) -> Site: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
     def outside(self, name: str) -> Path:
         """Return the path of a file in the folder, as the demo sees it."""
@@ -77,9 +74,7 @@ class Machines:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         logs = self.outside("logs")
         if logs.exists():
             shutil.copytree(logs, self._out / "logs", symlinks=True)
@@ -115,9 +110,7 @@ class OneMachine:
         self.endpoint = self._etcd.endpoint
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for process in self._started:
             process.kill()
             process.wait()

@@ -47,9 +47,7 @@ class Site(Protocol):
 
     def __enter__(self) -> Site: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
     def desk(self, person: str) -> str:
         """Return the working directory of a person."""

@@ -146,40 +146,29 @@ def test_ci_takes_no_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["adaptdl_elastic", "adaptdl_elastic.rendezvous.torchrun"])
 def test_importing_it_does_not_import_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    names = "adaptdl_elastic.env, adaptdl_elastic.goodput"
+    code = f"import sys, {module}; {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_the_library_s_modules_need_no_import_of_their_own() -> None:
+def test_importing_the_library_gives_all_its_modules_and_changes_nothing_global() -> None:
+    """A fork server imports it long before a script does."""
     code = (
-        "import sys, adaptdl_elastic, adaptdl_elastic.torch\n"
+        "import logging, multiprocessing, signal, sys, threading\n"
+        "before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
+        "import adaptdl_elastic, adaptdl_elastic.torch as adl\n"
+        "[getattr(adl, name) for name in adl.__all__]\n"
         "names = 'checkpoint collective env goodput reducer sched_hints utils'.split()\n"
         "assert set(names) <= set(dir(adaptdl_elastic))\n"
         "for name in names:\n"
         "    assert getattr(adaptdl_elastic, name) is sys.modules['adaptdl_elastic.' + name]\n"
-        "assert adaptdl_elastic.env.num_replicas() == 1\n"
         "assert not hasattr(adaptdl_elastic, 'envs')\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_naming_the_environment_does_not_import_torch() -> None:
-    code = (
-        "import sys, adaptdl_elastic\n"
-        "adaptdl_elastic.env, adaptdl_elastic.goodput\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_importing_the_library_changes_nothing_global() -> None:
-    code = (
-        "import logging, multiprocessing, signal\n"
-        "before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
-        "import adaptdl_elastic.torch, adaptdl_elastic.checkpoint, adaptdl_elastic.collective\n"
+        "assert adaptdl_elastic._session._current is None\n"
         "assert before == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
-        "assert not logging.getLogger().handlers\n"
+        "assert threading.active_count() == 1\n"
+        "assert not logging.getLogger().handlers + logging.getLogger('adaptdl_elastic').handlers\n"
         "assert multiprocessing.get_start_method(allow_none=True) is None\n"
+        "assert adaptdl_elastic.env.num_replicas() == 1\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -66,6 +67,19 @@ def test_alone(): pass
 
 def test_asks_a_server(server): pass
 """
+FAILS = """
+import pathlib
+import pytest
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", [1, 2])
+def test_second(case): assert case == 1 or pathlib.Path("mended").exists()
+"""
+MAKEFILE = """
+test-all:
+	.venv/bin/python -m pytest -q --rest || { touch $(MENDED); false; }
+install install-integrations test test-integrations:
+"""
 WHOLE_MODULE = "import pytest\npytest.importorskip('no_such_package')"
 
 
@@ -104,6 +118,29 @@ def test_a_skip_whose_reason_is_not_listed_fails(tmp_path: Path) -> None:
         "SKIPPED [1] test_skipped.py:9: RMSprop has no amsgrad",
     ]
     assert f"skipped, for a reason that {listed} does not list: ssh to node1 fails" in ran.stdout
+
+
+@pytest.mark.parametrize(("mended", "returned"), [("nothing", 1), ("mended", 0)])
+def test_ci_runs_a_failed_case_again_and_believes_only_its_second_result(
+    mended: str, returned: int, tmp_path: Path
+) -> None:
+    for folder in (".ci", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(SUPPORT.parents[1] / ".ci" / "run", tmp_path / ".ci")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\naddopts = -p quick\nmarkers =\n    processes\n    exhaustive\n"
+    )
+    (tmp_path / "test_fails.py").write_text(FAILS)
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "MENDED": mended}
+    ran = subprocess.run([tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True)
+    alone = [line for line in ran.stdout.splitlines() if line.startswith(("again", "passed only"))]
+    said = ["again, alone", "passed only alone"][: 2 - returned]
+    assert alone == [f"{words}: test_fails.py::test_second[2]" for words in said]
+    assert ran.returncode == returned, ran.stdout
 
 
 @pytest.mark.parametrize(("seconds", "passed"), [(-1, 0), (600, 1)])

@@ -138,6 +138,7 @@ def test_changed_code_stops_growth_and_restarts_and_nothing_else(
         assert f"{name} has changed since training began" in run.text().splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.etcd
 @pytest.mark.slow
 @pytest.mark.timeout(600)

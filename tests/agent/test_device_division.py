@@ -20,7 +20,7 @@ from etcd_server import EtcdServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.connect import connect
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Nodes:
@@ -108,6 +108,7 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
             print(f"--- {job} on {node}, exit code {run.process.poll()}\n{run.text()}")
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("nodes", [2], indirect=True)
 def test_a_second_job_waits_for_the_devices_of_the_first_and_then_gets_them(nodes: Nodes) -> None:
     first = nodes.start("a", "n0", "2")
@@ -127,7 +128,6 @@ def test_a_second_job_waits_for_the_devices_of_the_first_and_then_gets_them(node
     nodes.check()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("nodes", [2], indirect=True)
 def test_a_gpu_that_another_program_fills_is_left_out_and_said(nodes: Nodes) -> None:
     run = nodes.start("a", "n0", "1:2")
@@ -152,7 +152,6 @@ def test_a_gpu_that_another_program_fills_is_left_out_and_said(nodes: Nodes) -> 
     assert run.wait() == 0, run.text()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("nodes", [4], indirect=True)
 def test_jobs_come_grow_shrink_and_die_and_no_device_has_two_owners(nodes: Nodes) -> None:
     chance, jobs = random.Random(5), "abcde"

@@ -19,7 +19,7 @@ from adaptdl_elastic.rendezvous.torchrun import create_handler
 from adaptdl_elastic.rendezvous.torchrun.elastic_agent import ElasticAgent
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.processes, pytest.mark.slow]
 
 SUM = """
 import os, torch, torch.distributed as dist
@@ -53,6 +53,7 @@ def agent(text: str, **fields: Any) -> ElasticAgent:
     return ElasticAgent(spec, ("--no-summary",), "logs")
 
 
+@pytest.mark.essential
 def test_a_script_that_succeeds_gives_a_result_without_failures() -> None:
     """As the page for torchrun's users shows it, with a script that has no arguments."""
     page = (ROOT / "docs" / "howto" / "from-torchrun.md").read_text()
@@ -75,19 +76,16 @@ def test_a_script_that_fails_gives_the_failure_of_its_replica() -> None:
     assert Path(failure.error_file).exists()
 
 
-@pytest.mark.exhaustive
 def test_a_program_that_is_not_python_runs_as_it_is() -> None:
     result = agent("", entrypoint="sh", args=("-c", "exit $((3 * RANK))")).run()
     assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {1: 3}
 
 
-@pytest.mark.exhaustive
 def test_a_job_that_cannot_start_raises_an_error_with_the_reason() -> None:
     with pytest.raises(RuntimeError, match="stderr says why"):
         agent(SUM, args=("missing.py",)).run()
 
 
-@pytest.mark.exhaustive
 def test_sigterm_stops_the_job() -> None:
     def stop() -> None:
         until("the script has not started", Path("started").exists)
@@ -99,6 +97,7 @@ def test_sigterm_stops_the_job() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.essential
 def test_a_function_is_refused() -> None:
     with pytest.raises(ValueError, match="is a function: give a command"):
         agent("", entrypoint=print)

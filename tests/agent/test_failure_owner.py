@@ -10,7 +10,10 @@ from cluster import JOB, LONG, TRAIN, Cluster
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ONE_NODE_HAS_IT = """
+import os
 import runpy
+import sys
+sys.path += os.environ.get("ONLY_HERE", "").split()
 import onlyhere
 runpy.run_path(TRAIN, run_name="__main__")
 """
@@ -30,7 +33,7 @@ def test_a_node_without_a_module_is_left_out_and_the_other_trains_to_the_end(
     (here / "onlyhere.py").touch()
     script = tmp_path / "s.py"
     script.write_text(ONE_NODE_HAS_IT.replace("TRAIN", repr(TRAIN)))
-    first = cluster.start("a", str(script), *LONG, env={"PYTHONPATH": str(here)})
+    first = cluster.start("a", str(script), *LONG, env={"ONLY_HERE": str(here)})
     first.wait_for_event("generation", generation=0)
     second = cluster.start("b", str(script), *LONG)
     cluster.wait_for_node("b", like="a")
@@ -43,6 +46,7 @@ def test_a_node_without_a_module_is_left_out_and_the_other_trains_to_the_end(
     cluster.check(replicas=1)
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_that_fails_at_a_larger_size_leaves_the_job_at_the_smaller(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -174,7 +174,6 @@ def test_signals_that_come_when_all_is_over_change_nothing(tmp_path: Path) -> No
 # Elastic jobs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.essential
 def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
     command = [*ELASTIC, TRAIN, *LONG]
     with ElasticRun(command, tmp_path) as run:

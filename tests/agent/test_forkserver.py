@@ -461,12 +461,7 @@ def test_an_end_tells_that_a_signal_came_after_it(runner: Runner, tmp_path: Path
     ids=["ends", "exits", "fails", "was asked to stop", "a fork of its own ends"],
 )
 def test_a_script_that_comes_to_its_end_by_itself_says_so(
-    server: ForkServer,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    script: str,
-    stopped: bool,
-    said: bool,
+    server: ForkServer, tmp_path: Path, request: pytest.FixtureRequest, script: str, stopped: bool, said: bool
 ) -> None:
     runner, (channel, theirs) = Runner(server, tmp_path), Channel.pair()
     request.addfinalizer(channel.close)
@@ -572,6 +567,7 @@ def test_replicas_end_with_the_agent_and_with_the_server(tmp_path: Path, how: st
     assert server.process.poll() is not None
 
 
+@pytest.mark.exhaustive
 def test_a_replica_whose_server_died_before_it_could_ask_ends() -> None:
     pid = os.fork()
     if pid == 0:

@@ -68,7 +68,7 @@ def started(directory: Path, ending: str, *options: str) -> ElasticRun:
     ("ending", "options"),
     [
         pytest.param("saves", TWO, marks=pytest.mark.essential),
-        pytest.param("uncaught", TWO, marks=pytest.mark.essential),
+        ("uncaught", TWO),
         ("uncaught", ("--no-python", sys.executable)),
         ("raises another", ()),
         ("exits with a code", ()),
@@ -95,7 +95,6 @@ def test_a_script_may_end_as_it_likes_after_an_interrupt(
     assert (tmp_path / "own.pt").exists() == (ending == "saves")
 
 
-@pytest.mark.essential
 @pytest.mark.parametrize("how", ["SIGTERM", "stop", "drain"])
 def test_another_stop_is_no_interrupt(tmp_path: Path, how: str) -> None:
     with started(tmp_path, "raise") as run:

@@ -12,14 +12,13 @@ from etcd_server import free_ports
 
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, MasterRecord, decode
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def listening(process: psutil.Process) -> list[int]:
     return [int(c.laddr.port) for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
 
 
-@pytest.mark.exhaustive
 def test_agents_and_the_library_listen_in_the_given_range_of_ports_only(cluster: Cluster) -> None:
     low = next(port for port in free_ports(50) if port < 65000)
     ports = f"--port-range={low}:{low + 40}"
@@ -41,7 +40,6 @@ def test_agents_and_the_library_listen_in_the_given_range_of_ports_only(cluster:
     cluster.check(replicas=2)
 
 
-@pytest.mark.exhaustive
 def test_a_directory_that_is_not_shared_is_found_out(cluster: Cluster, tmp_path: Path) -> None:
     restart = "--rescale=restart"
     # otherwise the second agent does not find the secret of the job, and is refused

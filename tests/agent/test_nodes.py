@@ -14,9 +14,10 @@ from elastic_run import marked
 
 from adaptdl_elastic.rendezvous.schema.records import LeaderRecord, decode
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.essential
 def test_a_node_comes_late_and_is_drained_and_the_other_goes_on(cluster: Cluster) -> None:
     first = cluster.train("first")
     first.wait_for_event("generation", generation=0)
@@ -36,7 +37,6 @@ def test_a_node_comes_late_and_is_drained_and_the_other_goes_on(cluster: Cluster
     cluster.check(replicas=1)
 
 
-@pytest.mark.exhaustive
 def test_a_node_leaves_and_comes_back_and_another_follows(cluster: Cluster) -> None:
     first, second = cluster.together("first", "second")
     for size in (1, 2):
@@ -54,7 +54,6 @@ def test_a_node_leaves_and_comes_back_and_another_follows(cluster: Cluster) -> N
     cluster.check(replicas=3)
 
 
-@pytest.mark.exhaustive
 def test_the_only_node_hands_over_to_another_and_leaves(cluster: Cluster) -> None:
     first = cluster.train("first")
     first.wait_for_event("checkpoint")
@@ -72,6 +71,7 @@ def test_the_only_node_hands_over_to_another_and_leaves(cluster: Cluster) -> Non
     cluster.check(replicas=1)
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("left", "killed", "what"),
     [
@@ -126,7 +126,6 @@ def test_the_nodes_that_die_are_not_missed(
     cluster.check(replicas=len(others))
 
 
-@pytest.mark.exhaustive
 def test_one_replica_of_each_node_dies_at_once(cluster: Cluster) -> None:
     first, second = (cluster.train(name, "--nproc-per-node=1:2") for name in ("first", "second"))
     first.wait_for_event("generation")
@@ -149,7 +148,6 @@ def test_one_replica_of_each_node_dies_at_once(cluster: Cluster) -> None:
     cluster.check(replicas=4)
 
 
-@pytest.mark.exhaustive
 def test_a_job_whose_only_node_was_killed_is_lost_when_its_lease_has_run_out(cluster: Cluster) -> None:
     only = cluster.train("only")
     only.wait_for_event("epoch")

@@ -97,6 +97,7 @@ def test_a_progress_bar_is_one_line_and_a_run_that_ended_well_ends_green(tmp_pat
     assert last == ("\x1b[32m", "its replicas ended well")
 
 
+@pytest.mark.exhaustive
 def test_a_bar_goes_to_the_terminal_itself_where_there_is_no_live_line(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(BAR)
     ours, theirs = pty.openpty()

@@ -41,6 +41,7 @@ def test_a_directory_or_address_that_cannot_be_used_is_named_in_one_line(
         assert word in line
 
 
+@pytest.mark.exhaustive
 def test_a_job_whose_coordinator_cannot_start_fails_with_its_last_line(
     cluster: Cluster, tmp_path: Path
 ) -> None:

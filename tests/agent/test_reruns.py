@@ -7,7 +7,7 @@ import pytest
 from cluster import JOB, Cluster
 from elastic_run import ElasticRun
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def first_run(cluster: Cluster, end: str) -> None:
@@ -33,7 +33,6 @@ def is_after(run: ElasticRun, generation: int, **fields: object) -> dict[str, ob
     )
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("end", ["done", "stopped"])
 def test_another_run_changes_in_place_and_survives_deaths(cluster: Cluster, end: str) -> None:
     first_run(cluster, end)

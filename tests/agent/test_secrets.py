@@ -338,6 +338,7 @@ def test_a_node_with_another_secret_is_told_so_and_does_not_join(cluster: Cluste
     first.wait()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.etcd
 @pytest.mark.timeout(600)
 def test_replicas_are_not_told_how_to_get_into_the_store(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_a_job_whose_processes_all_get_sigterm_saves_and_ends(kind: str, tmp_pat
     assert len(list((tmp_path / "saved").glob("0*"))) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.etcd
 @pytest.mark.parametrize("place", [1, 0])
 def test_the_other_node_trains_on_without_a_restart(place: int, cluster: Cluster) -> None:

@@ -21,7 +21,7 @@ from polling import until
 
 OWN = f"adaptdl-{os.getuid()}"
 ELASTIC = ("--standalone", "--no-autoscale", "--nproc-per-node=1:2", "--checkpoint-path=saved")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def helpers(run: ElasticRun, forks: bool = False) -> Iterator[psutil.Process]:
@@ -98,7 +98,6 @@ def test_commands_reach_a_job_whose_runtime_directory_has_gone(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.exhaustive
 def test_no_process_beside_the_agent_is_needed_for_good(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     with ElasticRun(
@@ -122,6 +121,7 @@ def test_no_process_beside_the_agent_is_needed_for_good(seed: int, tmp_path: Pat
         assert "store" not in run.text()
 
 
+@pytest.mark.essential
 def test_commands_of_another_terminal(tmp_path: Path) -> None:
     foreign = {"ADAPTDL_ETCD_CA": "/nowhere/ca.pem", "ADAPTDL_ETCD_USER": "somebody"}
     with ElasticRun([*ELASTIC, "--rdzv-id=job", TRAIN, *LONG], tmp_path, foreign) as run:
@@ -156,6 +156,7 @@ def wait_for_file(path: Path, run: ElasticRun) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.essential
 def test_an_agent_has_no_torch_and_little_memory(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, TRAIN, *LONG], tmp_path, fresh=True) as run:
         run.wait_for_event("epoch", epoch=0)
@@ -188,7 +189,6 @@ def test_a_store_that_dies_is_served_again_and_training_goes_on(tmp_path: Path) 
         assert run.samples()[EPOCHS - 1] == 200
 
 
-@pytest.mark.exhaustive
 def test_the_fork_server_may_die(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, "--nproc-per-node=2", TRAIN, *LONG], tmp_path, fresh=True) as run:
         run.wait_for_event("epoch", epoch=0)
@@ -199,7 +199,6 @@ def test_the_fork_server_may_die(tmp_path: Path) -> None:
         assert run.samples()[EPOCHS - 1] == 200
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("interrupted", [True, False], ids=["Ctrl-C", "time is over"])
 def test_a_change_that_is_withdrawn_says_whether_training_goes_on(tmp_path: Path, interrupted: bool) -> None:
     script = tmp_path / "script.py"

@@ -79,7 +79,6 @@ def test_a_script_that_is_stopped_to_grow_or_to_shrink_goes_on_whatever_its_exit
         assert not script.run.of("failure")
 
 
-@pytest.mark.essential
 def test_a_job_that_is_stopped_is_not_done(tmp_path: Path) -> None:
     with answering(tmp_path, "0") as script:
         script.wait_for("ready", 0, 1)

@@ -13,7 +13,7 @@ from elastic_run import PATIENCE, ElasticRun
 from etcd_server import EtcdServer
 from polling import until
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("how", ["empty", "older"])

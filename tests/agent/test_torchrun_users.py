@@ -75,6 +75,7 @@ def test_a_script_that_names_where_it_meets(launcher: str, method: str, tmp_path
     assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in given(text)} == {("localhost", str(port))}
 
 
+@pytest.mark.exhaustive
 def test_after_a_failure_replicas_meet_at_the_same_port(tmp_path: Path) -> None:
     port = free_port()
     options = ("--nproc-per-node=2", "--max-restarts=1")
@@ -103,6 +104,7 @@ def test_an_address_of_another_machine_is_told_at_once(tmp_path: Path) -> None:
     assert "--master-addr=192.0.2.1 --master-port=29500: 192.0.2.1 is not an address of this" in line
 
 
+@pytest.mark.exhaustive
 def test_a_change_in_place_beside_a_named_port(tmp_path: Path) -> None:
     """The next generation's store is opened while the port is taken; a restart is at the port again."""
     port = free_port()
@@ -138,6 +140,7 @@ def test_nodes_meet_at_the_named_place_if_rank_0_is_there(cluster: Cluster, tmp_
     assert all("sum 3" in run.text() for run in runs)
 
 
+@pytest.mark.exhaustive
 def test_an_address_without_the_node_of_rank_0_is_passed_over_and_told(cluster: Cluster) -> None:
     place = ("--master-addr=192.0.2.1", f"--master-port={free_port()}")
     runs = [cluster.start(node, *place, USER, nodes="2:2") for node in ("a", "b")]
@@ -237,6 +240,7 @@ def test_a_template_for_the_prefix_and_a_filter(tmp_path: Path) -> None:
     assert "no. 0" not in text
 
 
+@pytest.mark.exhaustive
 def test_the_end_of_a_script_is_the_end_of_the_command(tmp_path: Path) -> None:
     done = run_agent(tmp_path, "--nproc-per-node=2", "--max-restarts=0", USER, "env://", "fail")
     assert done.returncode == 3

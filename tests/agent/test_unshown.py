@@ -43,9 +43,9 @@ def opened(kind: str) -> tuple[int, int | None]:
     return write, read
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("kind", "number"),
-    [("pipe", signal.SIGINT), ("terminal", signal.SIGHUP), ("full disk", signal.SIGTERM)],
+    ("kind", "number"), [("pipe", signal.SIGINT), ("terminal", signal.SIGHUP), ("full disk", signal.SIGTERM)]
 )
 def test_a_run_that_cannot_be_seen_survives_a_death_and_saves_when_it_is_stopped(
     tmp_path: Path, kind: str, number: signal.Signals

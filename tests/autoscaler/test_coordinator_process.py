@@ -451,6 +451,7 @@ def test_a_port_for_metrics_that_was_asked_for_and_is_taken_is_an_error(cluster:
         assert process.wait(PATIENCE) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_failure_is_counted_once_and_by_every_leader(cluster: Cluster) -> None:
     ports = [free_port(), free_port()]
 

@@ -13,7 +13,7 @@ from elastic_run import ROOT, ElasticRun
 SUPPORT = ROOT / "tests" / "support"
 SCRIPT = Path(__file__).parent / "scripts" / "survive.py"
 
-pytestmark = [pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(600)]
 
 
 def job(tmp_path: Path, **variables: str) -> ElasticRun:
@@ -23,7 +23,6 @@ def job(tmp_path: Path, **variables: str) -> ElasticRun:
     return ElasticRun(arguments, tmp_path, variables)
 
 
-@pytest.mark.exhaustive
 def test_a_job_whose_self_test_passes_changes_in_place_and_survives(tmp_path: Path) -> None:
     with job(tmp_path) as run:
         # the coordinator hears of the self-test by the job's next report
@@ -45,7 +44,6 @@ def test_a_job_whose_self_test_passes_changes_in_place_and_survives(tmp_path: Pa
         assert len(set(re.findall(r"weights (\S+) of rank", run.text()))) == 1
 
 
-@pytest.mark.exhaustive
 def test_a_job_whose_self_test_fails_restarts_and_says_why(tmp_path: Path) -> None:
     with job(tmp_path, DEFERRED_FAULT="once", DEFERRED_DEVICES="1") as run:
         run.wait_for_event("metrics")

@@ -48,6 +48,7 @@ def test_any_other_error_is_one_line_too_and_its_traceback_goes_to_a_file(
     assert "in demo\n" in (tmp_path / "traceback.txt").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_a_demo_whose_run_fails_says_so_in_its_last_line(tmp_path: Path) -> None:
     run = subprocess.run(

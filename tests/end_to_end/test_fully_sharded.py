@@ -145,5 +145,6 @@ def test_with_two_copies_of_each_part_a_death_costs_no_restart(tmp_path: Path) -
     assert_equal(torch.load(run_in / "final.pt"), wanted)
 
 
+@pytest.mark.exhaustive
 def test_the_example_runs(tmp_path: Path) -> None:
     example("fsdp.py", tmp_path, "--epochs=1", "--samples=40")

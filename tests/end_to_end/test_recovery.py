@@ -68,7 +68,6 @@ def test_the_replicas_that_are_killed_are_not_missed(
         assert f"replica {killed[0]} is lost (SIGKILL" in run.text()
 
 
-@pytest.mark.essential
 def test_a_replica_that_breaks_its_channel_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
     with ElasticRun(job(2, "--max-restarts=0"), tmp_path) as run:
         before = start(run, 2)

@@ -76,6 +76,7 @@ def test_an_error_that_a_size_brings_does_not_end_the_job(
         assert run.of("generation")[-1] == back
 
 
+@pytest.mark.exhaustive
 def test_a_killed_replica_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
     arguments = ["--standalone", "--nproc-per-node=2", "--checkpoint-interval=0.2", "--rescale=restart"]
     script = [str(SCRIPTS / "count_samples.py"), str(tmp_path), "--crash-at=20"]

@@ -44,6 +44,7 @@ def trained_alike(folder: Path, replicas: int, epochs: int, size: int = SIZE) ->
     assert all(str(each) == str(weights[0]) for each in weights)
 
 
+@pytest.mark.exhaustive
 def test_loaders_that_are_made_when_first_needed(start: Any, tmp_path: Path) -> None:
     """On a replica that joins that is another epoch."""
     job = start(1, kind="lazy", epochs=18, pace=0.2)
@@ -85,6 +86,7 @@ def test_newcomers_that_stay_behind_short_loops_are_waited_for_longer_and_longer
     }
 
 
+@pytest.mark.exhaustive
 def test_one_that_does_not_stop_early_as_the_others_do(start: Any, tmp_path: Path) -> None:
     job = start(2, kind="early", epochs=10**6, pace=0.05)
     job.wait_for("step")

@@ -131,6 +131,7 @@ def test_one_of_two_dies(start: Any, tmp_path: Path, dies: int) -> None:
     applied(tmp_path, 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_deaths_leave_no_tensors_behind(start: Any, tmp_path: Path) -> None:
     """Deaths in the step in which DDP arranges its buckets keep none of them.
@@ -189,6 +190,7 @@ def test_a_death_in_mid_step_leaves_no_trace(start: Any, tmp_path: Path, name: s
     recovered(tmp_path, 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize("behind", [0, 1])
 def test_one_survivor_has_the_sum_and_another_has_not(start: Any, tmp_path: Path, behind: int) -> None:
@@ -240,6 +242,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     until("processes are left", lambda: not marked(tmp_path), 200)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_the_self_test_ends_with_the_replica_that_started_it(tmp_path: Path) -> None:
     """A replica may be killed at any time."""

@@ -84,7 +84,7 @@ GENERATIONS: dict[str, tuple[dict[str, Any], list[tuple[int, Stop]], int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.essential) for name in GENERATIONS])
+@pytest.mark.parametrize("name", GENERATIONS)
 def test_through_several_generations(job: Any, name: str) -> None:
     settings, stopped, last = GENERATIONS[name]
     run, epochs = job(**settings), settings.get("epochs", 1)
@@ -107,6 +107,7 @@ def test_stopped_in_the_middle_of_an_accumulation(job: Any) -> None:
     assert any(not line["optim"] for line in windows), "nothing was accumulated"
 
 
+@pytest.mark.exhaustive
 def test_the_order_is_the_same_on_any_number_of_replicas(job: Any, tmp_path: Path) -> None:
     """Position k of the epoch's order is the same sample whoever gets it."""
 

@@ -120,6 +120,7 @@ def test_training_that_learns_nothing_is_said_once(kind: str, message: str, tmp_
     assert said.count(events[0]["message"]) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_a_problem_that_is_over_is_said_to_be(tmp_path: Path) -> None:
     events, _ = run("recovers", tmp_path)

@@ -49,7 +49,7 @@ def check(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> Non
     [
         ((1, 3, 2, 4, 1), {"epochs": 2}),
         pytest.param((2, 3, 1), {"accumulate": 3}, marks=pytest.mark.essential),
-        pytest.param((1, 2), {"workers": 1}, marks=pytest.mark.essential),
+        ((1, 2), {"workers": 1}),
         ((1, 2), {"workers": 1, "persistent": True}),
         pytest.param((1, 2), {"stream": True}, marks=pytest.mark.essential),
     ],
@@ -83,6 +83,7 @@ def test_in_evaluation_loops_and_short_epochs(start: Any, tmp_path: Path) -> Non
     assert seen == Counter({(epoch, sample): 1 for epoch in range(20) for sample in range(80)})
 
 
+@pytest.mark.exhaustive
 def test_a_newcomer_in_mid_evaluation_broadcasts_no_buffers_alone(start: Any, tmp_path: Path) -> None:
     """The others did that when the loop began. Only where deaths are not survived is it DDP's to do."""
     job = start(1, batch=SIZE, epochs=2, evaluate=1, mortal=True, **{"evaluation pace": 0.3})

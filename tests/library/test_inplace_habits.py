@@ -42,12 +42,10 @@ def test_every_collective_of_torchs_that_moves_data_ends_a_newcomer(tmp_path: Pa
         assert f"({script}:" in line
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("habit", "named"),
-    [
-        ("gather", "torch.distributed.all_gather ("),
-        ("large", "torch.distributed.broadcast ("),
-    ],
+    [("gather", "torch.distributed.all_gather ("), ("large", "torch.distributed.broadcast (")],
 )
 def test_a_newcomer_gives_up_at_a_collective_of_torchs(start: Any, habit: str, named: str) -> None:
     job = start(2, habit)
@@ -106,6 +104,7 @@ def test_thawed_parameters_are_no_change_in_place(start: Any) -> None:
     job.finish()
 
 
+@pytest.mark.exhaustive
 def test_thawed_parameters_of_several_replicas_are_an_error(start: Any) -> None:
     job = start(2, "thaw", pace=0.05)
     first = job.first_to_end()  # the other one may learn of its end, and wait for what the agent says
@@ -115,14 +114,14 @@ def test_thawed_parameters_of_several_replicas_are_an_error(start: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "habit",
-    ["scheduler", pytest.param("nested scheduler", marks=pytest.mark.slow), "scaler"],
+    "habit", ["scheduler", pytest.param("nested scheduler", marks=pytest.mark.slow), "scaler"]
 )
 def test_given_objects_take_part_in_a_change_in_place(start: Any, tmp_path: Path, habit: str) -> None:
     job = start(2, habit, given=True)
     stays_in_place(job, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_scheduler_in_a_variable_goes_along(start: Any, tmp_path: Path) -> None:
     job = start(2, "scheduler")
     stays_in_place(job, tmp_path)
@@ -135,6 +134,7 @@ def test_unused_objects_do_not_prevent_a_change_in_place(start: Any, tmp_path: P
     stays_in_place(job, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_changes_and_deaths_in_an_evaluation_in_inference_mode_leave_no_trace(
     start: Any, tmp_path: Path
 ) -> None:

@@ -532,26 +532,6 @@ def test_report_lands_in_the_event_log(tmp_path: Path) -> None:
         adl.report(model=object())
 
 
-@pytest.mark.processes
-def test_importing_does_nothing() -> None:
-    """No handler, no thread, no session: a fork server imports us long before a script does."""
-    import subprocess
-    import sys
-
-    code = (
-        "import signal, threading, logging\n"
-        "before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
-        "import adaptdl_elastic.torch as adl\n"
-        "[getattr(adl, name) for name in adl.__all__]\n"
-        "from adaptdl_elastic import _session\n"
-        "assert _session._current is None\n"
-        "assert before == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
-        "assert threading.active_count() == 1\n"
-        "assert not logging.getLogger('adaptdl_elastic').handlers\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
-
-
 def test_the_batch_size_changes_in_mid_epoch_without_a_checkpoint_path(script: Script) -> None:
     """What the background thread found is agreed on and used, though nothing else wakes the control."""
     script.restart(ADAPTDL_CHECKPOINT_PATH="")

@@ -54,6 +54,7 @@ def test_replicas_draw_their_own_numbers_in_data_loops_only(tmp_path: Path) -> N
     assert len({json.dumps(one) for one in between}) == 2  # one in each epoch, the same on all replicas
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_the_seed_decides(tmp_path: Path) -> None:
     for name, seed in (("one", 5), ("again", 5), ("other", 6)):
@@ -63,6 +64,7 @@ def test_the_seed_decides(tmp_path: Path) -> None:
     assert all(one[step][0] != other[step][0] for step in STEPS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_all_draw_the_same_where_the_script_says_so(tmp_path: Path) -> None:
     run(tmp_path, 2, own=False)

@@ -43,7 +43,6 @@ def evaluated(folder: Path, epochs: int, size: int) -> None:
 @pytest.mark.parametrize(
     ("replicas", "die"), [(2, (0,)), (2, (1,)), (4, (0, 1)), (4, (1, 3)), (4, (2, 3))], ids=str
 )
-@pytest.mark.essential
 def test_half_of_the_replicas_at_once(
     start: Any, tmp_path: Path, replicas: int, die: tuple[int, ...]
 ) -> None:
@@ -157,7 +156,6 @@ def test_changes_of_size_and_deaths_mixed(start: Any, tmp_path: Path) -> None:
     applied(tmp_path, 2, epochs=2)
 
 
-@pytest.mark.essential
 def test_a_death_while_newcomers_warm_up(start: Any, tmp_path: Path) -> None:
     job = start(2)
     job.plan(3)
@@ -446,11 +444,7 @@ LARGE = "has changed the State 'large', which cannot be put back because"
         ({"kind": "two models"}, 2, "several models"),  # the second one's first: the first one has stepped
         ({"kind": "parts"}, 0, "'counter', which cannot be put back because it has a `sync` of its own"),
         ({"kind": "lbfgs"}, 0, ""),
-        (
-            {"large": "before once"},
-            0,
-            f"{LARGE} the step that failed has changed it before",
-        ),
+        ({"large": "before once"}, 0, f"{LARGE} the step that failed has changed it before"),
         ({"large": "copied"}, 0, f"{LARGE} its `state_dict` does not return the tensors themselves"),
     ],
 )

@@ -81,6 +81,7 @@ def test_a_newcomer_in_place_gets_the_average_and_the_scheduler(tmp_path: Path) 
         torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize("passes", [1, 3])
 def test_the_step_that_a_death_breaks_off_counts_once_in_the_average(tmp_path: Path, passes: int) -> None:

@@ -32,7 +32,7 @@ print("ended", flush=True)
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
-    def start(body: str, replicas: int = 1, **environment: str) -> list[generations.Replica]:
+    def start(body: str, replicas: int = 1, **environment: str) -> list[generations.Ended]:
         script = tmp_path / "script.py"
         indented = "\n".join(" " * 8 + line for line in body.strip().splitlines())
         script.write_text(SCRIPT.format(body=indented))

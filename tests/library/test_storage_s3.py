@@ -252,6 +252,7 @@ writing.commit(Manifest(id=writing.id, states=writing.entries))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_killed_at_any_point_a_whole_checkpoint_is_left(script: Script, bucket: Any) -> None:
     storage = S3Storage(f"s3://{BUCKET}/k")

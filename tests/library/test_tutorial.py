@@ -30,6 +30,7 @@ def idx_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("replicas", [1, 2])

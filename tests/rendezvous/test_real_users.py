@@ -267,7 +267,6 @@ def test_two_people_share_machines_and_keep_their_secrets(cluster: Cluster) -> N
     assert by_hand.wait(200) == 0
 
 
-@pytest.mark.essential
 def test_two_machines_to_try_it(room: Room, tmp_path: Path) -> None:
     trainer, etcd, node, control, *_ = blocks(*BASH, "test_real_users")
     for node_name in NODES:

@@ -148,7 +148,8 @@ def test_older_nodes_that_are_lost_at_the_same_time_do_not_live_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "vanishes", "shut"), [(8, True, False), (8, False, False), (2, True, True)]
+    ("nodes", "vanishes", "shut"),
+    [(8, True, False), pytest.param(8, False, False, marks=pytest.mark.exhaustive), (2, True, True)],
 )
 def test_the_loss_of_one_replacement_after_another_is_judged_beside_the_nodes_at_work(
     nodes: int, vanishes: bool, shut: bool

@@ -206,7 +206,14 @@ def test_agents_with_other_room_than_their_instances_are_said() -> None:
 
 @pytest.mark.parametrize(
     ("value", "most", "spot", "demand"),
-    [(1.0, 4, 4, 0), (2.0, 6, 6, 0), (0.5, 3, 3, 0), (4.0, 10, 10, 0), (4.0, 2, 2, 6), (6.0, 3, 3, 6)],
+    [
+        (1.0, 4, 4, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in ((2.0, 6, 6, 0), (0.5, 3, 3, 0), (4.0, 10, 10, 0), (6.0, 3, 3, 6))
+        ),
+        (4.0, 2, 2, 6),
+    ],
 )
 def test_two_prices_begin_no_circle(value: float, most: int, spot: int, demand: int) -> None:
     """What is worth the price of spot is not bought on demand, nor let go by on-demand's price."""

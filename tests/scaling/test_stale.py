@@ -53,7 +53,9 @@ class StaleWorld(World):
         return self.stale.shown()
 
 
-@pytest.mark.parametrize("looks", [0, 1, 2, 3, 30])
+@pytest.mark.parametrize(
+    "looks", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 3)), 30]
+)
 def test_a_released_instance_that_is_still_shown_is_not_bought_back(looks: int) -> None:
     world = StaleWorld(DEMAND, looks)
     world.want(4).run(120)

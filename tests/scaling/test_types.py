@@ -106,7 +106,7 @@ def small(replicas: int, measured: frozenset[str] = ONLY_T4) -> JobInfo:
 
 
 @pytest.mark.parametrize("measured", [BOTH, ONLY_A100])
-@pytest.mark.parametrize("others", [1, 4])
+@pytest.mark.parametrize("others", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_job_grows_on_its_type_beside_one_that_runs_on_another(
     measured: frozenset[str], others: int
 ) -> None:
@@ -117,7 +117,7 @@ def test_a_job_grows_on_its_type_beside_one_that_runs_on_another(
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (0, 1)])
-@pytest.mark.parametrize("measured", [BOTH, ONLY_T4])
+@pytest.mark.parametrize("measured", [BOTH, pytest.param(ONLY_T4, marks=pytest.mark.exhaustive)])
 def test_two_jobs_that_lack_nodes_get_each_its_type(
     measured: frozenset[str], before: int, after: int
 ) -> None:
@@ -253,7 +253,7 @@ def test_a_job_that_runs_grows_on_its_own_type_while_that_is_for_sale() -> None:
 @pytest.mark.parametrize(
     ("factor", "measured", "left", "exchanged"),
     [
-        (10, BOTH, 1e9, False),
+        pytest.param(10, BOTH, 1e9, False, marks=pytest.mark.exhaustive),
         (2, ONLY_A100, 1e9, False),
         (2, BOTH, 1e9, True),
         (2, BOTH, 1e6, False),

@@ -16,7 +16,7 @@ from adaptdl_elastic.agent.service import environments, job_packages
 from adaptdl_elastic.agent.service.job_packages import NOTHING, PackagesError, python_with
 from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.exhaustive, pytest.mark.processes]
 SHOW = "import thing, numpy, sys; print(thing.NUMBER, numpy.__file__.startswith(sys.prefix))"
 
 
@@ -41,6 +41,7 @@ def shown(python: str) -> str:
     return subprocess.run([python, "-c", SHOW], capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.essential
 def test_packages_are_installed_once_for_a_content_over_those_that_are_there(
     node: ServiceDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,6 +62,7 @@ def test_packages_are_installed_once_for_a_content_over_those_that_are_there(
     assert python_with(node, first, "", "", sys.executable) != python
 
 
+@pytest.mark.essential
 def test_a_file_that_is_named_comes_before_the_usual_ones(node: ServiceDirectory, tmp_path: Path) -> None:
     project = '[project]\nname = "x"\nversion = "1"\ndependencies = ["thing>=2"]\n'
     work = job(tmp_path / "work", pyproject_toml=project, other_txt="thing<2\n")
@@ -70,7 +72,6 @@ def test_a_file_that_is_named_comes_before_the_usual_ones(node: ServiceDirectory
     assert python_with(node, work, NOTHING, "", "python") == "python"
 
 
-@pytest.mark.exhaustive
 def test_a_file_beside_the_requirements_makes_the_environment_one_of_the_directory(
     node: ServiceDirectory, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_file_beside_the_requirements_makes_the_environment_one_of_the_directo
             assert {shown(one) for one in made} == {"1 False"}
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("text", ["absent-package\n", "thing==7\n", "-r nowhere.txt\n"])
 def test_a_failed_installation_is_reported_in_the_installers_words(
     node: ServiceDirectory, tmp_path: Path, text: str
@@ -93,7 +95,6 @@ def test_a_failed_installation_is_reported_in_the_installers_words(
     assert not list(node.environments.glob("*"))
 
 
-@pytest.mark.exhaustive
 def test_an_installation_that_hangs_is_ended_with_all_its_processes(
     node: ServiceDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,6 @@ def test_an_installation_that_hangs_is_ended_with_all_its_processes(
     until("it lives on", lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
 
 
-@pytest.mark.exhaustive
 def test_an_environment_stays_while_a_job_may_start_in_it(node: ServiceDirectory, tmp_path: Path) -> None:
     node.path.mkdir()
     (node.path / "service.json").touch()
@@ -123,7 +123,6 @@ def test_an_environment_stays_while_a_job_may_start_in_it(node: ServiceDirectory
     assert not Path(python).exists()
 
 
-@pytest.mark.exhaustive
 def test_the_packages_of_an_interpreter_that_is_there_come_first(
     node: ServiceDirectory, tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ def test_two_builds_of_one_version_have_an_environment_each_and_share_the_packag
     )
 
 
+@pytest.mark.exhaustive
 def test_packages_are_taken_over_from_the_layout_before_and_half_an_environment_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

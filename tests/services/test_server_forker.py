@@ -104,6 +104,7 @@ def test_a_forked_server_outlives_the_process_that_has_forked_it(
     assert "over" in log.read_text()
 
 
+@pytest.mark.exhaustive
 def test_an_agent_whose_server_cannot_be_forked_starts_one(forker: ServerForker, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("assert os.getcwd()", "#"))
@@ -120,6 +121,7 @@ def test_variables_that_are_read_early_need_a_server_of_their_own() -> None:
         assert not can_fork({name: "x"})
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_forked_for_a_service_that_has_ended_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

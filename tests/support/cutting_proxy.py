@@ -17,7 +17,6 @@ import selectors
 import socket
 import struct
 import threading
-from types import TracebackType
 
 
 class CuttingProxy:
@@ -82,9 +81,7 @@ class CuttingProxy:
     def __enter__(self) -> CuttingProxy:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _set(self, mode: str) -> None:

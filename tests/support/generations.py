@@ -13,25 +13,15 @@ import os
 import runpy
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from by_hand import Ended
 from ports import free_port
 from warm_agent import CONTEXT
 
 
-@dataclass(frozen=True)
-class Replica:
-    """What has become of one replica."""
-
-    code: int  # negative: the signal
-    output: str
-
-
-def run(
-    script: Path, replicas: int, folder: Path, timeout: float = 200.0, **environment: str
-) -> list[Replica]:
+def run(script: Path, replicas: int, folder: Path, timeout: float = 200.0, **environment: str) -> list[Ended]:
     """Run `script` in so many replicas without a launcher, wait for all of them, and leave none behind."""
     port, processes = str(free_port()), []
     try:
@@ -46,7 +36,7 @@ def run(
             process.join(timeout)
             output = (folder / f"output-{rank}").read_text()
             assert process.exitcode is not None, f"rank {rank} still runs after {timeout} s:\n{output}"
-            ended.append(Replica(process.exitcode, output))
+            ended.append(Ended(process.exitcode, output))
         return ended
     finally:
         for process in processes:
@@ -57,7 +47,7 @@ def run(
                 process.join()
 
 
-def run_alone(script: Path, folder: Path, timeout: float = 200.0) -> Replica:
+def run_alone(script: Path, folder: Path, timeout: float = 200.0) -> Ended:
     """Run `script` in `folder` as one process that no launcher has started, with its output in `output`."""
     output = folder / "output"
     process = CONTEXT.Process(target=_alone, args=(str(script), str(folder), str(output)))
@@ -68,7 +58,7 @@ def run_alone(script: Path, folder: Path, timeout: float = 200.0) -> Replica:
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
     assert process.exitcode is not None
-    return Replica(process.exitcode, output.read_text())
+    return Ended(process.exitcode, output.read_text())
 
 
 def _alone(script: str, folder: str, output: str) -> None:

@@ -11,7 +11,6 @@ import json
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import certificates
 import urllib3
@@ -70,9 +69,7 @@ class GuardedEtcd:
             self._enable_v3()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.etcd.stop()
 
     @property

@@ -11,7 +11,6 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from etcd_server import tied
 from ports import free_port
@@ -146,7 +145,5 @@ class SshNodes:
         for name in list(self._servers):
             self.stop(name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

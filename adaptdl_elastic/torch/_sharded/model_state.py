@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from adaptdl_elastic import _session
 from adaptdl_elastic.checkpoint.state_copy import copy_to_host
+from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._gradient import script_options
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._process_group.backends import Group, present
@@ -88,9 +89,20 @@ class ShardedModelState(ModelState):
     # A checkpoint.
 
     def collect_for_save(self) -> None:
-        """Collect the whole state on rank 0, in host memory. Called on every replica."""
-        session = _session.current()
-        group = present(session) or Group("")
+        """Collect the whole state on rank 0, in host memory. Called on every replica.
+
+        Raises:
+            PeerLostError: a replica is gone, and this one survives that.
+        """
+        try:
+            self._collect()
+        except RuntimeError as error:
+            if _session.current().recovery.armed:
+                raise PeerLostError(str(error)) from error
+            raise
+
+    def _collect(self) -> None:
+        group = present(_session.current()) or Group("")
 
         def whole(value: Any) -> Any:
             if not isinstance(value, DTensor):

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 CHANNEL_SECONDS = 0.0005  # from one end of a channel to the other, on average
 FORK_SECONDS = 0.02  # until a replica is there, on average
 DEATH_SECONDS = 0.05  # until the kernel has killed the replicas of an agent that died, at most
-JOIN_SECONDS = 30.0  # that an agent waits for rank 0's node
 
 
 @dataclass(eq=False)

@@ -11,7 +11,6 @@ import threading
 import time as real_time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from faultsim.kernel import EPOCH, Kernel, Task
@@ -94,9 +93,7 @@ class RLock:
     def __enter__(self) -> bool:
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def give_up(self) -> int:
@@ -122,9 +119,7 @@ class Condition:
     def __enter__(self) -> bool:
         return self._lock.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
