@@ -382,14 +382,14 @@ _COUNT = "from torch.distributed import run; print(run.determine_local_world_siz
 
 def parse_slots(text: str, count: Any) -> tuple[int, int]:
     """Return (min_slots, slots); `N` and words such as `gpu` set both."""
-    if re.fullmatch(r"[\d:]+", text):
+    if re.fullmatch(r"-?[\d:]+", text):
         return parse_range("--nproc-per-node", text)
     low, colon, high = text.partition(":")
     if colon and low.isdigit() and high in _DEVICES:
         slots = count(high)
         return parse_range("--nproc-per-node", f"{low}:{slots}")
     slots = count(text)
-    return parse_range("--nproc-per-node", str(slots))  # torchrun would also accept -1
+    return parse_range("--nproc-per-node", str(slots))
 
 
 def count_devices(word: str) -> int:

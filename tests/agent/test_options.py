@@ -276,7 +276,11 @@ def test_arguments_that_are_no_utf_8_are_in_the_record_as_escapes() -> None:
         ("--weight=1e+09 S", "--weight=1e+09", "at most 1e+06; the default is 1"),
         ("--nnodes=8:1 S", "--nnodes=8:1", "--nnodes=1:8"),
         ("--nnodes=1:8 S", "--nnodes=1:8", "--rdzv-endpoint HOST:PORT"),
-        ("--nproc-per-node=some S", "--nproc-per-node=some", ": give a number, MIN:MAX, auto, gpu or cpu"),
+        # torch, which may know the word, is asked in another process
+        pytest.param(
+            *("--nproc-per-node=some S", "--nproc-per-node=some", ": give a number, MIN:MAX, auto, gpu or cpu"),
+            marks=pytest.mark.processes,
+        ),
         ("--nosuch S", "--nosuch", "--help"),
         ("--nnode-range=3 S", "--nnode-range", "did you mean --"),
         ("--nodes=1 S", "--nodes=1", "did you mean --"),

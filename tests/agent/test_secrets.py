@@ -40,6 +40,7 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch's store does not list its keys")
 def test_nothing_secret_is_in_the_store_where_replicas_meet() -> None:
     server = ForkServer.start()

@@ -157,6 +157,7 @@ def limited(end: float) -> str:
     return shown({"EndTime=5000": f"EndTime={end:.0f}"})
 
 
+@pytest.mark.processes
 def test_a_limit_that_was_put_off_meanwhile_is_waited_for(scontrol: Path) -> None:
     now, told = int(time.time()), Queue()
     (scontrol / "shown1").write_text(limited(now + 5))
@@ -168,6 +169,7 @@ def test_a_limit_that_was_put_off_meanwhile_is_waited_for(scontrol: Path) -> Non
     assert (scontrol / "calls").read_text() == "show %s\n" * 2
 
 
+@pytest.mark.processes
 def test_one_line_says_why_slurm_refuses_a_requeue(scontrol: Path) -> None:
     (scontrol / "shown").write_text(limited(time.time()))
     said: list[str] = []
