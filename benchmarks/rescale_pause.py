@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 SCRIPT = """
-import os, sys, time, torch
+import functools, os, sys, time, torch
 from torch import nn
 import adaptdl_elastic.torch as adl
 from torch.utils.data import TensorDataset
@@ -65,12 +65,13 @@ else:
     model, shape = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), (width,)
     head = lambda out: out.square().mean()
 model.to(device)
-if kind == "fsdp":
+if kind in ("fsdp", "copies"):
     from torch.distributed.fsdp import fully_shard
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    optimizer, wrap = torch.optim.AdamW(model.parameters(), lr=1e-4), adl.AdaptiveFSDP
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    wrap = functools.partial(adl.AdaptiveFSDP, copies=2 if kind == "copies" else 1)
 else:
     optimizer, wrap = torch.optim.SGD(model.parameters(), lr=1e-4), adl.AdaptiveDataParallel
 loader = adl.AdaptiveDataLoader(TensorDataset(torch.randn(256, *shape)), batch_size=8, shuffle=True)
@@ -285,9 +286,11 @@ def summary(values: list[float]) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--mode", choices=["restart", "inplace", "recover"], default="restart")
-    parser.add_argument("--model", choices=["cnn", "linear", "fsdp"], default=None)
+    parser.add_argument("--model", choices=["cnn", "linear", "fsdp", "copies"], default=None)
     parser.add_argument(
-        "--params", default="10M", help="size of the linear model (fsdp: sharded, with AdamW), as 10M or 100M"
+        "--params",
+        default="10M",
+        help="size of the linear model, as 10M or 100M; fsdp: sharded, with AdamW; copies: two of each part",
     )
     parser.add_argument("--repeats", type=int, default=5, help="changes in each direction")
     parser.add_argument("--settle", type=float, default=4.0, help="seconds of training between changes")

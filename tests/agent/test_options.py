@@ -278,7 +278,9 @@ def test_arguments_that_are_no_utf_8_are_in_the_record_as_escapes() -> None:
         ("--nnodes=1:8 S", "--nnodes=1:8", "--rdzv-endpoint HOST:PORT"),
         # torch, which may know the word, is asked in another process
         pytest.param(
-            *("--nproc-per-node=some S", "--nproc-per-node=some", ": give a number, MIN:MAX, auto, gpu or cpu"),
+            "--nproc-per-node=some S",
+            "--nproc-per-node=some",
+            ": give a number, MIN:MAX, auto, gpu or cpu",
             marks=pytest.mark.processes,
         ),
         ("--nosuch S", "--nosuch", "--help"),

@@ -87,6 +87,60 @@ def with_copies(copies: int) -> dict[str, Any]:
     }
 
 
+class Tied(torch.nn.Module):
+    """A network with a tied and a frozen weight; one layer may be computed again in the backward pass."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.again = again
+        self.into, self.middle, self.out = torch.nn.Linear(5, 7), torch.nn.Linear(7, 7), torch.nn.Linear(7, 5)
+        self.frozen = torch.nn.Linear(5, 5).requires_grad_(False)
+        self.tied = torch.nn.Linear(7, 5)
+        self.tied.weight = self.out.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.into(self.frozen(x)))
+        if self.again:
+            hidden = torch.utils.checkpoint.checkpoint(self.middle, hidden, use_reentrant=False)
+        else:
+            hidden = self.middle(hidden)
+        out: torch.Tensor = self.out(hidden) + self.tied(hidden)
+        return out
+
+
+def kinds_with_copies(copies: int) -> dict[str, dict[str, Any]]:
+    """Train two steps of models and optimizers of several kinds; return their weights."""
+    found = {}
+    rank = torch.distributed.get_rank()
+    for kind in ("float32", "bfloat16", "again", "compiled", "momentum"):
+        net = Tied(again=kind == "again")
+        if kind == "compiled":
+            net.middle.compile(backend="aot_eager")
+        low = torch.bfloat16 if kind == "bfloat16" else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        fully_shard(net.middle, mp_policy=policy)
+        fully_shard(net, mp_policy=policy)
+        whole, biases = (
+            [one for name, one in net.named_parameters() if name.endswith(end)] for end in ("weight", "bias")
+        )
+        groups = [{"params": whole}, {"params": biases, "lr": 0.02, "weight_decay": 0.0}]
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.1)
+        if kind == "momentum":
+            optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        model = adl.AdaptiveFSDP(net, optimizer, name=kind, copies=copies)
+        for turn in range(3):
+            for half in range(2):
+                seed = turn * 20 + half * 10 + rank
+                inputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
+                model(inputs).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[kind] = {name: value.tolist() for name, value in weights(net).items()}
+    return found
+
+
 def turned() -> dict[str, Any]:
     """Give the parts to the replicas in reversed order, then divide the model again."""
     net, optimizer = sharded()

@@ -69,6 +69,16 @@ def test_copies_of_parts_train_and_measure_as_one_copy_does(
         assert found["statistics"] == pytest.approx(one["statistics"], rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_copies_train_mixed_tied_frozen_recomputed_and_compiled_parts_alike() -> None:
+    one = replicas.run(sharded_cases.kinds_with_copies, 4, 1)[0]
+    for found in replicas.run(sharded_cases.kinds_with_copies, 4, 2):
+        for kind, weights in found.items():
+            assert_close(weights, one[kind])
+
+
 def test_an_unsupported_use_of_fsdp_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     net = sharded_cases.network()
     fully_shard(net[0])
