@@ -95,13 +95,13 @@ class ShardedModelState(ModelState):
             PeerLostError: a replica is gone, and this one survives that.
         """
         try:
-            self._collect()
+            self._collect_whole()
         except RuntimeError as error:
             if _session.current().recovery.armed:
                 raise PeerLostError(str(error)) from error
             raise
 
-    def _collect(self) -> None:
+    def _collect_whole(self) -> None:
         group = present(_session.current()) or Group("")
 
         def whole(value: Any) -> Any:
