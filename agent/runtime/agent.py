@@ -538,7 +538,7 @@ class NodeAgent:
                 handle.switched = self._plan is None or self._plan.generation != generation
                 self._recorder.last_step_was(last_step)
             case messages.Resilient(_, why_not):
-                self._failures.why_not_resilient = why_not
+                self._failures.resilience(why_not)
                 if why_not:
                     return
             case messages.PeerLost(_, reason):

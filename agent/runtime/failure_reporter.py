@@ -39,9 +39,16 @@ class FailureReporter:
         self._tracebacks = TracebackDisplay(output)
         # (generation, rank) of replicas whose death the others survived
         self._survived: set[tuple[int, int]] = set()
-        # whether a signal ended the replica that failed last on this node, and
-        # why training cannot go on without a dead replica, as the replicas said; "" if it can
-        self._killed, self.why_not_resilient = False, ""
+        # whether a signal ended the replica that failed last on this node
+        self._killed = False
+        # why training cannot go on without a dead replica, as the replicas said; "" if it can, None at first
+        self._why_not_resilient: str | None = None
+
+    def resilience(self, why_not: str) -> None:
+        """Learn why the death of a replica ends the others; "" if it does not. Tell if that has changed."""
+        if why_not and self._why_not_resilient == "":
+            self._say(f"from now on a death starts all replicas again: {why_not}")
+        self._why_not_resilient = why_not
 
     def survived(self, generation: int, failure: Failure) -> None:
         """Tell of the death of a replica that the others survive."""
@@ -95,8 +102,8 @@ class FailureReporter:
         if plan.transition is not Transition.ABORT or plan.generation <= plan.first:
             return
         origin = self._begins_from() if saved is None else f"the checkpoint of step {saved.step}"
-        if self.why_not_resilient and (self._killed or plan.cause is Cause.NODE_LOST):
-            origin += f", as training cannot go on without a dead replica: {self.why_not_resilient}"
+        if self._why_not_resilient and (self._killed or plan.cause is Cause.NODE_LOST):
+            origin += f", as training cannot go on without a dead replica: {self._why_not_resilient}"
         counted = plan.cause is Cause.FAILURE
         if counted and PART_OF_MODEL not in plan.reason:
             self._say(f"restart {plan.restarts} of {self._max_restarts}, from {origin}")

@@ -33,7 +33,7 @@ def restarted(
     said: list[str] = []
     output: Any = Ignored()
     reporter = FailureReporter(output, output, said.append, 3, str(path))
-    reporter.why_not_resilient = why
+    reporter.resilience(why)
     end = GenerationEnd(1, records.Outcome.FAILED, 0, Failure(0, exit_code, "failed"))
     reporter.ended(end, [], 0, alone=True)
     plan = Plan("a", "1", 2, (), cause, Transition.ABORT, reason, restarts=1)

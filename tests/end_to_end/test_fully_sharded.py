@@ -15,6 +15,7 @@ import pytest
 import torch
 from elastic_run import ElasticRun, environment
 from framework_runs import example
+from polling import until
 
 from adaptdl_elastic.torch._sharded.fully_shard import TESTED
 
@@ -135,6 +136,8 @@ def test_with_two_copies_of_each_part_a_death_costs_no_restart(tmp_path: Path) -
         scale(4)
         kill(0, left=3)
         # three replicas hold one copy, until the fourth brings the second one back
+        until("nothing is said", lambda: "a death starts all replicas again: " in run.text())
+        assert "3 replicas cannot hold two copies" in run.text()
         scale(4)
         kill(1, left=3)
         scale(2)
