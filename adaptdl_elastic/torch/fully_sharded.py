@@ -65,8 +65,8 @@ class AdaptiveFSDP(StepsModel):
 
     Raises:
         TypeError: an argument has the wrong type, or `mp_scaler` is given.
-        ValueError: `copies` is neither 1 nor 2, the model is sharded in a way that is not supported, or the
-            optimizer is in use already.
+        ValueError: `copies` is neither 1 nor 2 or the backend has none, the model is sharded in a way that is
+            not supported, or the optimizer is in use already.
         RuntimeError: there is no process group.
         CheckpointError: the saved state does not fit.
     """
@@ -90,6 +90,10 @@ class AdaptiveFSDP(StepsModel):
     ) -> None:
         if copies not in (1, 2):
             raise ValueError(f"copies must be 1 or 2, got {copies!r}")
+        if copies > 1 and "nccl" in (backend := torch.distributed.get_backend()):
+            raise ValueError(
+                f"copies=2 communicates by gloo only, and the backend is {backend}: leave it out"
+            )
         check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, {}, sharded=True)
         why = fully_shard.why_not(model)
         if why is not None:
@@ -220,7 +224,9 @@ class AdaptiveFSDP(StepsModel):
         found = session.reducer.allreduce(own, lambda a, b: [*a, *b], tag="holders")
         parts = {count for count, _, _ in found}
         holders = [[rank for _, part, rank in found if part == one] for one in range(max(parts))]
-        if len(parts) != 1 or not all(holders):
+        if len(parts) != 1 or 0 in parts:
+            raise UnrecoverableStateError("a replica was lost while parts of the model moved")
+        if not all(holders):
             raise UnrecoverableStateError("replicas were lost that held all copies of a part of the model")
         self._divide(holders)
         self._sampler.renew()
@@ -237,18 +243,22 @@ class AdaptiveFSDP(StepsModel):
         group = present(session) or Group("")
         layout = Layout.of(torch.distributed.get_world_size(), self._copies)
 
+        info: list[Any] = []
+
+        def connect() -> None:
+            links, device = self._links, self._device
+            info.append(fully_shard.mesh_info(device) if links is None else links.connect(layout, device))
+
         def transfer() -> None:
             with torch.no_grad():
-                info = (
-                    fully_shard.mesh_info(self._device)
-                    if self._links is None
-                    else self._links.connect(layout, self._device)
-                )
                 reshard.spread(
-                    self.module, self.optimizer, group, session.rank, holders, layout.holders, info
+                    self.module, self.optimizer, group, session.rank, holders, layout.holders, info[0]
                 )
 
-        self._mixed, self._doubt = True, None
+        self._doubt = None
+        # a replica that is lost until then has taken only its own part with it
+        patiently(session, group, connect)
+        self._mixed = True
         patiently(session, group, transfer)
         self._layout, self._place, self._mixed = layout, torch.distributed.get_rank(), False
 
@@ -276,6 +286,7 @@ class AdaptiveFSDP(StepsModel):
         """Let collectives that fail give zeros from now on. `failure` has the reason."""
         if self._links is not None:
             self._links.absorb = True
+            self._sampler.absorb()
 
     @property
     def failure(self) -> BaseException | None:
@@ -294,7 +305,7 @@ class AdaptiveFSDP(StepsModel):
     @property
     def stuck(self) -> bool:
         """Whether the process group runs an operation that may never end."""
-        return self._session.transfer_stuck
+        return self._session.transfer_stuck or (self._links is not None and self._sampler.stuck)
 
     @property
     def took_the_step(self) -> bool:

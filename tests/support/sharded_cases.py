@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import insides
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint
+from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._process_group import placeholder
 from adaptdl_elastic.torch._process_group.backends import Gloo
 from adaptdl_elastic.torch._sharded import fully_shard as private
 from adaptdl_elastic.torch._sharded import reshard
@@ -139,6 +142,19 @@ def kinds_with_copies(copies: int) -> dict[str, dict[str, Any]]:
             optimizer.zero_grad()
         found[kind] = {name: value.tolist() for name, value in weights(net).items()}
     return found
+
+
+def newcomer(copies: int) -> bool:
+    """Run a batch that does not count, as a replica does that has not joined three others yet."""
+    torch.distributed.destroy_process_group()
+    session = current_session()
+    session.newcomer, session.dry = SimpleNamespace(before_epochs=False), True
+    placeholder.enter("gloo", 1, 4)
+    net, optimizer = sharded()
+    step(adl.AdaptiveFSDP(net, optimizer, copies=copies), optimizer)
+    placeholder.leave()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return True
 
 
 def turned() -> dict[str, Any]:

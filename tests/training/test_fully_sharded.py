@@ -5,19 +5,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import replicas
 import sharded_cases
 import torch
+from fake_loader import FakeLoader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint
+from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._gradient.comm_hook import Recording
+from adaptdl_elastic.torch._process_group.backends import Group
 from adaptdl_elastic.torch._sharded import fully_shard as private
+from adaptdl_elastic.torch._sharded.doubt import StepInDoubt
+from adaptdl_elastic.torch._sharded.layout import Layout
+from adaptdl_elastic.torch._sharded.links import Links
+from adaptdl_elastic.torch._sharded.noise import _Pass
 
 pytestmark = [sharded_cases.needs_tested_torch, pytest.mark.usefixtures("alone")]
 
@@ -79,6 +88,81 @@ def test_copies_train_mixed_tied_frozen_recomputed_and_compiled_parts_alike() ->
             assert_close(weights, one[kind])
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_newcomer_runs_a_batch_that_does_not_count(copies: int) -> None:
+    assert replicas.run(sharded_cases.newcomer, 1, copies) == [True]
+
+
+def reducer(**has: Any) -> Any:
+    return SimpleNamespace(**has, close=lambda: None)
+
+
+def test_replicas_wait_for_each_other_before_they_make_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, made = current_session(), list[Any]()
+
+    def further(_: Group, ranks: list[int]) -> Any:
+        made.append(ranks)
+        return torch.distributed.group.WORLD
+
+    monkeypatch.setattr(Group, "further", further)
+    session.reducer = reducer(barrier=lambda tag: made.append(tag))
+    Links(session).connect(Layout(1, 2), torch.device("cpu"))
+    assert made == ["copies of parts", [0], [1], [0, 1]]
+
+
+def test_a_replica_lost_outside_of_data_loops_gives_no_zeros() -> None:
+    session, tensor = current_session(), torch.ones(2)
+    links = Links(session)
+    links.absorb, links.layout = True, Layout(1, 2)
+
+    def lost() -> None:
+        raise RuntimeError("rank 1 is gone")
+
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        links.run(lost, tensor)
+    with FakeLoader([[1]], 1, current_local_bsz=1):
+        links.run(lost, tensor)
+    assert tensor.tolist() == [0, 0]
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):  # the loop was left by `break`
+        links.run(lost, tensor)
+
+
+def test_a_step_in_doubt_is_taken_back_with_the_states_that_it_has_added() -> None:
+    net, _ = sharded_cases.sharded()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    before = sharded_cases.weights(net)
+    assert all(optimizer.state[param] == {} for param in net.parameters())
+    doubt = StepInDoubt(RuntimeError(), optimizer, {})
+    sharded_cases.step(net, optimizer)
+    doubt.put_back(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in sharded_cases.weights(net).items())
+    assert all(optimizer.state[param] == {} for param in net.parameters())
+
+
+def test_a_replica_lost_before_parts_move_leaves_them_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, optimizer = sharded_cases.sharded()
+    model, session = adl.AdaptiveFSDP(net, optimizer, copies=2), current_session()
+    session.reducer = reducer(allreduce=lambda own, *_, **__: own)
+    with monkeypatch.context() as patch:
+        patch.setattr(Links, "connect", lambda *_: torch.zeros(1).view(2))
+        with pytest.raises(RuntimeError, match="shape"):
+            model.reinit_process_group()
+    model.reinit_process_group()
+
+
+def test_a_group_whose_sum_of_norms_may_never_end_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, optimizer = sharded_cases.sharded()
+    model = adl.AdaptiveFSDP(net, optimizer, copies=2)
+    endless = SimpleNamespace(is_completed=lambda: False)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: endless)
+    norms = torch.ones(1)
+    model._sampler._whole[()] = norms
+    model._sampler._add_up(_Pass(Recording([norms]), [norms]), last=True)
+    assert model.stuck
+
+
 def test_an_unsupported_use_of_fsdp_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     net = sharded_cases.network()
     fully_shard(net[0])
@@ -102,6 +186,12 @@ def test_an_unsupported_use_of_fsdp_is_refused_in_one_line(monkeypatch: pytest.M
     net, optimizer = sharded_cases.sharded()
     with pytest.raises(TypeError, match="supports no mp_scaler: leave it out and train in bfloat16"):
         adl.AdaptiveFSDP(net, optimizer, mp_scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="copies must be 1 or 2, got 3"):
+        adl.AdaptiveFSDP(net, optimizer, copies=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+        with pytest.raises(ValueError, match="copies=2 communicates by gloo only, and the backend is nccl"):
+            adl.AdaptiveFSDP(net, optimizer, copies=2)
     monkeypatch.setattr(private, "TESTED", ("2.99",))
     with pytest.raises(ValueError, match=r"it needs torch 2\.99, and this is torch "):
         adl.AdaptiveFSDP(net, optimizer)

@@ -46,6 +46,8 @@ _COLLECTIVES = (  # with all names that they have had in torch since 2.6
     "alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "recv_anysource",
 )  # fmt: skip
 _BARRIERS = ("barrier", "monitored_barrier")
+# what the fake group has instead of torch 2.13's names of groups
+_OLD_NAMES = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
 
 
 class _WaitingGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -80,7 +82,8 @@ def _barrier(self: _WaitingGroup, *args: Any, **kwargs: Any) -> Any:
 def _guarded(name: str) -> Any:
     def call(self: _WaitingGroup, *args: Any, **kwargs: Any) -> Any:
         _only_for_us(name)
-        return getattr(self._fake, name)(*args, **kwargs)
+        known = name if hasattr(self._fake, name) else _OLD_NAMES.get(name, name)
+        return getattr(self._fake, known)(*args, **kwargs)
 
     return call
 

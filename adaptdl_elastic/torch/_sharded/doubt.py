@@ -39,15 +39,9 @@ class StepInDoubt:
         with torch.no_grad():
             for param, part in self._parts:
                 fully_shard.local(param).copy_(part)
-            for param in [*optimizer.state]:
-                if param not in self._states:
-                    del optimizer.state[param]
-                    continue
-                for key, value in self._states[param].items():
-                    if isinstance(value, DTensor):
-                        fully_shard.local(optimizer.state[param][key]).copy_(fully_shard.local(value))
-                    else:
-                        optimizer.state[param][key] = value
+        # not into the present tensors: the step may have added or replaced some
+        optimizer.state.clear()
+        optimizer.state.update(self._states)
 
 
 def _copied(value: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._process_group.backends import ARRIVES, Group, keep_object, present
 from adaptdl_elastic.torch._sharded import fully_shard
 from adaptdl_elastic.torch._sharded.layout import Layout
@@ -36,7 +37,8 @@ class Links:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.layout = Layout(1)
+        # as `fully_shard` makes it, and a newcomer keeps it until it joins
+        self.layout = Layout(dist.get_world_size())
         self.absorb = False
         self.failure: BaseException | None = None
         self._parts: Any = None
@@ -53,6 +55,9 @@ class Links:
         if layout.copies == 1:
             self._parts = None
             return fully_shard.mesh_info(device)
+        if self._session.reducer is not None:
+            # gloo does not wait long for a replica that is busy in its script
+            self._session.reducer.barrier(tag="copies of parts")
         group, rank = self._group, dist.get_rank()
         rows = [range(copy * layout.parts, (copy + 1) * layout.parts) for copy in range(layout.copies)]
         # every replica takes part in making all of them, in the same order
@@ -71,24 +76,29 @@ class Links:
         Args:
             collective: Begins it, and returns torch's `Work`.
             result: What it writes into.
+
+        Raises:
+            RuntimeError: it has failed, or an earlier one, where no data loop would notice it.
         """
+        absorb = self.absorb and self._session.loader is not None
         if self.failure is None:
             work = None
             try:
                 work = collective()
-                if self._session.newcomer is not None or self._session.dry:
-                    return
-                self._group.wait([work], ARRIVES)
+                if self._session.newcomer is None:
+                    self._group.wait([work], ARRIVES)
             except RuntimeError as error:
                 if self._session.transfer_stuck:
                     # it may still write into the memory
                     for one in (work, result, self._parts, self._copies):
                         keep_object(one)
-                if not self.absorb:
+                if not absorb:
                     raise
                 self.failure = error
             else:
                 return
+        elif not absorb:
+            raise PeerLostError(str(self.failure)) from self.failure
         result.zero_()
 
     def scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:

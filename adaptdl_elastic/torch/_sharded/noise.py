@@ -187,6 +187,15 @@ class ShardedNoise:
         for param, part in pairs:
             kept[id(param)] = part.clone()
 
+    def absorb(self) -> None:
+        """Let a measurement be lost with a replica from now on."""
+        self._hook.absorb = True
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a sum over replicas has not ended, and maybe never will."""
+        return self._hook.stuck
+
     def collect(self) -> None:
         """Read the pending measurement, if there is one."""
         self._sampler.collect()
@@ -218,6 +227,7 @@ class ShardedNoise:
                 row.record_stream(torch.cuda.current_stream(row.device))
         add = partial(torch.distributed.all_reduce, sums, async_op=True)
         queued = add() if self._group is None else self._group.queue(add)
+        self._hook.works = [*(one for one in self._hook.works if not one.is_completed()), queued]
         work = _Work(self._session, self._group, queued, sums.is_cuda)
         one.recording.reduced, one.recording.average, one.recording.work = sums[0], [sums[1]], work
         if last:
