@@ -417,7 +417,7 @@ class ModelCopies:
             return str(model.irreparable)
         # what a failed step has accumulated since its own beginning is computed again
         if self._by_hand or (model.accumulates_by_hand and model.failure is None):
-            return "what it had accumulated by hand in no_sync(), over several batches, is lost"
+            return "what it had accumulated by hand, over several batches, is lost"
         if model.attempted_steps != self._attempted:
             return "a part of the step was taken already (several models or several steps in one batch)"
         unknown = model.lr_scheduler is None and hasattr(model.optimizer.step, "_wrapped_by_lr_sched")
