@@ -20,13 +20,11 @@ import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._gradient.comm_hook import Recording
 from adaptdl_elastic.torch._process_group.backends import Group
 from adaptdl_elastic.torch._sharded import fully_shard as private
 from adaptdl_elastic.torch._sharded.doubt import StepInDoubt
 from adaptdl_elastic.torch._sharded.layout import Layout
 from adaptdl_elastic.torch._sharded.links import Links
-from adaptdl_elastic.torch._sharded.noise import _Pass
 
 pytestmark = [sharded_cases.needs_tested_torch, pytest.mark.usefixtures("alone")]
 
@@ -150,17 +148,6 @@ def test_a_replica_lost_before_parts_move_leaves_them_as_they_are(monkeypatch: p
         with pytest.raises(RuntimeError, match="shape"):
             model.reinit_process_group()
     model.reinit_process_group()
-
-
-def test_a_group_whose_sum_of_norms_may_never_end_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, optimizer = sharded_cases.sharded()
-    model = adl.AdaptiveFSDP(net, optimizer, copies=2)
-    endless = SimpleNamespace(is_completed=lambda: False)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: endless)
-    norms = torch.ones(1)
-    model._sampler._whole[()] = norms
-    model._sampler._add_up(_Pass(Recording([norms]), [norms]), last=True)
-    assert model.stuck
 
 
 def test_an_unsupported_use_of_fsdp_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
