@@ -31,7 +31,7 @@ def errors(job: FakeAgent) -> list[str]:
 def test_a_clause_on_len_loader_after_growth_is_an_error_with_the_remedy(
     tmp_path: Path, no_sync: bool
 ) -> None:
-    with run(tmp_path, 1, no_sync=no_sync, pace=0.2) as job:
+    with run(tmp_path, 1, no_sync=no_sync, pace=0.6) as job:
         job.wait_for("step")
         job.rescale(2)
         (tmp_path / "hurry").touch()
