@@ -223,12 +223,8 @@ class ElasticModel(Protocol):
     def needed_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return groups of present ranks, of each of which one has to live; (): each has the whole state."""
 
-    @property
-    def took_the_step(self) -> bool:
-        """Whether the step that failed elsewhere was taken here, and can be taken back."""
-
-    def confirm_step(self) -> None:
-        """Keep that step: another replica is certain of it."""
+    def confirm_step(self) -> bool:
+        """Keep a step that failed elsewhere and was taken here; return False if it was not."""
 
     # A step whose gradients could not be synchronised.
 

@@ -41,14 +41,15 @@ INTERNAL: dict[str, dict[str, str]] = {
         "AdaptiveDataParallel": "reinit_process_group absorb_failures giving_up stuck failure clear_failure "
         "hand_over data_loop_begins stepping skipped_step step_left_out drop_window "
         "has_own_process_group accumulates_by_hand window_under_way attempted_steps progress statistics "
-        "load_statistics why_not_resilient needed_groups snapshot_step",
+        "load_statistics why_not_resilient needed_groups confirm_step snapshot_step",
     },
     "torch.fully_sharded": {
         "AdaptiveFSDP": "hand_over reinit_process_group absorb_failures giving_up stuck failure "
         "clear_failure data_loop_begins stepping skipped_step step_left_out drop_window "
         "has_own_process_group accumulates_by_hand window_under_way attempted_steps "
-        "progress statistics load_statistics why_not_resilient needed_groups snapshot_step thawed "
-        "refuse_thawed sync_buffers begin_step end_step begin_zero_grad scale gain initial_batch_size",
+        "progress statistics load_statistics why_not_resilient needed_groups confirm_step take_back "
+        "snapshot_step thawed refuse_thawed sync_buffers begin_step end_step begin_zero_grad scale gain "
+        "initial_batch_size",
     },
     "torch.gradient_noise_scale": {
         "GradientNoiseScale": "set_progress set_accum_scale accum_count should_zero_grad reset_accumulation "

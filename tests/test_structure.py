@@ -22,10 +22,10 @@ WITHOUT_PRIVATE_USES = ["adaptdl_elastic", "agent", "autoscaler", "rendezvous"]
 MOST_PRIVATE_USES_OF_TESTS = 40
 """Places in which tests may use underscored names of the product; most are in `tests/support/insides.py`."""
 
-MOST_CODE_LINES = 51_860
+MOST_CODE_LINES = 51_832
 """Lines of code of the product. Raise it only by the budget that an issue names."""
 
-MOST_LINES_BESIDE = 70_454
+MOST_LINES_BESIDE = 70_452
 """Lines of code of tests, benchmarks and examples together. An issue may raise it by at most 300."""
 
 

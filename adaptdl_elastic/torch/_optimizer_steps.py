@@ -135,13 +135,9 @@ class StepsModel(torch.nn.Module):
         """Why the gradients of the current step could not be synchronised; None if they could."""
         return None
 
-    @property
-    def took_the_step(self) -> bool:
-        """Whether the step that failed elsewhere was taken here, and can be taken back."""
+    def confirm_step(self) -> bool:
+        """Return False: a step that failed elsewhere was not taken here."""
         return False
-
-    def confirm_step(self) -> None:
-        """Do nothing: `took_the_step` is False."""
 
     @property
     def accumulates_by_hand(self) -> bool:

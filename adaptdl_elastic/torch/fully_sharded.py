@@ -16,12 +16,13 @@ from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._model_arguments import check_arguments
 from adaptdl_elastic.torch._optimizer_steps import ModelCopies, StepsModel
 from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
-from adaptdl_elastic.torch._sharded import fully_shard, reshard
+from adaptdl_elastic.torch._sharded import fully_shard
 from adaptdl_elastic.torch._sharded.doubt import StepInDoubt
 from adaptdl_elastic.torch._sharded.layout import Layout
 from adaptdl_elastic.torch._sharded.links import Links
 from adaptdl_elastic.torch._sharded.model_state import ShardedModelState
 from adaptdl_elastic.torch._sharded.noise import ShardedNoise
+from adaptdl_elastic.torch._sharded.reshard import Ranks, Resharding
 from adaptdl_elastic.torch._sharded.window import ShardedWindow
 from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
 
@@ -65,8 +66,8 @@ class AdaptiveFSDP(StepsModel):
 
     Raises:
         TypeError: an argument has the wrong type, or `mp_scaler` is given.
-        ValueError: `copies` is neither 1 nor 2 or the backend has none, the model is sharded in a way that is
-            not supported, or the optimizer is in use already.
+        ValueError: `copies` is neither 1 nor 2, or is 2 with NCCL; the model is sharded in a way that is not
+            supported; or the optimizer is in use already.
         RuntimeError: there is no process group.
         CheckpointError: the saved state does not fit.
     """
@@ -90,11 +91,11 @@ class AdaptiveFSDP(StepsModel):
     ) -> None:
         if copies not in (1, 2):
             raise ValueError(f"copies must be 1 or 2, got {copies!r}")
+        check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, {}, sharded=True)
         if copies > 1 and "nccl" in (backend := torch.distributed.get_backend()):
             raise ValueError(
                 f"copies=2 communicates by gloo only, and the backend is {backend}: leave it out"
             )
-        check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, {}, sharded=True)
         why = fully_shard.why_not(model)
         if why is not None:
             raise ValueError(f"this model cannot be an AdaptiveFSDP: {why}")
@@ -107,8 +108,8 @@ class AdaptiveFSDP(StepsModel):
         self._links = Links(self._session) if copies > 1 else None
         # the step that another replica may have taken or not, and what this one held before it
         self._doubt: StepInDoubt | None = None
-        # this replica's place in the layout; None: it leaves
-        self._place: int | None = torch.distributed.get_rank()
+        # the part that this replica holds
+        self._part = self._layout.part(torch.distributed.get_rank())
         # the parts of this replica belong to two layouts
         self._mixed = False
         self._window = ShardedWindow(self._optimized)
@@ -194,20 +195,12 @@ class AdaptiveFSDP(StepsModel):
         Args:
             order: Old ranks of the replicas that stay, in the order of their new ranks.
         """
-        session, layout = self._session, Layout.of(len(order), self._copies)
-        group = present(session) or Group("")
+        rank, layout = self._session.rank, Layout.of(len(order), self._copies)
         takers = [[order[place] for place in places] for places in layout.holders]
-
-        def transfer() -> None:
-            with torch.no_grad():
-                reshard.hand_over(
-                    *(self.module, self.optimizer, group, session.rank, self._layout.holders, takers)
-                )
-
-        self._mixed = True
-        patiently(session, group, transfer)
-        self._layout, self._mixed = layout, False
-        self._place = order.index(session.rank) if session.rank in order else None
+        self._move(self._layout.holders, takers, Resharding.hand_over)
+        self._layout = layout
+        if rank in order:
+            self._part = layout.part(order.index(rank))
 
     def reinit_process_group(self) -> None:
         """Divide the model among the replicas of torch's current default process group. A collective.
@@ -217,10 +210,9 @@ class AdaptiveFSDP(StepsModel):
         """
         session = self._session
         assert session.reducer is not None
-        place = None if session.newcomer is not None else self._place
-        own = [] if place is None else [(self._layout.parts, self._layout.part(place), session.rank)]
-        if self._mixed:
-            own = [(0, 0, session.rank)]
+        own = []
+        if self._mixed or session.newcomer is None:
+            own = [(0 if self._mixed else self._layout.parts, self._part, session.rank)]
         found = session.reducer.allreduce(own, lambda a, b: [*a, *b], tag="holders")
         parts = {count for count, _, _ in found}
         holders = [[rank for _, part, rank in found if part == one] for one in range(max(parts))]
@@ -233,34 +225,44 @@ class AdaptiveFSDP(StepsModel):
         self._window.reset()
         self.gns.reset_accumulation()
 
-    def _divide(self, holders: reshard.Ranks) -> None:
+    def _divide(self, holders: Ranks) -> None:
         """Divide the model among all replicas of the default process group. A collective.
 
         Args:
             holders: Ranks of the replicas that hold each part now.
         """
-        session = self._session
-        group = present(session) or Group("")
         layout = Layout.of(torch.distributed.get_world_size(), self._copies)
-
         info: list[Any] = []
 
         def connect() -> None:
             links, device = self._links, self._device
             info.append(fully_shard.mesh_info(device) if links is None else links.connect(layout, device))
 
-        def transfer() -> None:
-            with torch.no_grad():
-                reshard.spread(
-                    self.module, self.optimizer, group, session.rank, holders, layout.holders, info[0]
-                )
-
         self._doubt = None
         # a replica that is lost until then has taken only its own part with it
-        patiently(session, group, connect)
+        patiently(self._session, present(self._session) or Group(""), connect)
+        self._move(holders, layout.holders, lambda moving: moving.spread(info[0]))
+        self._layout, self._part = layout, layout.part(torch.distributed.get_rank())
+
+    def _move(self, holders: Ranks, takers: Ranks, how: Callable[[Resharding], None]) -> None:
+        """Move parts of the model between replicas; they are of two layouts until all have moved.
+
+        Args:
+            holders: Ranks of the replicas that hold each part now.
+            takers: Ranks of the replicas that will hold each new part.
+            how: Moves them.
+        """
+        session = self._session
+        group = present(session) or Group("")
+        moving = Resharding(self.module, self.optimizer, group, session.rank, holders, takers)
+
+        def transfer() -> None:
+            with torch.no_grad():
+                how(moving)
+
         self._mixed = True
         patiently(session, group, transfer)
-        self._layout, self._place, self._mixed = layout, torch.distributed.get_rank(), False
+        self._mixed = False
 
     @property
     def has_own_process_group(self) -> bool:
@@ -307,14 +309,10 @@ class AdaptiveFSDP(StepsModel):
         """Whether the process group runs an operation that may never end."""
         return self._session.transfer_stuck or (self._links is not None and self._sampler.stuck)
 
-    @property
-    def took_the_step(self) -> bool:
-        """Whether this replica has taken the step that failed elsewhere, and can take it back."""
-        return self._doubt is not None
-
-    def confirm_step(self) -> None:
-        """Keep the step in doubt: another replica is certain of it."""
-        self._doubt = None
+    def confirm_step(self) -> bool:
+        """Keep the step in doubt, of which another replica is certain; return False if there is none."""
+        doubt, self._doubt = self._doubt, None
+        return doubt is not None
 
     @property
     def attempted_steps(self) -> int:

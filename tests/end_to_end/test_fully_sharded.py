@@ -77,6 +77,14 @@ def undisturbed(folder: Path, every: int = 1) -> dict[str, Any]:
     return state
 
 
+def scale(run: ElasticRun, replicas: int) -> None:
+    """Change the number of replicas, and wait until they have changed in place."""
+    seen = len(run.events)
+    assert run.adaptdl("scale", "shards", "--replicas", str(replicas)).returncode == 0
+    change = run.wait_for_event("generation", after=seen, replicas=replicas)
+    assert change["transition"] == "inplace", run.text()
+
+
 @pytest.mark.parametrize(
     ("every", "options"), [(EVERY, []), (1, ["--most=3"])], ids=["by_hand", "by_the_loader"]
 )
@@ -92,9 +100,7 @@ def test_resized_in_place_and_restarted_after_a_death_ends_as_an_undisturbed_pla
         run.wait_for_event("batch_size")
         for replicas in (2, 3, 2):
             seen = len(run.events)
-            assert run.adaptdl("scale", "shards", "--replicas", str(replicas)).returncode == 0
-            change = run.wait_for_event("generation", after=seen, replicas=replicas)
-            assert change["transition"] == "inplace", run.text()
+            scale(run, replicas)
             saved = run.wait_for_event("checkpoint", after=seen)
         pids = run.wait_for_event("started", generation=1)["pids"]  # the one that joined first
         seen = len(run.events)
@@ -120,12 +126,6 @@ def test_with_two_copies_of_each_part_a_death_costs_no_restart(tmp_path: Path) -
         [*LAUNCH, "--nproc-per-node=1:4", str(SCRIPT), str(run_in), "--copies=2"], tmp_path
     ) as run:
 
-        def scale(replicas: int) -> None:
-            seen = len(run.events)
-            assert run.adaptdl("scale", "shards", "--replicas", str(replicas)).returncode == 0
-            change = run.wait_for_event("generation", after=seen, replicas=replicas)
-            assert change["transition"] == "inplace", run.text()
-
         def kill(rank: int, left: int) -> None:
             seen = len(run.events)
             os.kill(run.of("started")[-1]["pids"][str(rank)], signal.SIGKILL)
@@ -133,14 +133,14 @@ def test_with_two_copies_of_each_part_a_death_costs_no_restart(tmp_path: Path) -
             assert (change["transition"], change["replicas"]) == ("recover", left), run.text()
 
         run.wait_for_event("batch_size")
-        scale(4)
+        scale(run, 4)
         kill(0, left=3)
         # three replicas hold one copy, until the fourth brings the second one back
         until("nothing is said", lambda: "a death starts all replicas again: " in run.text())
         assert "3 replicas cannot hold two copies" in run.text()
-        scale(4)
+        scale(run, 4)
         kill(1, left=3)
-        scale(2)
+        scale(run, 2)
         kill(1, left=1)
         (run_in / "hurry").touch()
         assert run.wait() == 0, run.text()

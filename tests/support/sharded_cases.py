@@ -18,8 +18,8 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._process_group import placeholder
 from adaptdl_elastic.torch._process_group.backends import Gloo
 from adaptdl_elastic.torch._sharded import fully_shard as private
-from adaptdl_elastic.torch._sharded import reshard
 from adaptdl_elastic.torch._sharded.layout import Layout
+from adaptdl_elastic.torch._sharded.reshard import Resharding
 from adaptdl_elastic.torch.scaling_rules import SqrtScale
 
 needs_tested_torch = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def load(folder: str) -> dict[str, Any]:
 
 
 def with_copies(copies: int) -> dict[str, Any]:
-    """Train two steps on batches of two samples a replica; return the weights, parts and statistics."""
+    """Train three steps on batches of two samples a replica; return weights, statistics and groups."""
     net, optimizer = sharded()
     model = adl.AdaptiveFSDP(net, optimizer, copies=copies)
     rank = torch.distributed.get_rank()
@@ -113,7 +113,7 @@ class Tied(torch.nn.Module):
 
 
 def kinds_with_copies(copies: int) -> dict[str, dict[str, Any]]:
-    """Train two steps of models and optimizers of several kinds; return their weights."""
+    """Train three steps of models and optimizers of several kinds; return their weights."""
     found = {}
     rank = torch.distributed.get_rank()
     for kind in ("float32", "bfloat16", "again", "compiled", "momentum"):
@@ -167,10 +167,10 @@ def turned() -> dict[str, Any]:
     order = [[place] for place in reversed(range(count))]
     group = Gloo("gloo")
     with torch.no_grad():
-        reshard.hand_over(net, optimizer, group, rank, Layout(count).holders, order)
+        Resharding(net, optimizer, group, rank, Layout(count).holders, order).hand_over()
         parts = [part.shape[0] for part in map(private.local, net.parameters())]
         info = private.mesh_info(torch.device("cpu"))
-        reshard.spread(net, optimizer, group, rank, order, Layout(count).holders, info)
+        Resharding(net, optimizer, group, rank, order, Layout(count).holders).spread(info)
     assert all(one is other for one, other in zip(held, net.parameters(), strict=True))
     after = weights(net)
     step(model, optimizer)

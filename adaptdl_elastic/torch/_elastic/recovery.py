@@ -39,7 +39,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +55,7 @@ from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
 from adaptdl_elastic.torch._elastic.dry_batch import dry_batch
 from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot, put_sums, sums_of, tensors_of_script
 from adaptdl_elastic.torch._elastic.survivors import (
+    Mark,
     SurvivorReport,
     UnrecoverableStateError,
     Where,
@@ -74,15 +74,6 @@ T = TypeVar("T")
 
 _STEP = 0.3  # seconds that a running step has to notice a death by itself, before it is interrupted
 _ATTEMPTS = 10  # recoveries tried in a row, each interrupted by another death, before giving up
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Record the position in a data loop at which all replicas last had the same accumulator sums."""
-
-    place: Place
-    index: int  # samples handed out before this position
-    sums: Sums
 
 
 class Recovery:
@@ -533,7 +524,9 @@ class Recovery:
         session = self._session
         if any(model.needed_groups() for model in session.models):
             # every part was stepped where it is, or the step could not be certain anywhere
-            self._confirm(mine, top)
+            if mine.step < top and not all(model.confirm_step() for model in session.models):
+                raise UnrecoverableStateError(f"the parts of step {top} are not on all replicas")
+            self._catch_up(mine, top)
             return
         names = {model.name for model in session.models} | tensors_of_script(session)
         donors = [rank for rank in range(session.replicas) if rank not in behind]
@@ -545,14 +538,6 @@ class Recovery:
         log.info("step %d arrived elsewhere: taking it from there", top)
         state_transfer.take(session, overwrites=self._will_be_overwritten)
         self._partially_restored = False
-        self._catch_up(mine, top)
-
-    def _confirm(self, mine: SurvivorReport, top: int) -> None:
-        """Commit a step that this replica has taken in doubt, as another one is certain of it."""
-        if mine.step < top and not all(model.took_the_step for model in self._session.models):
-            raise UnrecoverableStateError(f"the parts of step {top} are not on all replicas")
-        for model in self._session.models:
-            model.confirm_step()
         self._catch_up(mine, top)
 
     def _catch_up(self, mine: SurvivorReport, top: int) -> None:

@@ -6,9 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adaptdl_elastic._values import Place
+from adaptdl_elastic.torch._data.accumulator_state import Sums
 
 Where = tuple[int, int, bool]
 """(epoch, data loop, whether that loop is over). Orders replicas by how far they are in the script."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Record the position in a data loop at which all replicas last had the same accumulator sums."""
+
+    place: Place
+    index: int  # samples handed out before this position
+    sums: Sums
 
 
 @dataclass

@@ -303,17 +303,17 @@ def observe(
             """Add up this replica's rows over the replicas that hold the same."""
             if links is None or links.layout.copies == 1:
                 return
+            sizes = self.sizes(output)
             if links.layout.parts == 1:
                 # torch has only copied this replica's gradients
                 weigh(output)
-                if sizes := self.sizes(output):
+                if sizes:
                     found = output
                     if observer.by_rows:
                         found = _squares(output.clone())
                         links.add_copies(found)
                         found.sqrt_()
                     observer.own(_rows(self.handles, sizes, found))
-            sizes = self.sizes(output)
             links.add_copies(output)
             self.summed(output, sizes)
 

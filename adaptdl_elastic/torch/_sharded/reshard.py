@@ -13,6 +13,7 @@ each move is a send here and a receive there, so that no two replicas wait for e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,73 +27,82 @@ Ranks = Sequence[Sequence[int]]
 """The ranks of the replicas that hold each part."""
 
 
-def hand_over(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    rank: int,
-    holders: Ranks,
-    takers: Ranks,
-) -> None:
-    """Give the parts of all replicas to those that stay. A collective of the old process group.
+@dataclass(frozen=True)
+class Resharding:
+    """Give parts of a model to other replicas.
 
-    Args:
-        model: The sharded model.
-        optimizer: Its optimizer.
-        group: The old process group.
-        rank: Rank of this replica in it.
-        holders: Old ranks of the replicas that hold each part.
-        takers: Old ranks of the replicas that stay, by the part that each will hold.
-    """
-    for handle in _handles(model):
-        rows = handle._orig_size[0]
-        for tensor in _sharded_tensors(handle, optimizer):
-            old = fully_shard.local(tensor)
-            count = _rows(rows, takers, rank)
-            new = old.new_empty((count, *old.shape[1:]))
-            _transfer(group, rank, rows, holders, takers, old, new)
-            fully_shard.keep(handle, tensor, new)
-
-
-def spread(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    rank: int,
-    holders: Ranks,
-    takers: Ranks,
-    info: Any,
-) -> None:
-    """Divide the model among all replicas of the new process group. A collective of it.
-
-    Args:
+    Attributes:
         model: The sharded model.
         optimizer: Its optimizer. A newcomer's has a state of the same keys as the others'.
-        group: The new process group.
+        group: The process group in which the parts move.
         rank: Rank of this replica in it.
-        holders: Ranks of the replicas that hold each part of the model.
+        holders: Ranks of the replicas that hold each part now.
         takers: Ranks of the replicas that will hold each new part.
-        info: Torch's description of the new mesh.
     """
-    for params in fully_shard.groups(model):
-        for handle in params.fsdp_params:
-            rows, param = handle._orig_size[0], handle.sharded_param
-            states = {
-                key: fully_shard.local(value)
-                for key, value in sorted(optimizer.state.get(param, {}).items())
-                if isinstance(value, DTensor)
-            }
-            old = fully_shard.local(param)
-            padded, part = fully_shard.lay_out(handle, info)
-            _transfer(group, rank, rows, holders, takers, old, part)
-            fully_shard.install(handle, padded, part)
-            del old
-            for key in list(states):
-                value = states.pop(key)
-                new = value.new_empty(part.shape)
-                _transfer(group, rank, rows, holders, takers, value, new)
-                optimizer.state[param][key] = fully_shard.sharded(handle, new)
-        fully_shard.use_mesh(params, info)
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    group: Group
+    rank: int
+    holders: Ranks
+    takers: Ranks
+
+    def hand_over(self) -> None:
+        """Give the parts of all replicas to those that stay. A collective of the old process group."""
+        for handle in _handles(self.model):
+            rows = handle._orig_size[0]
+            for tensor in _sharded_tensors(handle, self.optimizer):
+                old = fully_shard.local(tensor)
+                new = old.new_empty((self._rows_taken(rows), *old.shape[1:]))
+                self._transfer(rows, old, new)
+                fully_shard.keep(handle, tensor, new)
+
+    def spread(self, info: Any) -> None:
+        """Divide the model among all replicas of the new process group. A collective of it.
+
+        Args:
+            info: Torch's description of the new mesh.
+        """
+        states_of = self.optimizer.state
+        for params in fully_shard.groups(self.model):
+            for handle in params.fsdp_params:
+                rows, param = handle._orig_size[0], handle.sharded_param
+                states = {
+                    key: fully_shard.local(value)
+                    for key, value in sorted(states_of.get(param, {}).items())
+                    if isinstance(value, DTensor)
+                }
+                old = fully_shard.local(param)
+                padded, part = fully_shard.lay_out(handle, info)
+                self._transfer(rows, old, part)
+                fully_shard.install(handle, padded, part)
+                del old
+                for key in list(states):
+                    value = states.pop(key)
+                    new = value.new_empty(part.shape)
+                    self._transfer(rows, value, new)
+                    states_of[param][key] = fully_shard.sharded(handle, new)
+            fully_shard.use_mesh(params, info)
+
+    def _rows_taken(self, rows: int) -> int:
+        """Return how many of a tensor's rows this replica will hold; 0 if it takes none."""
+        parts = zip(self.takers, spans(rows, len(self.takers)), strict=True)
+        return next((end - first for ranks, (first, end) in parts if self.rank in ranks), 0)
+
+    def _transfer(self, rows: int, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Carry out this replica's moves: from `old`, its part so far, and into `new`, its new part."""
+        for move in moves(rows, self.holders, self.takers):
+            if self.rank not in (move.source, move.target):
+                continue
+            given = old.narrow(0, move.source_row, move.rows) if self.rank == move.source else None
+            taken = new.narrow(0, move.target_row, move.rows) if self.rank == move.target else None
+            if given is None:
+                assert taken is not None
+                self.group.receive(taken.view(-1), move.source)
+            elif taken is None:
+                self.group.send(given.reshape(-1), move.target)
+            else:
+                taken.copy_(given)
 
 
 def _handles(model: torch.nn.Module) -> Iterator[fully_shard.Parameter]:
@@ -109,33 +119,3 @@ def _sharded_tensors(
     for _, value in sorted(optimizer.state.get(param, {}).items()):
         if isinstance(value, DTensor):
             yield value
-
-
-def _rows(rows: int, takers: Ranks, rank: int) -> int:
-    """Return how many rows the part of `rank` has; 0 if it takes none."""
-    parts = zip(takers, spans(rows, len(takers)), strict=True)
-    return next((end - first for ranks, (first, end) in parts if rank in ranks), 0)
-
-
-def _transfer(
-    group: Group,
-    rank: int,
-    rows: int,
-    holders: Ranks,
-    takers: Ranks,
-    old: torch.Tensor,
-    new: torch.Tensor,
-) -> None:
-    """Carry out this replica's moves: from `old`, its part so far, and into `new`, its new part."""
-    for move in moves(rows, holders, takers):
-        if rank not in (move.source, move.target):
-            continue
-        given = old.narrow(0, move.source_row, move.rows) if rank == move.source else None
-        taken = new.narrow(0, move.target_row, move.rows) if rank == move.target else None
-        if given is None:
-            assert taken is not None
-            group.receive(taken.view(-1), move.source)
-        elif taken is None:
-            group.send(given.reshape(-1), move.target)
-        else:
-            taken.copy_(given)

@@ -93,15 +93,17 @@ class Group:
             RuntimeError: one of them is gone.
         """
 
-    def further(self, ranks: list[int]) -> Any:
+    def further(self, ranks: list[int], limit: timedelta | None = None) -> Any:
         """Make another group of some replicas, which ends with this one. All replicas call it.
+
+        Args:
+            ranks: the replicas.
+            limit: time limit of its operations, and for them to meet; None: torch's.
 
         Returns:
             torch's group; on replicas that are not in it, its mark for that.
         """
-        return self._count(dist.new_group(ranks))
-
-    def _count(self, made: Any) -> Any:
+        made = dist.new_group(ranks, limit)
         self.further_made += 1
         self.further_here += made is not dist.GroupMember.NON_GROUP_MEMBER
         return made

@@ -67,13 +67,13 @@ class Gloo(Group):
         self._sockets = _sockets() - self._before
 
     @override
-    def further(self, ranks: list[int]) -> Any:
+    def further(self, ranks: list[int], limit: timedelta | None = _MEET) -> Any:
         before = _sockets()
-        made = dist.new_group(ranks, timeout=_MEET)
+        made = super().further(ranks, limit)
         self._sockets |= _sockets() - before
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             torch.distributed.distributed_c10d._set_pg_timeout(dist.default_pg_timeout, made)
-        return self._count(made)
+        return made
 
     @override
     def restore_timeouts(self) -> None:
