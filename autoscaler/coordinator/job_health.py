@@ -150,7 +150,8 @@ def _who_lives(
     settings: CoordinatorSettings,
 ) -> _Verdict:
     losses = survivors.Losses(found.generation)
-    if found.broken or found.died or found.absent:
+    left = _left_before_going_on(job, plan, found)
+    if found.broken or found.died or found.absent or left:
         losses = survivors.inquire(job, plan, (*lost, *missing), fewest(view, job))
     if found.failed:  # all replicas are started again, whatever else is gone
         return _Verdict(losses, found.failed, lost)
@@ -159,6 +160,8 @@ def _who_lives(
             return _Verdict(losses, lost=lost, recovers=True)
         # replicas that are not resilient: the death counts as a failure
         return _Verdict(losses, tuple(node for node in losses.dead if node not in lost), lost)
+    if left and losses.able:
+        return _Verdict(losses, lost=left, recovers=True)
     if losses.said:
         return _who_is_silent(view, job, plan, losses, missing, settings)
     return _Verdict(losses)
@@ -189,6 +192,13 @@ def _who_is_silent(
             return _Verdict(losses, recovers=True)
         return _Verdict(losses, failed=tuple(sorted(losses.said)))
     return _Verdict(losses, waits_until=patience if view.now >= heard_by else min(patience, heard_by))
+
+
+def _left_before_going_on(job: JobView, plan: Plan, found: _Sorted) -> tuple[str, ...]:
+    """Return the nodes that were drained before they went on after a death, while others wait for them."""
+    if plan.transition is not Transition.RECOVER or not found.starting:
+        return ()
+    return tuple(node for node in found.stopped if (plan.generation, node) not in job.running)
 
 
 def _all_running(job: JobView, plan: Plan) -> bool:

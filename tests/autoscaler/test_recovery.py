@@ -166,6 +166,11 @@ TRANSITIONS = {
     "a node lost during the recovery is recovered from": """
         resilient nodes=3 slots=1
         n0 lose 0; decide; n1 vanish; settle -> recover n2:0 on:n2""",
+    "the others go on at once without a node that was drained before it could go on": """
+        resilient nodes=3 slots=1
+        n0 lose 0; decide -> recover n1:0 n2:0
+        n1 running=None; ended n1 0 stopped 143; n1 leave; decide -> +1 recover n2:0 "lost n1; 1 goes on"
+        settle -> on:n2 restarts=0""",
     "a recovery that does not come about becomes a restart": """
         resilient rescale_timeout=20
         n0 lose 0; decide
