@@ -285,7 +285,9 @@ class Placement:
     devices: _Slots = ()
 
     def __post_init__(self) -> None:
-        _check_slots(self.replicas, self.slots, self.devices)
+        # most have neither, and a plan may have thousands
+        if self.slots or self.devices:
+            _check_slots(self.replicas, self.slots, self.devices)
 
 
 @dataclass(frozen=True, config=RECORD_CONFIG)
@@ -303,7 +305,9 @@ class Leaving:
     devices: _Slots = ()  # as in `Placement`
 
     def __post_init__(self) -> None:
-        _check_slots(self.replicas, self.slots, self.devices)
+        # most have neither, and a plan may have thousands
+        if self.slots or self.devices:
+            _check_slots(self.replicas, self.slots, self.devices)
 
 
 @dataclass(frozen=True, config=RECORD_CONFIG)
