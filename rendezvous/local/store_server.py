@@ -233,8 +233,7 @@ class LocalServer(Closable):
         with self._lock:
             for lost in [number for number, one in self._leases.items() if one.lost.is_set()]:
                 del self._leases[lost]
-            number = next(self._numbers)
-            self._leases[number] = lease
+            self._leases[number := next(self._numbers)] = lease
         return number
 
     def _revoke(self, number: int) -> None:
