@@ -68,7 +68,9 @@ class LocalServer(Closable):
         """Send the remaining changes to every watch, then end all connections."""
         self._closing.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            # wakes the thread that accepts, which would try again for two seconds if it did not block
+            self._listener.setblocking(True)
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join()
         self._listener.close()
         with self._lock:
@@ -231,8 +233,7 @@ class LocalServer(Closable):
         with self._lock:
             for lost in [number for number, one in self._leases.items() if one.lost.is_set()]:
                 del self._leases[lost]
-            number = next(self._numbers)
-            self._leases[number] = lease
+            self._leases[number := next(self._numbers)] = lease
         return number
 
     def _revoke(self, number: int) -> None:

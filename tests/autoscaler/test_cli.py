@@ -17,12 +17,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from coordinator_pump import share_policy
-from elastic_run import adaptdl as in_another_terminal
 from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic import __version__, sched_hints
-from adaptdl_elastic.autoscaler.cli import COMMANDS, HEADINGS, CommandError, Place, Where, adaptdl
+from adaptdl_elastic.autoscaler.cli import COMMANDS, HEADINGS, CommandError, Place, Where, adaptdl, main
 from adaptdl_elastic.autoscaler.commands.jobs import has_stopped
 from adaptdl_elastic.autoscaler.commands.tables import layout, read
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
@@ -356,25 +355,25 @@ def test_the_policys_settings_are_told_whole() -> None:
 
 
 @pytest.mark.etcd
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("status", "nope"), "no job 'nope' in cluster"),
-        (("explain", "nope"), "; its jobs are: mnist"),
-        (("stop", "no pe"), "no job 'no pe'"),
-        (("scale", "mnist", "--replicas", "65"), "was started for 1 to 64 replicas, not 65"),
-        (("drain", "n9"), "there is no node 'n9' in cluster"),
-        (("drain", "n9"), "; its nodes are: n0"),
-    ],
-)
-def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], message: str) -> None:
-    result = world.run(*arguments)
-    assert result.exit_code == 1
-    assert message in result.output
-    assert "Traceback" not in result.output
+def test_mistakes_are_one_clear_line(etcd: EtcdServer, keys: Keys) -> None:
+    where = ["--etcd", etcd.endpoint, "--cluster", keys.cluster]
+    with connect(etcd.endpoint) as store:
+        submit(store, keys, spec_of("mnist"))
+        store.put(keys.coordinator_leader, encode(LeaderRecord("a")))
+        FakeAgent(store, keys, "n0", "mnist", 4, clock=time.time).register()
+        for arguments, message in (
+            (("status", "nope"), "no job 'nope' in cluster"),
+            (("explain", "nope"), "; its jobs are: mnist"),
+            (("stop", "no pe"), "no job 'no pe'"),
+            (("scale", "mnist", "--replicas", "65"), "was started for 1 to 64 replicas, not 65"),
+            (("drain", "n9"), "there is no node 'n9' in cluster"),
+            (("drain", "n9"), "; its nodes are: n0"),
+        ):
+            result = CliRunner().invoke(adaptdl, [*arguments, *where])
+            assert (result.exit_code, message in result.output) == (1, True), result.output
+            assert "Traceback" not in result.output
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -391,11 +390,19 @@ def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], m
         (("coordinator", "--interval", "-1"), 2, "not in the range"),
     ],
 )
-def test_mistakes_without_a_store(arguments: tuple[str, ...], code: int, message: str) -> None:
-    result = in_another_terminal(*arguments)
-    assert result.returncode == code
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+def test_mistakes_without_a_store(
+    arguments: tuple[str, ...],
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["adaptdl", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert (ended.value.code, message in said) == (code, True), said
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

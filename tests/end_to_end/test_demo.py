@@ -89,18 +89,17 @@ def test_the_demo_fails_with_four_lines_where_nothing_was_measured(pictured: Eve
 @pytest.mark.timeout(400)
 def test_the_demonstration_grows_by_goodput_and_draws_its_picture(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "demo.py")],
+        [sys.executable, str(ROOT / "examples" / "demo.py"), "--epochs=15"],
         env=environment(XDG_RUNTIME_DIR=str(tmp_path), ADAPTDL_DEMO_DIR=str(tmp_path)),
         capture_output=True,
         text=True,
         check=False,
     )
-    # Beside other tests steps take longer at one moment than at another, whatever the size. What the demo
-    # says of that is tested above, with the events of the picture.
+    # A quarter of its epochs may end with 94 %, and beside other tests steps take longer at one moment than
+    # at another, whatever the size. What the demo says of that is tested above, with the picture's events.
     told = [line for line in run.stderr.splitlines() if line.startswith("demo: expected")]
     assert run.returncode == (1 if told else 0), run.stdout + run.stderr
-    for line in told:
-        assert "expected the last batch size" in line or "expected the last goodput" in line
+    assert not [line for line in told if "the policy" in line]
     for word in ("replicas", "pause", "batch size", "gain", "accuracy", "policy"):
         assert word in run.stderr, run.stderr  # the summary: stdout is the script's
     out = tmp_path / ".demo"
@@ -109,4 +108,5 @@ def test_the_demonstration_grows_by_goodput_and_draws_its_picture(tmp_path: Path
     grown = next(e for e in events if e["event"] == "generation" and e["replicas"] == 2)
     assert grown["cause"] == "policy"
     assert "goodput" in grown["reason"]
+    assert [e["accuracy"] for e in events if e["event"] == "metrics"][-1] > 0.9
     assert {"batch_size", "epoch", "checkpoint", "exit"} <= {e["event"] for e in events}

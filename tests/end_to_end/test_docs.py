@@ -3,8 +3,8 @@
 A fenced block of `bash` or `python` names in its info string how it is run:
 
     test=make      every line is a `make` target that exists
-    test=shell     as it stands, in a directory that has the repository's examples/ and benchmarks/
-    test=etcd      the same, with a real etcd in the place of etcd0:2379, and a folder in that of /shared
+    test=etcd      as it stands, in a directory that has the repository's examples/ and benchmarks/, with a
+                   real etcd in the place of etcd0:2379, and a folder in that of /shared
     test=job       the same, while a job called `images` runs there
     test=module    a Python block, as a script
     test=<file>    this block is run by tests/…/<file>.py, which reads it from the page
@@ -16,19 +16,19 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import generations
 import pytest
+from elastic_run import ElasticRun
 from etcd_server import EtcdServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RUN = ("make", "shell", "etcd", "job", "module")
+RUN = ("make", "etcd", "job", "module")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def of(how: str) -> list[pytest.param]:
     return [pytest.param(s, id=f"{s.page}:{s.line}") for s in snippets() if s.how == how]
 
 
-def run(snippet: Snippet, directory: Path, endpoint: str = "", timeout: float = 560) -> str:
+def run(snippet: Snippet, directory: Path, endpoint: str, timeout: float = 560) -> str:
     """Run a block as a user would, from a directory like a clone; returns what it printed."""
     for name in ("examples", "benchmarks"):
         if not (directory / name).exists():
@@ -69,7 +69,7 @@ def run(snippet: Snippet, directory: Path, endpoint: str = "", timeout: float = 
     environment.pop("ADAPTDL_ETCD", None)
     if snippet.exported:
         environment["ADAPTDL_ETCD"] = endpoint
-    text = snippet.text.replace("etcd0:2379", endpoint or "etcd0:2379").replace("/shared", str(directory))
+    text = snippet.text.replace("etcd0:2379", endpoint).replace("/shared", str(directory))
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=directory,
@@ -121,14 +121,6 @@ def test_make_targets_exist(snippet: Snippet) -> None:
         subprocess.run(["make", "-n", *target[1:]], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("snippet", of("shell"))
-def test_a_shell_snippet_runs_as_it_stands(snippet: Snippet, tmp_path: Path) -> None:
-    run(snippet, tmp_path)
-
-
 @pytest.mark.processes
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("snippet", of("module"))
@@ -156,41 +148,10 @@ def test_an_etcd_snippet_runs_with_an_etcd(snippet: Snippet, tmp_path: Path) -> 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("snippet", of("job"))
 def test_a_job_snippet_runs_while_a_job_runs(snippet: Snippet, tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
     with EtcdServer() as server:
-        command = [
-            *(sys.executable, "-m", "adaptdl_elastic.agent", "--nnodes=1:8", "--nproc-per-node=1:2"),
-            *(f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=images", f"--event-log={tmp_path / 'events'}"),
-            *("examples/image_classification.py", "--epochs=1000"),
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        with subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as job:
-            said: list[str] = []
-            trains = threading.Event()
-
-            def read() -> None:  # to its end: a job whose output nobody takes stands still
-                assert job.stdout is not None
-                for line in job.stdout:
-                    said.append(line)
-                    if "held-out" in line:
-                        trains.set()
-                trains.set()
-
-            reader = threading.Thread(target=read)
-            reader.start()
-            try:
-                assert trains.wait(500)
-                assert any("held-out" in line for line in said), "".join(said)
-                run(snippet, tmp_path, server.endpoint)
-                assert job.wait(500) == 143, "".join(said)  # the last command stops it
-            finally:
-                job.kill()
-                job.wait()
-                reader.join()
+        command = ["--nnodes=1:8", "--nproc-per-node=1:2", f"--rdzv-endpoint={server.endpoint}"]
+        command += ["--rdzv-id=images", str(ROOT / "examples" / "image_classification.py"), "--epochs=1000"]
+        with ElasticRun(command, tmp_path) as job:
+            job.wait_for_event("metrics")
+            run(snippet, tmp_path, server.endpoint)
+            assert job.wait() == 143, job.text()  # the last command stops it

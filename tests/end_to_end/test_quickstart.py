@@ -1,4 +1,4 @@
-"""The notebook examples/quickstart.ipynb, cell by cell in one process, as Jupyter runs it."""
+"""The notebook examples/quickstart.ipynb, cell by cell in one process, as Jupyter runs it, and a report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from units import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,6 +21,10 @@ def test_the_notebook_runs_and_its_job_is_done(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
+    # fewer epochs show the same
+    for whole, fewer in (("until(24)", "until(12)"), ("--epochs=12", "--epochs=3")):
+        assert sum(whole in text for text in code) == 1
+        code = [text.replace(whole, fewer) for text in code]
     lines = [
         f"import subprocess\nsubprocess.run({text[1:]!r}, shell=True, check=True)" if text[0] == "!" else text
         for text in code
@@ -46,3 +51,8 @@ def test_the_notebook_runs_and_its_job_is_done(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "critical batch size" in done.stdout
+    job, report = blocks("howto/batch-size.md", "bash", "test_quickstart")[0].splitlines()
+    # the notebook's last cells are these two lines, without --html
+    assert job.startswith("adaptdl-run --standalone --event-log=events.jsonl ")
+    subprocess.run(report, shell=True, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert "critical batch size" in (tmp_path / "report.html").read_text()

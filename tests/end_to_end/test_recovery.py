@@ -37,7 +37,7 @@ def start(run: ElasticRun, replicas: int) -> dict[int, int]:
 
 def job(replicas: int, *more: str) -> list[str]:
     arguments = ["--standalone", f"--nproc-per-node=1:{replicas}", "--rdzv-id=survive", "--no-autoscale"]
-    return [*arguments, *more, SCRIPT, "30", "0.05"]
+    return [*arguments, *more, SCRIPT, "30", "0.12"]
 
 
 @pytest.mark.essential

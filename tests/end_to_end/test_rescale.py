@@ -31,7 +31,7 @@ def test_twice_rescaled_and_resumed_in_an_epoch_applies_each_sample_exactly_once
     # without the policy, which is sometimes quicker than the person
     arguments += ["--no-autoscale", "--checkpoint-path=state"]
     command = [*arguments, str(SCRIPTS / "count_samples.py"), str(tmp_path)]
-    with ElasticRun(command, tmp_path, fresh=True) as run:
+    with ElasticRun(command, tmp_path, fresh=how == "restart") as run:
         run.wait_for_event("metrics", replicas=1)
         assert run.adaptdl("scale", "count", "--replicas", "2").returncode == 0
         run.wait_for_event("metrics", replicas=2)

@@ -122,7 +122,7 @@ def problems(draw: st.DrawFn) -> tuple[list[JobInfo], list[NodeInfo]]:
 OBJECTIVES = [PolicySettings(), PLAIN_SUM, PolicySettings(objective=Objective.SPEEDUP, fairness=-1.0)]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
 def test_every_promise_is_kept_again_and_again(
     problem: tuple[list[JobInfo], list[NodeInfo]], how: PolicySettings, random: object
@@ -141,7 +141,7 @@ def test_every_promise_is_kept_again_and_again(
             current = {name: a for name, a in current.items() if name in {j.name for j in jobs}}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
 # moving a job costs nothing, and nothing has to move; with this seed there are no limits and no types
 @example(([JobInfo("a", 3, 3), JobInfo("b", 2, 2)], cluster(3, 3)), PLAIN_SUM, Random(28))
@@ -190,7 +190,7 @@ def test_limits_as_wide_as_the_nodes_change_nothing(problem: tuple[list[JobInfo]
     assert allocate(free, nodes, {}, 0.0).allocations == allocate(limited, nodes, {}, 0.0).allocations
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_small_noise_makes_nothing_flap(problem: tuple[list[JobInfo], list[NodeInfo]], seed: int) -> None:
     jobs, nodes = problem

@@ -45,7 +45,7 @@ def test_jobs_that_must_span_nodes_take_turns_with_one_that_finds_no_room_beside
     jobs, current = eight_wide_jobs()
     jobs.append(rigid("whole"))
     waiting, longest, turns = dict.fromkeys(j.name for j in jobs), 0.0, 0
-    for step in range(100):
+    for step in range(50):
         now = 60.0 * step
         asked = [replace(j, waiting_since=waiting[j.name]) for j in jobs]
         found = allocate(asked, NODES, current, now)
@@ -56,7 +56,7 @@ def test_jobs_that_must_span_nodes_take_turns_with_one_that_finds_no_room_beside
             since = waiting[j.name]
             waiting[j.name] = None if current[j.name] else now if since is None else since  # type: ignore[assignment]
             longest = max(longest, now - (waiting[j.name] or now))
-    assert turns > 20
+    assert turns > 10
     assert longest <= 960.0
 
 
@@ -84,8 +84,7 @@ def time_slices(slots: int, jobs: list[JobInfo], rounds: int = 400) -> tuple[int
     return starts, longest, shortest
 
 
-@pytest.mark.parametrize("pause", [0.2, 30.0, 60.0])
-@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize(("declared", "pause"), [(False, 0.2), (True, 60.0)])
 def test_a_crowd_for_one_slot_takes_turns_of_fifteen_pauses(pause: float, declared: bool) -> None:
     left = 1e7 if declared else None
     jobs = [
@@ -215,7 +214,7 @@ def crowded(draw: st.DrawFn) -> tuple[list[JobInfo], list[NodeInfo], JobInfo]:
     return jobs, nodes, late
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(crowded())
 def test_an_overdue_job_runs_if_it_could_run_alone(
     problem: tuple[list[JobInfo], list[NodeInfo], JobInfo],
@@ -258,7 +257,7 @@ def test_an_overdue_job_does_not_make_the_other_jobs_worse_off() -> None:
 weights = st.floats(1e-6, HEAVIEST)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(weights, st.sampled_from([None, 900.0, 960.0, 5000.0])), min_size=1, max_size=6),
     st.integers(1, 6),
@@ -289,12 +288,9 @@ def test_a_longer_job_does_not_push_out_another_before_its_time() -> None:
     assert found.reasons["whole"].text.endswith("(waiting for 800 s)")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_decision_does_not_depend_on_the_order_of_the_jobs(seed: int) -> None:
-    import random
-
+def test_the_decision_does_not_depend_on_the_order_of_the_jobs() -> None:
     jobs, current = eight_wide_jobs()
     everybody = [*jobs, rigid("whole", waiting_since=0.0)]
     straight = allocate(everybody, NODES, current, 1000.0).allocations
-    random.Random(seed).shuffle(everybody)
+    everybody.reverse()
     assert allocate(everybody, NODES, current, 1000.0).allocations == straight

@@ -42,6 +42,7 @@ class Late:
     def __init__(self, moto: Moto, looks: int) -> None:
         self._looks = looks
         self._ghosts: dict[str, tuple[dict[str, Any], int]] = {}
+        moto = Moto(moto.endpoint)  # its clients are changed
         self.autoscaling = self._client(moto.client("autoscaling"), self._add)
         self.autoscaling.terminate_instance_in_auto_scaling_group = self._terminate
         self.ec2 = self._client(moto.client("ec2"), self._revive)

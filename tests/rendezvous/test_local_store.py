@@ -190,6 +190,11 @@ def test_a_watch_is_sent_what_happened_before_the_end(server: LocalServer, colle
         connect(server.endpoint, options=PATIENT)
 
 
+def test_a_server_ends_at_once_while_it_waits_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_server, "LOOK_SECONDS", 1000.0)
+    LocalServer().close()
+
+
 def test_a_sleeping_reader_delays_no_writer_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_server, "MOST_CHANGES", 10)
     with LocalServer() as server, LocalStore(socket_path(server.endpoint), PATIENCE) as store:

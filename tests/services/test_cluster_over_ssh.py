@@ -278,36 +278,6 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     assert "knows no cluster" in lab.run("cluster", "status", code=1)
 
 
-def test_a_job_costs_processes_only_where_it_has_replicas(lab: Lab) -> None:
-    lab.up("node1", "node2")
-    lab.run("submit", "--name", "job", "--replicas", "1:2", "train.py", "600", "0.05")
-    lab.wait_for(lambda: lab.agents("job"))
-    lab.run("scale", "job", "--replicas", "2", "--wait")
-    assert set(lab.agents("job")) == {"node1", "node2"}
-    lab.run("scale", "job", "--replicas", "1", "--wait")
-    lab.wait_for(lambda: len(lab.agents("job")) == 1)
-    (node,) = lab.agents("job")
-    other = {"node1": "node2", "node2": "node1"}[node]
-    # the node that it has left takes another job, and both get it back in the end
-    lab.run("submit", "--name", "guest", "train.py", "600", "0.05")
-    lab.wait_for(lambda: lab.agents("guest"))
-    assert set(lab.agents("guest")) == {other}
-    assert f"{other} is being drained" in lab.run("drain", other)
-    lab.wait_for(lambda: not lab.agents("guest"))
-    lab.wait_for(lambda: lab.job("guest")["state"] == "pending")
-    (problem,) = (problem for node, state, problem in lab.states() if (node, state) == (other, "drained"))
-    assert re.match(rf"drained by eve since .*; adaptdl drain {other} --cancel", problem)
-    why = str(lab.job("guest")["reason"])
-    assert (f"{other} is drained by eve since " in why, "none is registered" in why) == (True, False)
-    assert "drained by eve since " in lab.run("nodes")
-    lab.run("drain", other, "--cancel")
-    lab.wait_for(lambda: lab.agents("guest"))
-    for job in ("job", "guest"):
-        lab.run("cancel", job)
-    lab.wait_for(lambda: not lab.agents("job") and not lab.agents("guest"))
-    assert [lab.job(name)["state"] for name in ("job", "guest")] == ["cancelled", "cancelled"]
-
-
 @pytest.mark.parametrize("lab", [("node1", "node2", "node3")], indirect=True)
 def test_a_node_that_cannot_be_reached_hinders_no_change_of_the_others(lab: Lab) -> None:
     lab.up("node1", "node2")
@@ -403,73 +373,6 @@ def test_a_node_lost_with_its_disk_costs_no_step_of_a_checkpoint(lab: Lab) -> No
     assert f"{lost}: started" in lab.up()  # it comes back by the command that brought it up
 
 
-def test_a_job_that_no_node_can_start_fails_and_gives_its_slots_back(lab: Lab) -> None:
-    lab.up("node1", "node2")
-    for node in ("node1", "node2"):
-        lab.directory(node).work("job").parent.mkdir(parents=True)
-        lab.directory(node).work("job").touch()  # a file, where a folder is to be
-    lab.run("submit", "--name", "job", "--replicas", "2", "train.py", "1", "0")
-    lab.run("submit", "--name", "next", "--replicas", "2", "train.py", "1", "0")
-    said = lab.run("wait", "job", code=1)
-    assert "job is failed: node1: the working directory cannot be unpacked" in said
-    assert "next is done" in lab.run("wait", "next")
-    for node in ("node1", "node2"):
-        lab.directory(node).work("job").unlink()
-    assert "job is resumed" in lab.run("resume", "job")
-    assert "job is done" in lab.run("wait", "job")
-
-
-def test_a_failed_job_goes_on_with_mended_code_under_its_name(lab: Lab) -> None:
-    lab.up("node1", "node2")
-    script = lab.work / "train.py"
-    good = script.read_text()
-    says = 'had {script_position().samples}", flush=True)\n'
-    failing = good.replace(says, f"{says}    assert epoch < 20\n")
-    # it does not come to its failure before it is told to hurry
-    failing = failing.replace("epoch / 5", "epoch**3 / 20")
-    assert failing.count("epoch**3") == failing.count("assert") == 1
-    script.write_text(failing)
-
-    def output() -> str:
-        return lab.output("node1", "job") + lab.output("node2", "job")
-
-    def runs_anew() -> list[str]:
-        return re.findall(r"epoch 0 had", output())
-
-    submitted = ("submit", "--name", "job", "--retry", "0")
-    lab.run(*submitted, "train.py", "60", "0.02")
-    lab.wait_for(lambda: "epoch 1 had" in output())
-    lab.run("checkpoint", "job", "--wait")
-    for node in ("node1", "node2"):  # it may go on at the other one
-        lab.wait_for(lambda node=node: lab.directory(node).work("job").is_dir())
-        (lab.directory(node).work("job") / "hurry").touch()
-    assert "job is failed: " in lab.run("wait", "job", code=1)
-    assert "AssertionError" in lab.run("logs", "-f", "job", code=1)
-    # the same code again fails again
-    assert "job is resumed" in lab.run("resume", "job")
-    assert "job is failed: " in lab.run("wait", "job", code=1)
-    assert output().count("epoch 20 had") == 2
-    assert len(runs_anew()) == 1
-    # mended code goes on from the checkpoint
-    script.write_text(good)
-    assert "submitted job" in lab.run(*submitted, "--replace", "train.py", "22", "0")
-    assert "job is done: " in lab.run("wait", "job")
-    assert "epoch 21 had" in lab.run("logs", "-f", "job")
-    # and so does a job that is done, with more epochs
-    assert "submitted job" in lab.run(*submitted, "--replace", "train.py", "24", "0")
-    assert "job is done: " in lab.run("wait", "job")
-    assert output().count("epoch 23 had") == 1
-    assert (len(runs_anew()), output().count("epoch 21 had")) == (1, 1)
-    # one that was cancelled in the queue has the name for another one, too
-    lab.run("submit", "--name", "queued", "--replicas", "3", "train.py", "1", "0")
-    lab.run("cancel", "queued")
-    assert "queued is cancelled: by eve" in lab.run("wait", "queued", code=143)
-    assert "submitted queued" in lab.run("submit", "--replace", "--name", "queued", "train.py", "1", "0")
-    assert "queued is done: " in lab.run("wait", "queued")
-    assert "nothing of it is left" in lab.run("cluster", "down", "--purge")
-    assert lab.processes() == []
-
-
 def _another_build(lab: Lab, monkeypatch: pytest.MonkeyPatch, path: str, text: str) -> str:
     """Have the commands be of a build with another content of this file; return its version."""
     changed = lab.work / path.replace("/", "-")
@@ -552,12 +455,110 @@ def test_a_job_from_before_two_upgrades_grows_and_survives_deaths_with_its_own_v
     assert versions() == {new}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-def test_a_job_runs_where_its_owner_wants_it_with_the_packages_that_it_names(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_jobs_of_a_cluster_one_after_another(lab: Lab, tmp_path: Path) -> None:
+    """Each of the functions below says what a job does. Only bringing the cluster up takes much CPU time."""
     lab.up("node1", "node2")
+    costs_processes_only_where_it_has_replicas(lab)
+    fails_and_gives_its_slots_back_if_no_node_can_start_it(lab)
+    goes_on_with_mended_code_under_its_name(lab)
+    runs_where_its_owner_wants_it_with_the_packages_that_it_names(lab, tmp_path)
+    assert "nothing of it is left" in lab.run("cluster", "down", "--purge")
+    assert lab.processes() == []
+
+
+def costs_processes_only_where_it_has_replicas(lab: Lab) -> None:
+    lab.run("submit", "--name", "job", "--replicas", "1:2", "train.py", "600", "0.05")
+    lab.wait_for(lambda: lab.agents("job"))
+    lab.run("scale", "job", "--replicas", "2", "--wait")
+    assert set(lab.agents("job")) == {"node1", "node2"}
+    lab.run("scale", "job", "--replicas", "1", "--wait")
+    lab.wait_for(lambda: len(lab.agents("job")) == 1)
+    (node,) = lab.agents("job")
+    other = {"node1": "node2", "node2": "node1"}[node]
+    # the node that it has left takes another job, and both get it back in the end
+    lab.run("submit", "--name", "guest", "train.py", "600", "0.05")
+    lab.wait_for(lambda: lab.agents("guest"))
+    assert set(lab.agents("guest")) == {other}
+    assert f"{other} is being drained" in lab.run("drain", other)
+    lab.wait_for(lambda: not lab.agents("guest"))
+    lab.wait_for(lambda: lab.job("guest")["state"] == "pending")
+    (problem,) = (problem for node, state, problem in lab.states() if (node, state) == (other, "drained"))
+    assert re.match(rf"drained by eve since .*; adaptdl drain {other} --cancel", problem)
+    why = str(lab.job("guest")["reason"])
+    assert (f"{other} is drained by eve since " in why, "none is registered" in why) == (True, False)
+    assert "drained by eve since " in lab.run("nodes")
+    lab.run("drain", other, "--cancel")
+    lab.wait_for(lambda: lab.agents("guest"))
+    for job in ("job", "guest"):
+        lab.run("cancel", job)
+    lab.wait_for(lambda: not lab.agents("job") and not lab.agents("guest"))
+    assert [lab.job(name)["state"] for name in ("job", "guest")] == ["cancelled", "cancelled"]
+
+
+def fails_and_gives_its_slots_back_if_no_node_can_start_it(lab: Lab) -> None:
+    for node in ("node1", "node2"):
+        lab.directory(node).work("stuck").parent.mkdir(parents=True, exist_ok=True)
+        lab.directory(node).work("stuck").touch()  # a file, where a folder is to be
+    lab.run("submit", "--name", "stuck", "--replicas", "2", "train.py", "1", "0")
+    lab.run("submit", "--name", "next", "--replicas", "2", "train.py", "1", "0")
+    said = lab.run("wait", "stuck", code=1)
+    assert "stuck is failed: node1: the working directory cannot be unpacked" in said
+    assert "next is done" in lab.run("wait", "next")
+    for node in ("node1", "node2"):
+        lab.directory(node).work("stuck").unlink()
+    assert "stuck is resumed" in lab.run("resume", "stuck")
+    assert "stuck is done" in lab.run("wait", "stuck")
+
+
+def goes_on_with_mended_code_under_its_name(lab: Lab) -> None:
+    script = lab.work / "train.py"
+    good = script.read_text()
+    says = 'had {script_position().samples}", flush=True)\n'
+    failing = good.replace(says, f"{says}    assert epoch < 20\n")
+    # it does not come to its failure before it is told to hurry
+    failing = failing.replace("epoch / 5", "epoch**3 / 20")
+    assert failing.count("epoch**3") == failing.count("assert") == 1
+    script.write_text(failing)
+
+    def output() -> str:
+        return lab.output("node1", "mended") + lab.output("node2", "mended")
+
+    def runs_anew() -> list[str]:
+        return re.findall(r"epoch 0 had", output())
+
+    submitted = ("submit", "--name", "mended", "--retry", "0")
+    lab.run(*submitted, "train.py", "60", "0.02")
+    lab.wait_for(lambda: "epoch 1 had" in output())
+    lab.run("checkpoint", "mended", "--wait")
+    for node in ("node1", "node2"):  # it may go on at the other one
+        lab.wait_for(lambda node=node: lab.directory(node).work("mended").is_dir())
+        (lab.directory(node).work("mended") / "hurry").touch()
+    assert "mended is failed: " in lab.run("wait", "mended", code=1)
+    assert "AssertionError" in lab.run("logs", "-f", "mended", code=1)
+    # the same code again fails again
+    assert "mended is resumed" in lab.run("resume", "mended")
+    assert "mended is failed: " in lab.run("wait", "mended", code=1)
+    assert output().count("epoch 20 had") == 2
+    assert len(runs_anew()) == 1
+    # mended code goes on from the checkpoint
+    script.write_text(good)
+    assert "submitted mended" in lab.run(*submitted, "--replace", "train.py", "22", "0")
+    assert "mended is done: " in lab.run("wait", "mended")
+    assert "epoch 21 had" in lab.run("logs", "-f", "mended")
+    # and so does a job that is done, with more epochs
+    assert "submitted mended" in lab.run(*submitted, "--replace", "train.py", "24", "0")
+    assert "mended is done: " in lab.run("wait", "mended")
+    assert output().count("epoch 23 had") == 1
+    assert (len(runs_anew()), output().count("epoch 21 had")) == (1, 1)
+    # one that was cancelled in the queue has the name for another one, too
+    lab.run("submit", "--name", "queued", "--replicas", "3", "train.py", "1", "0")
+    lab.run("cancel", "queued")
+    assert "queued is cancelled: by eve" in lab.run("wait", "queued", code=143)
+    assert "submitted queued" in lab.run("submit", "--replace", "--name", "queued", "train.py", "1", "0")
+    assert "queued is done: " in lab.run("wait", "queued")
+
+
+def runs_where_its_owner_wants_it_with_the_packages_that_it_names(lab: Lab, tmp_path: Path) -> None:
     data = tmp_path / "data"
     thing = stub_wheel(tmp_path, "thing", "1", files={"thing.py": "NUMBER = 1\n"})
     shutil.copy(thing, lab.work)

@@ -52,9 +52,15 @@ def indexes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         yield first, second
 
 
-@pytest.mark.parametrize("tool", ["pip", "uv"])
 @pytest.mark.parametrize(
-    ("gpus", "reached", "version"), [(0, True, "2.13.0+cpu"), (1, True, "2.13.0"), (0, False, "2.13.0")]
+    ("tool", "gpus", "reached", "version"),
+    [
+        ("pip", 0, True, "2.13.0+cpu"),
+        ("pip", 0, False, "2.13.0"),
+        ("uv", 0, True, "2.13.0+cpu"),
+        ("uv", 0, False, "2.13.0"),
+        ("uv", 1, True, "2.13.0"),
+    ],
 )
 def test_a_node_without_a_gpu_gets_torch_without_cuda_if_it_can(
     tool: str,

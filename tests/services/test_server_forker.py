@@ -66,7 +66,7 @@ def warm(process: psutil.Process) -> psutil.Process:
     return server
 
 
-def test_a_replica_of_a_forked_server_finds_what_it_would_find_otherwise(
+def test_a_replica_of_a_forked_server_finds_all_and_outlives_the_process_that_forks_servers(
     forker: ServerForker, tmp_path: Path
 ) -> None:
     (tmp_path / "code").mkdir()
@@ -75,20 +75,6 @@ def test_a_replica_of_a_forked_server_finds_what_it_would_find_otherwise(
     made, log = agent(forker, tmp_path, str(script))
     until("the script does not begin", (tmp_path / "code" / "begun").exists)
     assert not psutil.Process(made.pid).children()[1:], "it has a fork server of its own"
-    (tmp_path / "code" / "go").touch()
-    assert made.wait(200)
-    assert made.exit_code == 0, log.read_text()
-    assert "mine of the job" in log.read_text()
-    assert "over" in log.read_text()
-
-
-def test_a_forked_server_outlives_the_process_that_has_forked_it(
-    forker: ServerForker, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("assert os.getcwd()", "#"))
-    made, log = agent(forker, tmp_path, str(script))
-    until("the script does not begin", (tmp_path / "begun").exists)
     server = warm(psutil.Process())
     server.send_signal(signal.SIGKILL)
     server.wait(60)
@@ -99,8 +85,10 @@ def test_a_forked_server_outlives_the_process_that_has_forked_it(
         assert other.receive()
         other.close()
     assert made.exit_code is None
-    (tmp_path / "go").touch()
+    (tmp_path / "code" / "go").touch()
     assert made.wait(200)
+    assert made.exit_code == 0, log.read_text()
+    assert "mine of the job" in log.read_text()
     assert "over" in log.read_text()
 
 

@@ -52,9 +52,9 @@ def grow_and_stop(world: World) -> None:
 @pytest.mark.parametrize(
     ("replicas", "happens", "seeds"),
     [
-        pytest.param(3, drain_all, 12, id="all nodes are drained"),
-        pytest.param(3, shrink_and_stop, 8, id="a person stops it while it shrinks"),
-        pytest.param(2, grow_and_stop, 8, id="a person stops it while it grows"),
+        pytest.param(3, drain_all, 6, id="all nodes are drained"),
+        pytest.param(3, shrink_and_stop, 4, id="a person stops it while it shrinks"),
+        pytest.param(2, grow_and_stop, 4, id="a person stops it while it grows"),
     ],
 )
 def test_a_job_saves_and_leaves_at_once_while_it_changes_in_place(

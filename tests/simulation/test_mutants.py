@@ -34,8 +34,9 @@ def test_a_mutant_is_caught_or_survives(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "test_clip.py").write_text(TEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p quick\npythonpath = .\n")
     found = [dataclasses.replace(one, tests=("test_clip.py",)) for one in mutants("clip.py", SOURCE)]
-    survivors = {one.after.strip() for one in found if not judged(tmp_path, one)}
-    assert survivors == {"if value > 10:", "return value if value else 1"}
+    of_one_line = [one for one in found if one.line == 2]
+    survivors = {one.after.strip() for one in of_one_line if not judged(tmp_path, one)}
+    assert (len(of_one_line), survivors) == (2, {"if value > 10:"})
     assert (tmp_path / "clip.py").read_text() == SOURCE
     broken = Mutant("clip.py", 1, "guard", "", "def clipped(value:", ("test_clip.py",))
     assert judged(tmp_path, broken) == "it cannot be imported"

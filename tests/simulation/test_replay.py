@@ -11,10 +11,7 @@ from adaptdl_elastic.autoscaler.commands.replay import replayed
 from adaptdl_elastic.rendezvous.decision_record import Recorder
 
 
-@pytest.mark.parametrize("seed", [1, 29])
-def test_every_decision_of_a_run_is_decided_again(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_decision_of_a_run_is_decided_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Recorder] = []
     initialise = Recorder.__init__
 
@@ -25,7 +22,8 @@ def test_every_decision_of_a_run_is_decided_again(
     monkeypatch.setattr(Recorder, "__init__", keep)
     monkeypatch.setattr(Recorder, "most_calls", 100)
     monkeypatch.setattr(Recorder, "segments", None)  # all of them
-    assert run(seed).defects == []
+    # fifteen agents and four coordinators decide in this one
+    assert run(9).defects == []
     decisions, file = 0, tmp_path / "decisions"
     for recorder in made:
         file.write_text("\n".join([*recorder.lines(), ""]))

@@ -25,7 +25,7 @@ dist: Any = torch.distributed
 
 # bytes of what replicas send first when they connect, of signatures in a store, and of tags of frames
 _INTRODUCTION, _SIGNATURE, _TAG = 56, 32, 16
-_PAUSE = 0.001  # seconds between two rounds of mischief
+_PAUSE = 0.01  # seconds between two rounds of mischief
 _PATIENCE = timedelta(seconds=10)  # with a store that does not answer
 _GENERATION = re.compile(r"/?adaptdl/(\d{1,3})/")
 _SILENT = 20  # connections that it leaves open at once

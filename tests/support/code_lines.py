@@ -6,39 +6,37 @@ python tests/support/code_lines.py
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from collections.abc import Sequence
 from pathlib import Path
+
+from import_graph import tree, walk
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("adaptdl_elastic", "agent", "rendezvous", "autoscaler")
 BESIDE = ("tests", "benchmarks", "examples")
 """Folders that are not installed with the product."""
 
-_NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
-    *(tokenize.ENCODING, tokenize.ENDMARKER),
-}
-
 
 def code_lines(source: str) -> int:
     """Return the number of lines with code. A string that is a statement counts as a docstring."""
-    texts = {
-        number
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    code = {
-        number
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in _NO_CODE
-        for number in range(token.start[0], token.end[0] + 1)
-    }
+    lines = source.splitlines()
+    code = {number for number, line in enumerate(lines) if line.strip() and line.lstrip()[0] != "#"}
+    if '"""' not in source and "'''" not in source:
+        return len(code)
+    texts = set[int]()
+    for node in walk(tree(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                texts.update(_lines(node))
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and len(inside := _lines(node)) > 1:
+            # of a long string also the lines that are empty or begin with # are code
+            quoted = '"""' in "".join(lines[number] for number in inside)
+            code.update(inside if quoted else ())
     return len(code - texts)
+
+
+def _lines(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno - 1, node.end_lineno or node.lineno)
 
 
 def by_folder(folders: Sequence[str] = PRODUCT) -> dict[str, int]:

@@ -43,6 +43,8 @@ def count_after(reinit):
     return counting
 
 
+# the self-test imports the backend in processes of its own
+os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{os.environ['PYTHONPATH']}"
 if "COUNTED" in os.environ:
     adl.AdaptiveDataParallel.reinit_process_group = count_after(adl.AdaptiveDataParallel.reinit_process_group)
 BACKEND = os.environ.get("BACKEND", "deferred")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,27 +40,38 @@ ID = "cluster-id"
 Record = Submission | Cancellation | Resumption
 
 
+@functools.cache
+def _made_once() -> Path:
+    """Make a cluster's certificates, the keys of its people, and the files of its node: a second of CPU."""
+    folder = Path(tempfile.mkdtemp(prefix="adaptdl-world-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        credentials = Credentials(ClusterContext("lab", ID, person="admin"))
+        credentials.prepare()
+        for name in ("alice", "stranger"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+            subprocess.run(command, check=True)
+        public = signatures.public_key((folder / "alice.pub").read_text())
+        credentials.write_people({**credentials.people(), "alice": Person("alice", public)})
+        for name, data in credentials.node_files("n1", "127.0.0.1").items():
+            path = folder / "node" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return folder
+
+
 class World:
     """A node service's port, and three people: an administrator, a user, and a stranger with a key."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        shutil.copytree(_made_once(), folder, dirs_exist_ok=True)
         monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
         self.context = ClusterContext("lab", ID, person="admin")
         self.credentials = Credentials(self.context)
-        self.credentials.prepare()
-        self.keys = {"admin": self.context.identity}
-        people = self.credentials.people()
-        for name in ("alice", "stranger"):
-            key = folder / name
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-            self.keys[name] = key
-        public = signatures.public_key((folder / "alice.pub").read_text())
-        self.credentials.write_people({**people, "alice": Person("alice", public)})
+        self.keys = {name: folder / name for name in ("alice", "stranger")}
+        self.keys["admin"] = self.context.identity
         self.directory = ServiceDirectory(folder / "node")
-        for name, data in self.credentials.node_files("n1", "127.0.0.1").items():
-            path = self.directory.path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
         listening = socket.create_server(("127.0.0.1", 0))
         self.record = ServiceRecord("n1", "127.0.0.1", listening.getsockname()[1], 1)
         served = Served(

@@ -18,7 +18,7 @@ args = parser.parse_args()
 
 torch.manual_seed(3)
 adl.init_process_group("gloo")
-data = torch.utils.data.TensorDataset(torch.randn(16384, 4), torch.randn(16384, 3))
+data = torch.utils.data.TensorDataset(torch.randn(8192, 4), torch.randn(8192, 3))
 loader = adl.AdaptiveDataLoader(data, batch_size=args.batch_size, shuffle=True, drop_last=True)
 if args.autoscale:
     loader.autoscale_batch_size(args.autoscale)
@@ -32,4 +32,4 @@ for _ in adl.remaining_epochs_until(2):
         (output - wanted).square().mean().backward()
         optimizer.step()
         if not Path("hurry").exists():
-            time.sleep(0.05)
+            time.sleep(0.1)

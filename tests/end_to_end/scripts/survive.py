@@ -17,7 +17,7 @@ import torch
 
 import adaptdl_elastic.torch as adl
 
-SIZE = 600
+SIZE = 240
 
 
 class Indices(torch.utils.data.Dataset[int]):
