@@ -68,6 +68,8 @@ class LocalServer(Closable):
         """Send the remaining changes to every watch, then end all connections."""
         self._closing.set()
         with contextlib.suppress(OSError):
+            # with a time-out `accept` asks again and again until it is over
+            self._listener.setblocking(True)
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._acceptor.join()
         self._listener.close()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,6 +106,13 @@ def test_only_its_user_can_enter_the_directory(server: LocalServer) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     server.close()
     assert not folder.exists()
+
+
+def test_a_server_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_server, "LOOK_SECONDS", PATIENCE)
+    server, began = LocalServer(), time.monotonic()
+    server.close()
+    assert time.monotonic() - began < PATIENCE / 2
 
 
 @pytest.mark.processes
