@@ -30,7 +30,7 @@ DEMAND = Pool("on-demand", desired=0, maximum=8, slots=1, hourly_price=1.0)
 SPEC = records.JobSpec("train", "run", min_nodes=1, max_nodes=4, min_replicas=1, max_replicas=4)
 WANTED = records.JobRequest(replicas=4, run="run")
 LIMITS = ScalingSettings(max_nodes=5, max_hourly_cost=4.5)
-STEP, HOURS, LONG = 15.0, 2.0, 8.0
+STEP, HOURS, LONG = 30.0, 2.0, 8.0
 QUARTER = 900.0
 """Seconds from one change of a price that flips to the next."""
 
