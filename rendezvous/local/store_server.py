@@ -121,10 +121,8 @@ class LocalServer(Closable):
             self._restore()
             try:
                 connection, _ = self._listener.accept()
-            except TimeoutError:
-                continue
             except OSError as error:
-                if not self._closing.is_set():
+                if not (isinstance(error, TimeoutError) or self._closing.is_set()):
                     logger.warning("a connection to the store could not be taken: %s", error)
                     self._closing.wait(_ACCEPT_RETRY_SECONDS)
                 continue

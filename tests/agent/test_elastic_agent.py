@@ -8,14 +8,17 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from elastic_run import environment
 from polling import until
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from warm_agent import WarmAgent
 
-from adaptdl_elastic.rendezvous.torchrun import create_handler
+from adaptdl_elastic.rendezvous.torchrun import create_handler, elastic_agent
 from adaptdl_elastic.rendezvous.torchrun.elastic_agent import ElasticAgent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +56,21 @@ def agent(text: str, **fields: Any) -> ElasticAgent:
     return ElasticAgent(spec, ("--no-summary",), "logs")
 
 
+class Warm(WarmAgent):
+    """The agent that `ElasticAgent` starts, forked."""
+
+    def __init__(self, command: list[str], start_new_session: bool) -> None:
+        assert start_new_session
+        output = Path("output")
+        super().__init__(command[3:], Path.cwd(), environment(**os.environ), output, output)
+        self.terminate = self.kill
+
+
+@pytest.fixture
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_agent, "subprocess", SimpleNamespace(Popen=Warm))
+
+
 @pytest.mark.essential
 def test_a_script_that_succeeds_gives_a_result_without_failures() -> None:
     """As the page for torchrun's users shows it, with a script that has no arguments."""
@@ -65,6 +83,7 @@ def test_a_script_that_succeeds_gives_a_result_without_failures() -> None:
     assert [Path(f"sum-{rank}").read_text() for rank in (0, 1)] == ["3 default"] * 2
 
 
+@pytest.mark.usefixtures("_warm")
 def test_a_script_that_fails_gives_the_failure_of_its_replica() -> None:
     runner = agent(FAIL)
     assert runner.get_worker_group().state is WorkerState.INIT
@@ -76,16 +95,19 @@ def test_a_script_that_fails_gives_the_failure_of_its_replica() -> None:
     assert Path(failure.error_file).exists()
 
 
+@pytest.mark.usefixtures("_warm")
 def test_a_program_that_is_not_python_runs_as_it_is() -> None:
     result = agent("", entrypoint="sh", args=("-c", "exit $((3 * RANK))")).run()
     assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {1: 3}
 
 
+@pytest.mark.usefixtures("_warm")
 def test_a_job_that_cannot_start_raises_an_error_with_the_reason() -> None:
     with pytest.raises(RuntimeError, match="stderr says why"):
         agent(SUM, args=("missing.py",)).run()
 
 
+@pytest.mark.usefixtures("_warm")
 def test_sigterm_stops_the_job() -> None:
     def stop() -> None:
         until("the script has not started", Path("started").exists)

@@ -17,12 +17,6 @@ sys.path += os.environ.get("ONLY_HERE", "").split()
 import onlyhere
 runpy.run_path(TRAIN, run_name="__main__")
 """
-EVALUATES = """
-import pathlib
-source = pathlib.Path(TRAIN).read_text()
-evaluate = "    torch.zeros(3).view(torch.distributed.get_world_size(), -1)\\n"
-exec(compile(source.replace("    print(f", evaluate + "    print(f"), TRAIN, "exec"))
-"""
 
 
 def test_a_node_without_a_module_is_left_out_and_the_other_trains_to_the_end(
@@ -44,17 +38,3 @@ def test_a_node_without_a_module_is_left_out_and_the_other_trains_to_the_end(
     cluster.finish(first, second)
     assert first.of("failure") == []
     cluster.check(replicas=1)
-
-
-@pytest.mark.exhaustive
-def test_an_evaluation_that_fails_at_a_larger_size_leaves_the_job_at_the_smaller(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    script = tmp_path / "s.py"
-    script.write_text(EVALUATES.replace("TRAIN", repr(TRAIN)))
-    only = cluster.start("a", "--nproc-per-node=1:2", "--max-restarts=0", str(script), *LONG)
-    only.wait_for_event("generation", generation=0)
-    # the newcomer may fail before it has joined, and then no generation of two replicas begins
-    cluster.ask("scale", JOB, "--replicas", "2")
-    cluster.wait_until_told("stays at or below 1 replica", "status", JOB)
-    cluster.finish(only)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -94,7 +93,7 @@ steps = 0
 for epoch in adl.remaining_epochs_until(1):
     for (x,) in loader:
         if steps == 100:
-            raise ERROR
+            raise IndexError('no row 10')
         optimizer.zero_grad()
         model(x).mean().backward()
         optimizer.step()
@@ -102,33 +101,24 @@ for epoch in adl.remaining_epochs_until(1):
 """
 
 
-@pytest.mark.parametrize(
-    ("error", "begins"), [("IndexError('no row 10')", 2), ("ConnectionResetError('reset by peer')", 3)]
-)
-def test_an_error_after_the_same_step_ends_the_job_unless_it_may_be_temporary(
-    error: str, begins: int, tmp_path: Path
-) -> None:
-    (tmp_path / "script.py").write_text(CRASHES.replace("ERROR", error))
+def test_an_error_after_the_same_step_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CRASHES)
     done = run_agent(tmp_path, "--standalone", "--no-autoscale", "--max-restarts=2", "script.py")
     assert done.returncode == 1
-    assert done.stdout.splitlines() == ["begins"] * begins, done.stderr
+    assert done.stdout.splitlines() == ["begins"] * 2, done.stderr
     certain = "failed twice in the same way after step 100: rank 0: IndexError: no row 10"
-    assert (certain in lines_of_ours(done.stderr)[-1]) is (begins == 2), done.stderr
+    assert certain in lines_of_ours(done.stderr)[-1], done.stderr
     assert done.stderr.count("Traceback") == 1
 
 
-@pytest.mark.parametrize(
-    ("script", "error"),
-    [("print('never')\nx = (\n", "SyntaxError"), ("import no_such_module\n", "ModuleNotFoundError")],
-)
-def test_a_script_that_cannot_be_loaded_is_tried_once(script: str, error: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(script)
+def test_a_script_that_cannot_be_loaded_is_tried_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('never')\nx = (\n")
     done = run_agent(tmp_path, "--standalone", "script.py")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count(f"\n{error}: ") == 1, done.stderr
+    assert done.stderr.count("\nSyntaxError: ") == 1, done.stderr
     failed, end = lines_of_ours(done.stderr)
-    assert failed.startswith(f"adaptdl-run: replica 0 failed (exit code 1): {error}: ")
-    assert end.startswith(f"adaptdl-run: failed, and a restart would not help: rank 0: {error}: ")
+    assert failed.startswith("adaptdl-run: replica 0 failed (exit code 1): SyntaxError: ")
+    assert end.startswith("adaptdl-run: failed, and a restart would not help: rank 0: SyntaxError: ")
 
 
 def test_the_survivors_of_a_killed_replica_show_no_traceback(tmp_path: Path) -> None:
@@ -203,30 +193,6 @@ def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
         assert run.samples() == {0: 200}
 
 
-def test_a_standalone_job_that_has_ended_stays_so_with_once(tmp_path: Path) -> None:
-    once = ["--standalone", "--once", "--max-restarts=0", "--rdzv-id=job", PLAIN]
-    for what, code in (("hello", 0), ("raise", 1)):
-        with ElasticRun([*once, what], tmp_path) as run:
-            assert run.wait() == code
-            assert "rank 0 of 1" in run.text()
-        with ElasticRun([*once, what], tmp_path) as run:
-            assert run.wait() == code
-            assert "rank 0 of 1" not in run.text()
-            assert ("ValueError: boom" in run.text()) == bool(code), "it says how the job ended"
-        shutil.rmtree(tmp_path / ".adaptdl")
-
-
-def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None:
-    from adaptdl_elastic.rendezvous.local import runtime_file
-
-    directory = tmp_path / f"adaptdl-{os.getuid()}"
-    runtime_file.write(runtime_file.RuntimeFile("127.0.0.1:1", "default", "twice", os.getpid()), directory)
-    with ElasticRun(["--standalone", "--rdzv-id=twice", PLAIN], tmp_path) as run:
-        assert run.wait() == 1
-        assert run.text().count("\n") == 1
-        assert f"a standalone job 'twice' runs already (process {os.getpid()})" in run.text()
-
-
 def test_of_two_that_are_started_at_once_one_runs(tmp_path: Path) -> None:
     from adaptdl_elastic._private import private_directory
     from adaptdl_elastic.rendezvous.local import file_lock
@@ -240,25 +206,6 @@ def test_of_two_that_are_started_at_once_one_runs(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert "a standalone job 'twice' runs already: `adaptdl stop twice` ends it" in line
     assert not (tmp_path / ".adaptdl").exists()
-
-
-def test_each_rank_has_its_own_redirects_and_tee(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import os, sys\n"
-        "for name in ('stdout', 'stderr'):\n"
-        "    print(os.environ['LOCAL_RANK'], name, file=getattr(sys, name), flush=True)\n"
-    )
-    options = ["--redirects=0:3,1:1", "--tee=2:1", "--log-dir=logs", "--rdzv-id=job", "--nproc-per-node=3"]
-    done = run_agent(tmp_path, "--standalone", *options, "script.py")
-    assert done.returncode == 0, done.stderr
-    logs = {
-        f"{path.parent.name} {path.stem}": path.read_text().splitlines()
-        for path in (tmp_path / "logs").glob("job_*/attempt_0/*/std*.log")
-    }
-    kept = {"0 stdout", "0 stderr", "1 stdout", "2 stdout"}
-    assert logs == {name: [name] for name in kept}
-    assert sorted(done.stdout.splitlines()) == ["[default2]:2 stdout"]
-    assert sorted(done.stderr.splitlines()) == ["[rank1]: 1 stderr", "[rank2]: 2 stderr"]
 
 
 ONE_SAMPLE = """

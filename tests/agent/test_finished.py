@@ -29,7 +29,7 @@ pytestmark = pytest.mark.processes
 KEYS = Keys("test")
 
 
-@pytest.fixture(params=["directory", "bucket", "prefix"])
+@pytest.fixture(params=["directory", "prefix"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "directory":
         return str(tmp_path / "saved")
@@ -94,6 +94,7 @@ def job(path: str) -> Job:
     return Job(path)
 
 
+@pytest.mark.parametrize("path", ["directory", "bucket", "prefix"], indirect=True)
 def test_a_job_that_is_done_stays_done_until_another_run_is_asked_for(job: Job) -> None:
     saved = [job.save(b"one"), job.save(b"two")]
     job.start()

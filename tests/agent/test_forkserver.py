@@ -16,10 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adaptdl_elastic.agent.machine.device_locks import is_locked
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.forked_child import Command, die_with
+from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
 from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import Finished, Stop
@@ -404,6 +406,15 @@ def test_threads_are_set_in_the_replica(runner: Runner, tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import torch; print(torch.get_num_threads())")
     runner.start("script", str(tmp_path / "s.py"), threads=3)
     assert (runner.wait(), runner.said()[0]) == (0, "3\n")
+
+
+@pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch's store does not list its keys")
+def test_nothing_secret_is_in_the_store_where_replicas_meet(server: ForkServer) -> None:
+    kept = GenerationStore("127.0.0.1", None, server)
+    record = kept.open(1)
+    stranger = TCPStore("127.0.0.1", record.port, is_master=False)
+    assert [key for key in stranger.list_keys() if not key.startswith("init/")] == []
+    kept.close()
 
 
 def test_a_signal_reaches_the_whole_group(runner: Runner, tmp_path: Path) -> None:

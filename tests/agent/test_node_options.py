@@ -19,12 +19,21 @@ def listening(process: psutil.Process) -> list[int]:
     return [int(c.laddr.port) for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
 
 
-def test_agents_and_the_library_listen_in_the_given_range_of_ports_only(cluster: Cluster) -> None:
+def test_agents_listen_in_the_given_range_and_a_command_returns_behind_its_checkpoint(
+    cluster: Cluster,
+) -> None:
     low = next(port for port in free_ports(50) if port < 65000)
-    ports = f"--port-range={low}:{low + 40}"
-    first = cluster.train("first", ports)
+    options = (f"--port-range={low}:{low + 40}", "--checkpoint-interval=0")
+    first = cluster.train("first", *options)
     first.wait_for_event("generation")
-    second = cluster.train("second", ports)
+    assert first.of("checkpoint") == []
+    cluster.ask("checkpoint", JOB, "--wait")
+    found = cluster.store.get(cluster.keys.job(JOB, "checkpoint"))
+    assert found is not None
+    record = decode(CheckpointRecord, found.value)
+    assert (cluster.saved / record.id / "manifest.json").is_file()
+    assert first.wait_for_event("checkpoint")["kind"] == "request"
+    second = cluster.train("second", *options)
     cluster.scale(2, first)
     second.wait_for_event("started")
     replicas = {rank: pid for run in (first, second) for rank, pid in run.of("started")[-1]["pids"].items()}
@@ -54,18 +63,4 @@ def test_a_directory_that_is_not_shared_is_found_out(cluster: Cluster, tmp_path:
     for run in (first, second):
         assert "must be shared by all nodes" in run.text(), run.text()
     assert "epoch 0 had" not in second.text(), "nothing was begun afresh"
-    cluster.check(replicas=1)
-
-
-def test_a_checkpoint_on_demand_is_there_when_the_command_returns(cluster: Cluster) -> None:
-    first = cluster.train("first", "--checkpoint-interval=0")
-    first.wait_for_event("generation")
-    assert first.of("checkpoint") == []
-    cluster.ask("checkpoint", JOB, "--wait")
-    found = cluster.store.get(cluster.keys.job(JOB, "checkpoint"))
-    assert found is not None
-    record = decode(CheckpointRecord, found.value)
-    assert (cluster.saved / record.id / "manifest.json").is_file()
-    assert first.wait_for_event("checkpoint")["kind"] == "request"
-    cluster.finish(first)
     cluster.check(replicas=1)

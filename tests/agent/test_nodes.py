@@ -77,7 +77,6 @@ def test_the_only_node_hands_over_to_another_and_leaves(cluster: Cluster) -> Non
     [
         # rank 0 and the coordinator are on the first
         pytest.param(("second", "third"), ("first",), "all processes", id="the coordinator's node"),
-        pytest.param(("first",), ("second",), "agents", id="an agent"),
         pytest.param(("third",), ("first", "second"), "agents", id="all agents but one"),
         pytest.param(("first",), ("second",), "agents, and one comes back", id="an agent that comes back"),
     ],

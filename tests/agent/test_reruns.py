@@ -10,19 +10,6 @@ from elastic_run import ElasticRun
 pytestmark = [pytest.mark.exhaustive, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def first_run(cluster: Cluster, end: str) -> None:
-    """Run the job until it is done, or until a person stops it."""
-    run = cluster.train("a", "--nproc-per-node=1:2")
-    run.wait_for_event("generation")
-    cluster.scale(2, run)
-    if end == "stopped":
-        cluster.ask("stop", JOB)
-        assert run.wait() == 143, run.text()
-    else:
-        cluster.finish(run)
-        (cluster.directory / "hurry").unlink()
-
-
 def is_after(run: ElasticRun, generation: int, **fields: object) -> dict[str, object]:
     return run.wait_for(
         lambda e: (
@@ -33,11 +20,13 @@ def is_after(run: ElasticRun, generation: int, **fields: object) -> dict[str, ob
     )
 
 
-@pytest.mark.parametrize("end", ["done", "stopped"])
-def test_another_run_changes_in_place_and_survives_deaths(cluster: Cluster, end: str) -> None:
-    first_run(cluster, end)
-    again = ("--anew",) if end == "done" else ()
-    run = cluster.train("a", "--nproc-per-node=1:2", *again)
+def test_another_run_changes_in_place_and_survives_deaths(cluster: Cluster) -> None:
+    first = cluster.train("a", "--nproc-per-node=1:2")
+    first.wait_for_event("generation")
+    cluster.scale(2, first)
+    cluster.finish(first)
+    (cluster.directory / "hurry").unlink()
+    run = cluster.train("a", "--nproc-per-node=1:2", "--anew")
     begun = run.wait_for_event("generation")
     assert begun["generation"] > 0
     grown = cluster.scale(2, run)

@@ -72,9 +72,8 @@ def two_agents(folder: Path) -> Iterator[Job]:
             print(agent.text())
 
 
-def test_a_password_that_the_store_refuses_for_longer_than_a_lease_and_whose_files_come_one_by_one(
-    tmp_path: Path,
-) -> None:
+def test_a_job_goes_on_while_the_store_refuses_its_password_and_then_its_certificates(tmp_path: Path) -> None:
+    """Each for longer than a lease; the files of the password come one by one."""
     with two_agents(tmp_path) as job:
         job.guarded.change_password(NEXT_PASSWORD)
         for agent in job.agents:
@@ -95,19 +94,15 @@ def test_a_password_that_the_store_refuses_for_longer_than_a_lease_and_whose_fil
             assert "password" in agent.of("store")[0]["message"]
         job.resize()
         assert job.vanished() == set()
-        job.finish()
-
-
-def test_certificates_of_another_authority_after_longer_than_a_lease(tmp_path: Path) -> None:
-    with two_agents(tmp_path) as job:
+        seen = [len(agent.events) for agent in job.agents]
         job.guarded.replace_authority()
-        for agent in job.agents:
-            agent.wait_for_event("store", state="refused")
+        for agent, after in zip(job.agents, seen, strict=True):
+            agent.wait_for_event("store", state="refused", after=after)
         for _ in range(3):
             job.train_on()
         job.guarded.write_certificates()
-        for agent in job.agents:
-            agent.wait_for_event("store", state="back")
+        for agent, after in zip(job.agents, seen, strict=True):
+            agent.wait_for_event("store", state="back", after=after)
             assert "training goes on: TLS with etcd is refused" in agent.text()
         job.resize()
         job.finish()

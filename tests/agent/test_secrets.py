@@ -16,14 +16,11 @@ import pytest
 from cluster import Cluster
 from elastic_run import ElasticRun
 from odd_files import ODD
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adaptdl_elastic import _secrets
 from adaptdl_elastic._private import RuntimeFileError
 from adaptdl_elastic._secrets import file_in, machine_secret, secret_in
 from adaptdl_elastic.agent.cluster.run_secret import CommonSecret, common_secret, invitation, refusal
-from adaptdl_elastic.agent.runtime.fork_server import ForkServer
-from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
 from adaptdl_elastic.agent.taking_part import LaunchError, check_checkpoint_path, invite, store_environment
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -38,18 +35,6 @@ SPEC = JobSpec(job="job", run="run")
 @pytest.fixture(autouse=True)
 def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch's store does not list its keys")
-def test_nothing_secret_is_in_the_store_where_replicas_meet() -> None:
-    server = ForkServer.start()
-    kept = GenerationStore("127.0.0.1", None, server)
-    record = kept.open(1)
-    stranger = TCPStore("127.0.0.1", record.port, is_master=False)
-    assert [key for key in stranger.list_keys() if not key.startswith("init/")] == []
-    kept.close()
-    server.close()
 
 
 def secret_of(

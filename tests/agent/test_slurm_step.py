@@ -15,13 +15,7 @@ import pytest
 from adaptdl_elastic.agent.cluster import allocation_store
 from adaptdl_elastic.agent.machine import slurm_end
 from adaptdl_elastic.agent.machine.interruption import NoticeKind
-from adaptdl_elastic.agent.machine.slurm import (
-    SlurmError,
-    allocation,
-    is_to_requeue,
-    notice_time,
-    parse_job,
-)
+from adaptdl_elastic.agent.machine.slurm import SlurmError, allocation, is_to_requeue, notice_time, parse_job
 from adaptdl_elastic.agent.terminal.run_options import parse
 from adaptdl_elastic.agent.terminal.run_parser import OptionError
 

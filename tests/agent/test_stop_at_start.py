@@ -14,14 +14,14 @@ from adaptdl_elastic.storage import DirectoryStorage
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(600)]
 
 SCRIPT = """
-import errno
+import errno, time
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import storage
 
 def opened(path):
     if EARLY:
         from adaptdl_elastic import _session
-        while not _session.current().stop_asked: pass
+        while not _session.current().stop_asked: time.sleep(0.01)
     raise OSError(errno.EIO, "Input/output error")
 
 storage.open_regular = opened

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,14 +113,6 @@ def test_a_stop_that_cannot_save_says_so_and_fails(tmp_path: Path) -> None:
         assert reason.startswith("stopped as asked; no checkpoint is saved: cannot save a checkpoint to")
         assert reason.endswith("No space left on device")
         assert (stopped.returncode, reason in stopped.stderr) == (1, True)
-
-
-def test_a_node_that_is_drained_leaves_the_job_unfinished(tmp_path: Path) -> None:
-    with answering(tmp_path, "0") as script:
-        script.wait_for("ready", 0, 1)
-        script.run.process.send_signal(signal.SIGTERM)
-        assert script.run.wait() == 143
-        assert script.run.of("exit")[0]["reason"] == "stopped: SIGTERM"
 
 
 def test_a_script_that_was_at_its_end_before_the_signal_is_done(tmp_path: Path) -> None:

@@ -40,14 +40,7 @@ class Node:
     ) -> None:
         streams = Streams.parse("--redirects", redirects), Streams.parse("--tee", tee)
         self.seen: list[str] = []
-        self.output = Output(
-            "job",
-            directory,
-            *streams,
-            only,
-            show=self.seen.append,
-            several=several,
-        )
+        self.output = Output("job", directory, *streams, only, show=self.seen.append, several=several)
         self.display = TracebackDisplay(self.output)
 
     def start(

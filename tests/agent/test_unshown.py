@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -35,12 +36,15 @@ for epoch in adl.remaining_epochs_until(int(sys.argv[1])):
 """
 
 
-def opened(kind: str) -> tuple[int, int | None]:
-    """Return a descriptor to write to, and the one to close so that writing fails from then on."""
+def opened(kind: str, folder: Path) -> tuple[Path, list[int]]:
+    """Return what to write to, and the descriptors to close so that writing fails from then on."""
     if kind == "full disk":
-        return os.open("/dev/full", os.O_WRONLY), None
-    read, write = pty.openpty() if kind == "terminal" else os.pipe()
-    return write, read
+        return Path("/dev/full"), []
+    if kind == "terminal":
+        read, write = pty.openpty()
+        return Path(os.ttyname(write)), [read, write]
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe", [os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)]
 
 
 @pytest.mark.exhaustive
@@ -51,14 +55,13 @@ def test_a_run_that_cannot_be_seen_survives_a_death_and_saves_when_it_is_stopped
     tmp_path: Path, kind: str, number: signal.Signals
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    write, read = opened(kind)
+    place, ends = opened(kind, tmp_path)
     arguments = ["--standalone", "--nproc-per-node=2", "--rdzv-id=job", "--log-dir=logs", "script.py", "1000"]
-    with ElasticRun(arguments, tmp_path, fresh=True, terminal=write) as run:
-        os.close(write)
+    with ElasticRun(arguments, tmp_path, terminal=place) as run:
         pids = run.wait_for_event("started")["pids"]
-        if read is not None:
-            os.read(read, 1)
-            os.close(read)
+        assert not ends or select.select(ends[:1], [], [], PATIENCE)[0]
+        for end in ends:
+            os.close(end)
         first = run.wait_for_event("generation")
         os.kill(pids["1"], signal.SIGKILL)
         run.wait_for_event("replica_lost")

@@ -43,12 +43,7 @@ def test_a_node_that_joins_a_run_takes_its_code() -> None:
 
 @pytest.mark.parametrize(
     "store",
-    [
-        MemoryStore(),
-        store_of(OLD, JobState.STOPPED),
-        store_of(OLD, JobState.DONE),
-        store_of(""),
-    ],
+    [MemoryStore(), store_of(OLD, JobState.STOPPED), store_of(OLD, JobState.DONE), store_of("")],
     ids=["no job", "stopped", "done", "started elsewhere"],
 )
 def test_a_new_run_takes_the_stacks_own(store: MemoryStore) -> None:

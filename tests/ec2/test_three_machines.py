@@ -29,7 +29,7 @@ from polling import until as look_until
 from adaptdl_elastic.autoscaler.provisioning import bundle
 from adaptdl_elastic.rendezvous.schema.submissions import STACK_OWNER
 
-until = partial(look_until, pause=1.0)  # most looks start a process
+until = partial(look_until, pause=4.0)  # a look starts processes, which take a second of CPU time
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.etcd,

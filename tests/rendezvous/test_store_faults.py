@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import itertools
 import shutil
 import threading
 import time
@@ -29,6 +30,10 @@ from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
 pytestmark = [pytest.mark.etcd, pytest.mark.exhaustive]
+# what is done to a connection alone leaves a server to other tests
+on_each_server = pytest.mark.parametrize(
+    "_shared_world", ["v3-3.5", "v2-3.5", "v3-3.4", "v2-3.4"], indirect=True
+)
 
 
 @pytest.fixture
@@ -53,16 +58,17 @@ def test_a_watch_loses_nothing_when_the_server_is_killed(own_world, collect):
     assert set(written) <= {(change.revision, change.value) for change in changes}
 
 
-def test_changes_made_while_a_watch_was_cut_off_arrive_later(own_world, collect):
-    with CuttingProxy(own_world.real.endpoint) as proxy, own_world.client(proxy.endpoint) as reader:
-        seen = collect(reader.watch(own_world.prefix))
-        writer = own_world.client()
-        writer.put(own_world.prefix + "a", "0")
+@on_each_server
+def test_changes_made_while_a_watch_was_cut_off_arrive_later(world, collect):
+    with CuttingProxy(world.real.endpoint) as proxy, world.client(proxy.endpoint) as reader:
+        seen = collect(reader.watch(world.prefix))
+        writer = world.client()
+        writer.put(world.prefix + "a", "0")
         seen.wait(1)
         proxy.cut()
         for number in range(1, 6):
-            writer.put(own_world.prefix + "a", str(number))
-        writer.delete(own_world.prefix + "a")
+            writer.put(world.prefix + "a", str(number))
+        writer.delete(world.prefix + "a")
         proxy.heal()
         changes = seen.wait(7)
     assert [change.value for change in changes] == ["0", "1", "2", "3", "4", "5", None]
@@ -86,17 +92,18 @@ def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world, store):
 
 
 @pytest.mark.essential
-def test_a_partition_costs_the_lease_and_both_sides_learn_it(own_world, collect):
-    with CuttingProxy(own_world.real.endpoint) as proxy:
-        apart, together = own_world.client(proxy.endpoint, timeout=5.0), own_world.client()
-        seen = collect(together.watch(own_world.prefix))
+@on_each_server
+def test_a_partition_costs_the_lease_and_both_sides_learn_it(world, collect):
+    with CuttingProxy(world.real.endpoint) as proxy:
+        apart, together = world.client(proxy.endpoint, timeout=5.0), world.client()
+        seen = collect(together.watch(world.prefix))
         lease = apart.lease(8)
-        apart.put(own_world.prefix + "mine", "1", lease)
+        apart.put(world.prefix + "mine", "1", lease)
         seen.wait(1)
         proxy.freeze()
         assert seen.wait(2)[1].kind == "delete"
         with pytest.raises(StoreUnavailableError, match="no answer in time"):
-            apart.get(own_world.prefix + "mine")
+            apart.get(world.prefix + "mine")
         assert not lease.lost.is_set()
         assert lease.remaining() == 0
         proxy.heal()
@@ -120,10 +127,11 @@ def test_with_v2_a_key_that_runs_out_early_is_a_lost_lease(own_world, store):
     assert store.range(own_world.prefix).items == ()
 
 
-def test_a_swap_whose_answer_was_lost_is_not_done_twice(own_world):
-    with CuttingProxy(own_world.real.endpoint) as proxy:
-        store, other = own_world.client(proxy.endpoint), own_world.client()
-        key = own_world.prefix + "leader"
+@on_each_server
+def test_a_swap_whose_answer_was_lost_is_not_done_twice(world):
+    with CuttingProxy(world.real.endpoint) as proxy:
+        store, other = world.client(proxy.endpoint), world.client()
+        key = world.prefix + "leader"
         first = other.put(key, "nobody")
         proxy.swallow()
         threading.Timer(0.3, proxy.heal).start()  # at any time within the store's own time-out
@@ -134,23 +142,25 @@ def test_a_swap_whose_answer_was_lost_is_not_done_twice(own_world):
         assert store.compare_and_swap(key, "me again", first) is None
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3, 4])  # v2 writes a leased key two or three times
-@pytest.mark.parametrize("how", ["swap", "put"])
-def test_a_leased_write_whose_answer_was_lost_is_of_the_lease(own_world, how, nth):
-    with CuttingProxy(own_world.real.endpoint) as proxy:
-        store, other = own_world.client(proxy.endpoint), own_world.client()
-        key = own_world.prefix + "leader"
-        lease = store.lease(60)
-        proxy.lose(nth)
-        if how == "swap":
-            revision = store.compare_and_swap(key, "me", 0, lease)
-        else:
-            revision = store.put(key, "me", lease)
-        assert revision == other.get(key).mod_revision
-        lease.renew(5.0)
-        assert other.get(key).mod_revision == revision
-        lease.revoke()
-        assert other.get(key) is None, "it outlived its owner"
+@on_each_server
+def test_a_leased_write_whose_answer_was_lost_is_of_the_lease(world):
+    # v2 writes a leased key two or three times
+    for how, nth in itertools.product(("swap", "put"), (1, 2, 3, 4)):
+        with CuttingProxy(world.real.endpoint) as proxy:
+            store, other = world.client(proxy.endpoint), world.client()
+            key = f"{world.prefix}leader-{how}-{nth}"
+            lease = store.lease(60)
+            proxy.lose(nth)
+            if how == "swap":
+                revision = store.compare_and_swap(key, "me", 0, lease)
+            else:
+                revision = store.put(key, "me", lease)
+            assert revision == other.get(key).mod_revision
+            lease.renew(5.0)
+            assert other.get(key).mod_revision == revision
+            lease.revoke()
+            assert other.get(key) is None, "it outlived its owner"
+            store.close()
 
 
 @pytest.mark.parametrize(
@@ -196,22 +206,23 @@ def test_data_that_were_replaced_are_noticed(own_world, store, collect):
 
 
 @pytest.mark.essential
-def test_the_next_endpoint_is_tried(own_world, collect):
+@on_each_server
+def test_the_next_endpoint_is_tried(world, collect):
     (nobody,) = free_ports(1)
-    real = own_world.real.endpoint
+    real = world.real.endpoint
     with ExitStack() as stack:
         one, two = (stack.enter_context(CuttingProxy(real)) for _ in range(2))
         addresses = f"127.0.0.1:{nobody},{one.endpoint},{two.endpoint}"
-        store = stack.enter_context(own_world.client(addresses, timeout=20.0))
-        seen = collect(store.watch(own_world.prefix))
-        store.put(own_world.prefix + "a", "1")
+        store = stack.enter_context(world.client(addresses, timeout=20.0))
+        seen = collect(store.watch(world.prefix))
+        store.put(world.prefix + "a", "1")
         seen.wait(1)
         for victim, number in ((one, "2"), (two, "3")):
             other = two if victim is one else one
             other.cut()  # what was held back must not arrive late
             other.heal()
             victim.freeze()  # hangs; the watch on it has to move, too
-            store.put(own_world.prefix + "a", number)
+            store.put(world.prefix + "a", number)
         assert [change.value for change in seen.wait(3)] == ["1", "2", "3"]
 
 

@@ -9,10 +9,7 @@ import pytest
 from compacted import compact
 from polling import until
 from ports import free_port
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousParameters,
-)
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 from torchrun_group import PREFIX, SOON, Group
 

@@ -94,11 +94,8 @@ def test_the_readmes_line_typed_at_the_same_moment_on_two_machines(opened: Opene
     start_etcd(room)
     line = "adaptdl-run --nnodes=1:8" + readme("--nnodes=1:8").partition("adaptdl-run --nnodes=1:8")[2]
     logs = [tmp_path / f"{node}.log" for node in NODES]
-
-    def typed(line: str) -> list[subprocess.Popen[str]]:
-        return [start(room, line, node, str(ROOT), log) for node, log in zip(NODES, logs, strict=True)]
-
-    long = typed(line.replace("--epochs 2", "--epochs 2000"))
+    typed = line.replace("--epochs 2", "--epochs 2000")
+    long = [start(room, typed, node, str(ROOT), log) for node, log in zip(NODES, logs, strict=True)]
     ask(room, f"JOB=images\n{TRAINS}\nadaptdl scale images --replicas 2 --wait")
     # both train: before the first step there is nothing to save
     ask(room, "adaptdl checkpoint images --wait")
@@ -113,8 +110,6 @@ def test_the_readmes_line_typed_at_the_same_moment_on_two_machines(opened: Opene
     # nothing of a secret is in the store or in a log
     text = "".join(log.read_text() for log in logs)
     assert secret.read_text() not in text + ask(room, DUMP)
-    # the same command line resumes it, on both
-    assert codes(typed(line.replace("--epochs 2", "--epochs 3")), logs) == [0, 0]
 
 
 DUMP = (
@@ -158,14 +153,3 @@ def test_machines_without_a_common_folder_join_by_the_line_that_the_first_one_pr
     rest, _ = quiet.communicate(timeout=PATIENCE)
     assert told.partition(" ")[0] not in said + rest
     assert quiet.returncode == 143
-
-
-def test_a_folder_that_other_users_can_write_is_refused_with_the_remedy(opened: Opened) -> None:
-    room = opened("/shared")
-    start_etcd(room)
-    room.bash("install -d -m 777 /shared/open; echo > /home/trainer/train.py", "node0")
-    line = "adaptdl-run --nnodes=1:2 --rdzv-endpoint=etcd0:2379 --checkpoint-path=/shared/open train.py"
-    refused = ask(room, line, code=1, machine="node0")
-    assert refused.count("\n") == 1
-    assert "other users can write to /shared/open" in refused
-    assert "chmod go-w /shared/open, or set the same ADAPTDL_SECRET on all nodes" in refused

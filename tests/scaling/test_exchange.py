@@ -32,8 +32,8 @@ def without_spot(limit: str, nodes: int = 4) -> World:
 
 def watch(world: World, seconds: float, least: int) -> None:
     """Run, and hold the limits at every decision. `least`: nodes that work at any time."""
-    for _ in range(round(seconds / 30)):
-        done = world.tick(30)
+    for _ in range(round(seconds / 60)):
+        done = world.tick(60)
         working = [n for n in world.nodes_in_use().values() if n.busy]
         assert len(working) >= least
         assert len(world.provider.capacity().instances) <= world.settings.max_nodes
@@ -53,8 +53,7 @@ def test_three_hours_after_spot_returned_no_node_is_on_demand(limit: str) -> Non
     assert world.provider.launched == launched
 
 
-@pytest.mark.parametrize("minutes", [10, 45])
-@pytest.mark.parametrize("limit", ["room", "nodes"])
+@pytest.mark.parametrize(("limit", "minutes"), [("room", 45), ("nodes", 10)])
 def test_capacity_that_flaps_does_not_end_on_demand(limit: str, minutes: int) -> None:
     """Spot comes and goes, and takes a node with it each time. Half of the time there is no capacity."""
     world = without_spot(limit)
@@ -96,7 +95,7 @@ def test_an_exchange_has_to_pay(price: float, left: float, exchanged: bool) -> N
     world.jobs = (job(remaining=1e9, max_replicas=1),)
     world.until_running(1)
     world.provider.outage.clear()
-    world.of_jobs(job(remaining=left, max_replicas=1)).run(HOUR, every=30)
+    world.of_jobs(job(remaining=left, max_replicas=1)).run(HOUR, every=60)
     assert (on_demand(world) == 0) is exchanged
 
 
@@ -115,7 +114,7 @@ def test_a_node_that_a_person_drained_is_not_exchanged_and_stops_no_exchange(reg
     world.adjust = nodes
     world.settings = ScalingSettings(boot_timeout=10 * HOUR, idle_after=10 * HOUR)  # it is not missed so soon
     world.provider.outage.clear()
-    world.run(2 * HOUR, every=30)
+    world.run(2 * HOUR, every=60)
     assert [name for name in world.running if name.startswith("demand")] == [drained]
     assert world.desired == {"demand": 1, "spot": 3}
 
@@ -131,7 +130,7 @@ def test_at_the_limit_no_job_falls_below_its_minimum(least: dict[str, int]) -> N
 
 def test_demand_that_ends_during_an_exchange_leaves_nothing() -> None:
     world = without_spot("room")
-    world.run(HOUR)
+    world.run(HOUR, 30)
     world.provider.outage.clear()
     world.until(lambda: world.desired["spot"] > 0)
     world.want(0).run(HOUR)

@@ -90,7 +90,7 @@ def test_a_job_that_runs_comes_before_one_that_waits() -> None:
     works = world.nodes_in_use()
     world.adjust = lambda _: works
     world.jobs = (JobInfo("new", min_replicas=3, max_replicas=3, min_nodes=3), FOUR)
-    world.run(3600)
+    world.run(3600, 30)
     assert (world.provider.launched, len(world.running)) == (4, 4)
     (warning,) = world.tick().warnings
     assert warning.startswith("new: needs 3 nodes to run, and 0 can be had now")
@@ -119,7 +119,7 @@ def test_nodes_that_were_idle_for_long_are_used_by_a_job_that_needs_more(
 ) -> None:
     world = World(pool, settings=settings)
     start_together(world, FOUR)
-    world.run(1800)
+    world.run(1800, 30)
     world.jobs = (FOUR,)
     world.run(150)
     assert [use.replicas for use in world.nodes_in_use().values()] == [{"train": 1}] * 4
@@ -150,7 +150,7 @@ def test_a_node_that_is_idle_within_the_band_is_released() -> None:
     assert 5 * MINUTE <= world.now - now <= 6 * MINUTE
     (release,) = world.of(Release)
     assert release.reason == "it has had no replica for 5 min (--idle-minutes)"
-    world.run(1800)
+    world.run(1800, 30)
     assert (world.provider.launched, len(world.running)) == (8, 7)
 
 
@@ -166,14 +166,14 @@ def test_a_node_that_is_idle_within_the_band_is_released() -> None:
 def test_nodes_that_a_person_asked_for_stay(pool: Pool, settings: ScalingSettings) -> None:
     world = World(pool, settings=settings).grown(8)
     idling(world, world.running[3])
-    world.want(7).run(3600)
+    world.want(7).run(3600, 30)
     assert (len(world.running), world.provider.launched) == (8, 8)
 
 
 def test_nodes_on_which_nothing_is_placed_are_bought_again_less_and_less() -> None:
     world = World(DEMAND).want(2)
     idling(world, *(f"demand-{number}" for number in range(100)))
-    world.run(8 * 3600)
+    world.run(8 * 3600, 30)
     assert world.provider.launched == 2 * 8
     assert any("had no replica 8 times in a row" in text for text in world.tick().warnings)
     idling(world)
@@ -185,7 +185,7 @@ def test_nodes_on_which_nothing_is_placed_are_bought_again_less_and_less() -> No
 def test_a_job_that_runs_keeps_its_nodes_while_no_more_are_bought_for_it() -> None:
     world = World(DEMAND).grown(2)
     idling(world, *(f"demand-{number}" for number in range(3, 100)))
-    world.want(4).run(8 * 3600)
+    world.want(4).run(8 * 3600, 30)
     assert world.provider.launched == 2 + 2 * 8
     assert {"demand-1", "demand-2"} <= set(world.running)
 
@@ -193,7 +193,7 @@ def test_a_job_that_runs_keeps_its_nodes_while_no_more_are_bought_for_it() -> No
 def test_a_job_that_was_expected_begins_afresh_when_it_is_submitted() -> None:
     world = World(DEMAND)
     idling(world, *(f"demand-{number}" for number in range(100)))
-    world.want(2).run(8000)
+    world.want(2).run(8000, 40)
     assert world.memory.vain["train"].until > world.now + 1000
     world.runs = {"train": "run"}
     world.run(120)

@@ -58,10 +58,7 @@ def test_values_hold_instead_of_those_given_and_others_stay() -> None:
     base = ScalingSettings(max_nodes=4, max_hourly_cost=10.0, deadlines={"a": 1.0, "*": 2.0})
     values = {"max_nodes": 8.0, "deadlines/a": 5.0, "deadlines/b": 6.0, "max_job_costs/*": 50.0}
     assert changed(base, values) == ScalingSettings(
-        max_nodes=8,
-        max_hourly_cost=10.0,
-        deadlines={"a": 5.0, "*": 2.0, "b": 6.0},
-        max_job_costs={"*": 50.0},
+        max_nodes=8, max_hourly_cost=10.0, deadlines={"a": 5.0, "*": 2.0, "b": 6.0}, max_job_costs={"*": 50.0}
     )
 
 

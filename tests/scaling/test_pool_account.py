@@ -123,7 +123,7 @@ def test_idle_nodes_that_are_lost_after_hours_are_no_waste() -> None:
     world.run(HOUR, 60)
     for _ in range(4):
         world.provider.vanish(world.running[0])
-        world.run(6 * HOUR, 60)
+        world.run(6 * HOUR, 120)
     assert (world.memory.pools["spot"].wasted, len(world.running)) == (0, 2)
 
 
@@ -147,24 +147,20 @@ def test_older_nodes_that_are_lost_at_the_same_time_do_not_live_on() -> None:
     assert minutes(after.pools["pool"]) == (31 + 40, 20 + 20)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "vanishes", "shut"),
-    [(8, True, False), pytest.param(8, False, False, marks=pytest.mark.exhaustive), (2, True, True)],
-)
+@pytest.mark.parametrize(("nodes", "shut"), [(8, False), (2, True)])
 def test_the_loss_of_one_replacement_after_another_is_judged_beside_the_nodes_at_work(
-    nodes: int, vanishes: bool, shut: bool
+    nodes: int, shut: bool
 ) -> None:
     """Three lost replacements closed a pool with seven nodes at work for days, on 0.48 of 200 dollars."""
     # a node without an agent is idle, too: with the default it would be released before it counts as lost
-    world = World(DEMAND, settings=ScalingSettings(idle_after=1200.0)).want(nodes).run(24 * HOUR, 60)
+    world = World(DEMAND, settings=ScalingSettings(idle_after=1200.0)).want(nodes).run(24 * HOUR, 300)
     old = set(world.running[1:])
     world.provider.vanish(world.running[0])
     for _ in range(2 * 60):
         world.tick(60)
         for instance in world.look().instances:
             if instance.id not in old and world.now - instance.launched >= 8 * MINUTE:
-                if vanishes:
-                    world.provider.vanish(instance.id)
+                world.provider.vanish(instance.id)
                 world.hidden.add(instance.id)
     pool = world.memory.pools["demand"]
     assert old <= set(world.running)

@@ -61,7 +61,7 @@ def test_pools_have_what_is_worth_it(script: str) -> None:
     play(POOLS, script)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 20), st.sampled_from(["small", "large"]), st.sampled_from([0.3, 1.0, 4.0])),
@@ -167,7 +167,7 @@ def test_nodes_of_others_count_for_it() -> None:
 
 def test_a_few_interruptions_are_no_reason() -> None:
     world = World(DEMAND, SPOT).want(8)
-    for _ in range(24):  # one node of eight every hour
+    for _ in range(12):  # one node of eight every hour
         world.run(3600, every=60)
         world.provider.vanish(world.running[0])
     world.run(300)
@@ -204,17 +204,7 @@ def test_agents_with_other_room_than_their_instances_are_said() -> None:
 # -- prices
 
 
-@pytest.mark.parametrize(
-    ("value", "most", "spot", "demand"),
-    [
-        (1.0, 4, 4, 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in ((2.0, 6, 6, 0), (0.5, 3, 3, 0), (4.0, 10, 10, 0), (6.0, 3, 3, 6))
-        ),
-        (4.0, 2, 2, 6),
-    ],
-)
+@pytest.mark.parametrize(("value", "most", "spot", "demand"), [(1.0, 4, 4, 0), (4.0, 2, 2, 6)])
 def test_two_prices_begin_no_circle(value: float, most: int, spot: int, demand: int) -> None:
     """What is worth the price of spot is not bought on demand, nor let go by on-demand's price."""
     dear = Pool("demand", desired=0, maximum=10, hourly_price=1.0, slots=4)
@@ -225,7 +215,7 @@ def test_two_prices_begin_no_circle(value: float, most: int, spot: int, demand: 
         .run(600, every=15)
     )
     assert world.desired == {"spot": spot, "demand": demand}
-    world.run(7200, every=15)
+    world.run(7200, every=60)
     assert (world.desired, world.provider.launched) == ({"spot": spot, "demand": demand}, spot + demand)
     assert world.of(Release) == []
 
@@ -239,9 +229,9 @@ def test_a_cheap_pool_that_has_none_to_give_does_not_change_the_price_of_what_it
     world.jobs = (job(remaining=1e9), job("second", remaining=1e9))
     world.provider.outage["spot"] = "no Spot capacity available"
     world.provider.vanish(world.running[0])
-    world.run(3600)
+    world.run(3600, 30)
     assert world.desired["spot"] == many - 1
-    world.of_jobs(job(remaining=1e9)).run(3600)
+    world.of_jobs(job(remaining=1e9)).run(3600, 30)
     assert world.desired["spot"] == many - 1
     assert world.of(Release) == [] or {a.instance.partition("-")[0] for a in world.of(Release)} == {"demand"}
 

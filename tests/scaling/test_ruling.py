@@ -181,9 +181,7 @@ def test_an_autoscaler_stopped_in_mid_look_does_not_act_further(
     assert len(list(store.range(KEYS.events).items)) == events
 
 
-def test_a_deposed_autoscaler_does_not_overwrite_the_status_of_its_successor(
-    store: MemoryStore,
-) -> None:
+def test_a_deposed_autoscaler_does_not_overwrite_the_status_of_its_successor(store: MemoryStore) -> None:
     cluster = ruling(store)
     cluster.submit()
     theirs = AutoscalerStatus("successor", 9, 9, 9.0, 99.0)

@@ -13,11 +13,7 @@ from adaptdl_elastic.agent.own_records import job_spec
 from adaptdl_elastic.agent.terminal import run_options
 from adaptdl_elastic.autoscaler.cluster_view import view_of
 from adaptdl_elastic.autoscaler.commands.job_requests import RequestError, resume_started
-from adaptdl_elastic.autoscaler.providers.base import (
-    Capacity,
-    ProviderError,
-    TryLaterError,
-)
+from adaptdl_elastic.autoscaler.providers.base import Capacity, ProviderError, TryLaterError
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import LoopOptions
 from adaptdl_elastic.autoscaler.scaling.observe import node_uses, observe
 from adaptdl_elastic.rendezvous.schema import records

@@ -106,25 +106,19 @@ def small(replicas: int, measured: frozenset[str] = ONLY_T4) -> JobInfo:
 
 
 @pytest.mark.parametrize("measured", [BOTH, ONLY_A100])
-@pytest.mark.parametrize("others", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_job_grows_on_its_type_beside_one_that_runs_on_another(
-    measured: frozenset[str], others: int
-) -> None:
+def test_a_job_grows_on_its_type_beside_one_that_runs_on_another(measured: frozenset[str]) -> None:
     """T4s were bought for it, stayed idle and were released, again and again."""
-    cluster = two_jobs(2, others, typed(10, measured, requested_replicas=2), small(others))
-    cluster.of_jobs(typed(10, measured), small(others)).run(2 * HOUR)
-    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 4, "t4": others}, 4 + others)
+    cluster = two_jobs(2, 1, typed(10, measured, requested_replicas=2), small(1))
+    cluster.of_jobs(typed(10, measured), small(1)).run(2 * HOUR, 30)
+    assert (cluster.bought(), cluster.provider.launched) == ({"a100": 4, "t4": 1}, 5)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (0, 1)])
-@pytest.mark.parametrize("measured", [BOTH, pytest.param(ONLY_T4, marks=pytest.mark.exhaustive)])
-def test_two_jobs_that_lack_nodes_get_each_its_type(
-    measured: frozenset[str], before: int, after: int
-) -> None:
+def test_two_jobs_that_lack_nodes_get_each_its_type(before: int, after: int) -> None:
     """The second job grows as well, or starts to wait."""
-    running = (small(before, measured),) if before else ()
+    running = (small(before, BOTH),) if before else ()
     cluster = two_jobs(2, before, typed(10, requested_replicas=2), *running)
-    cluster.of_jobs(typed(10), small(after, measured)).run(2 * HOUR)
+    cluster.of_jobs(typed(10), small(after, BOTH)).run(2 * HOUR, 30)
     assert (cluster.bought(), cluster.provider.launched) == ({"a100": 4, "t4": after}, 4 + after)
 
 
@@ -132,14 +126,14 @@ def test_a_new_job_that_measured_nothing_waits_beside_one_that_grows() -> None:
     """It gets what is left: no type is reserved for it."""
     cluster = two_jobs(2, 0, typed(10, requested_replicas=2))
     cluster.accepts = {"train": {"a100"}, "new": {"a100", "t4"}}
-    cluster.of_jobs(typed(10, ONLY_A100), waiting("new", 3)).run(2 * HOUR)
+    cluster.of_jobs(typed(10, ONLY_A100), waiting("new", 3)).run(2 * HOUR, 30)
     assert (cluster.bought(), cluster.provider.launched) == ({"a100": 6, "t4": 1}, 7)
 
 
 def test_a_job_gets_its_type_while_the_type_of_another_cannot_be_had() -> None:
     cluster = two_jobs(2, 1, typed(10, requested_replicas=2), small(1))
     cluster.provider.outage["a100"] = "no capacity"
-    cluster.of_jobs(typed(10), small(2)).run(2 * HOUR)
+    cluster.of_jobs(typed(10), small(2)).run(2 * HOUR, 30)
     assert (cluster.bought(), cluster.provider.launched) == ({"a100": 2, "t4": 2}, 4)
 
 
@@ -148,7 +142,7 @@ def test_a_job_with_a_deadline_grows_on_its_type() -> None:
     free = typed(10, **facts)
     cluster = two_jobs(1, 1, typed(10, requested_replicas=1), small(1), deadlines={"train": 30_000.0})
     cluster.jobs = (free, small(1))
-    cluster.run(HOUR)
+    cluster.run(HOUR, 30)
     assert cluster.bought() == {"a100": cluster.memory.wanted["train"], "t4": 1}
     assert cluster.provider.launched == 1 + cluster.bought()["a100"]
     assert cluster.bought()["a100"] > 1
@@ -159,7 +153,7 @@ def test_free_nodes_are_not_exchanged_for_free_ones(other: float) -> None:
     """They were, every five minutes."""
     cluster = TypedWorld(replace(A100, hourly_price=0.0), replace(T4, hourly_price=other))
     cluster.memory = Memory(node_types={"p4d": "NVIDIA A100", "g4dn": "Tesla T4"})
-    cluster.of_jobs(typed(1)).run(2 * HOUR)
+    cluster.of_jobs(typed(1)).run(2 * HOUR, 30)
     assert cluster.provider.launched == 4
 
 
@@ -172,7 +166,7 @@ def test_no_node_is_exchanged_for_a_slower_one_while_the_job_has_a_third_type() 
     cluster.jobs = (
         job(models=models, measured=frozenset(models), requested_replicas=3, max_replicas=3, remaining=1e9),
     )
-    cluster.run(2 * HOUR)
+    cluster.run(2 * HOUR, 30)
     assert cluster.bought() == {"a100": 2, "t4": 0, "l4": 1}
 
 
@@ -203,7 +197,7 @@ def test_a_type_is_bought_by_what_was_measured_on_it(
 ) -> None:
     cluster = world()
     cluster.provider.outage = {outage: "no capacity"}
-    assert cluster.of_jobs(job_now).run(HOUR).bought() == bought
+    assert cluster.of_jobs(job_now).run(HOUR, 30).bought() == bought
 
 
 def test_a_type_that_no_job_has_measured_is_tried_on_one_node() -> None:
@@ -211,8 +205,8 @@ def test_a_type_that_no_job_has_measured_is_tried_on_one_node() -> None:
     cluster = world(on_a100=1)
     cluster.jobs = (typed(10, ONLY_A100, requested_replicas=1), waiting("new", 4))
     most = 0
-    for _ in range(360):
-        cluster.tick()
+    for _ in range(120):
+        cluster.tick(30)
         most = max(most, cluster.desired["t4"])
     assert (most, cluster.bought()) == (1, {"a100": 4, "t4": 1})
 
@@ -233,7 +227,7 @@ def test_the_measurement_decides_after_the_trial(factor: float, after: dict[str,
     cluster.until(lambda: len(cluster.running) == 4)
     cluster.spread = False
     cluster.preferred = "a100" if factor == 10 else "t4"
-    cluster.run(2 * HOUR)
+    cluster.run(2 * HOUR, 30)
     assert cluster.bought() == after
 
 
@@ -242,44 +236,39 @@ def test_a_job_that_runs_grows_on_its_own_type_while_that_is_for_sale() -> None:
     for job_now in (typed(10, ONLY_A100), typed(2)):
         cluster = world(on_a100=3)
         cluster.run(120)
-        cluster.of_jobs(job_now).run(HOUR)
+        cluster.of_jobs(job_now).run(HOUR, 30)
         assert cluster.desired == {"a100": 4, "t4": 0}
     cluster.provider.outage["a100"] = "no capacity"
     for factor, bought in ((2, 0), (1.2, 2)):  # six are slower than four on A100, or faster
-        cluster.of_jobs(typed(factor, requested_replicas=6, max_replicas=6)).run(240)
+        cluster.of_jobs(typed(factor, requested_replicas=6, max_replicas=6)).run(240, 30)
         assert cluster.bought() == {"a100": 4, "t4": bought}
 
 
 @pytest.mark.parametrize(
     ("factor", "measured", "left", "exchanged"),
-    [
-        pytest.param(10, BOTH, 1e9, False, marks=pytest.mark.exhaustive),
-        (2, ONLY_A100, 1e9, False),
-        (2, BOTH, 1e9, True),
-        (2, BOTH, 1e6, False),
-    ],
+    [(2, ONLY_A100, 1e9, False), (2, BOTH, 1e9, True), (2, BOTH, 1e6, False)],
 )
 def test_given_a100_they_are_exchanged_only_for_cheaper_goodput(
     factor: float, measured: frozenset[str], left: float, exchanged: bool
 ) -> None:
     """All were exchanged for T4. While it lasts, all nodes of a job work at the pace of the slowest."""
     own = typed(factor, measured, remaining=left, requested_replicas=None, min_replicas=4)
-    cluster = world(on_a100=4).of_jobs(own).run(12 * HOUR, every=60)
+    cluster = world(on_a100=4).of_jobs(own).run(6 * HOUR, every=60)
     assert cluster.bought()["a100"] == (0 if exchanged else 4)
 
 
 def test_an_idle_trial_node_is_exchanged_for_the_type_at_work() -> None:
     cluster = world(on_a100=3, on_t4=1)
     cluster.spread = False
-    cluster.of_jobs(typed(10, ONLY_A100)).run(2 * HOUR)
+    cluster.of_jobs(typed(10, ONLY_A100)).run(2 * HOUR, 30)
     assert cluster.bought() == {"a100": 4, "t4": 0}
 
 
 def test_limits_hold_real_prices() -> None:
     cluster = world(max_hourly_cost=6.5)
     cluster.jobs = (typed(10),)
-    for _ in range(360):
-        assert cluster.tick().hourly_cost <= 6.5
+    for _ in range(120):
+        assert cluster.tick(30).hourly_cost <= 6.5
     assert cluster.bought() == {"a100": 2, "t4": 0}
 
 
@@ -288,7 +277,7 @@ def test_the_first_purchase_of_all_is_of_one_type() -> None:
     cluster.jobs = (typed(10, frozenset()),)
     cluster.tick()
     assert cluster.desired == {"a100": 0, "t4": 2}
-    cluster.run(HOUR)
+    cluster.run(HOUR, 30)
     assert cluster.desired == {"a100": 2, "t4": 2}
 
 
@@ -334,7 +323,7 @@ def test_a_job_grows_where_a_group_gives_another_type_than_its_cheapest() -> Non
     found.jobs = (replace(on_l4, requested_replicas=1),)
     found.run(200)
     found.jobs = (replace(on_l4, requested_replicas=4),)
-    found.run(HOUR)
+    found.run(HOUR, 30)
     assert len(found.running) == 4
 
 
@@ -342,7 +331,7 @@ def test_a_job_that_has_measured_nothing_grows_on_its_own_type() -> None:
     train = typed(10, ONLY_A100, requested_replicas=2)
     cluster = two_jobs(2, 1, train, waiting("small", 1))
     cluster.jobs = (train, waiting("small", 3))
-    cluster.run(HOUR)
+    cluster.run(HOUR, 30)
     assert (cluster.bought(), cluster.provider.launched) == ({"a100": 2, "t4": 3}, 5)
 
 
@@ -351,7 +340,7 @@ def test_the_least_nodes_are_bought_while_a_job_lacks_an_unavailable_type() -> N
     cluster.run(100)
     cluster.provider.outage["a100"] = "no capacity"
     cluster.settings = ScalingSettings(min_nodes=5)
-    cluster.of_jobs(typed(10, ONLY_A100, requested_replicas=2)).run(HOUR)
+    cluster.of_jobs(typed(10, ONLY_A100, requested_replicas=2)).run(HOUR, 30)
     assert cluster.bought() == {"a100": 1, "t4": 4}
 
 

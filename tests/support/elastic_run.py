@@ -30,8 +30,8 @@ PATIENCE = 200.0  # seconds that a slow and busy machine may need for anything
 # as `adaptdl-run`, which does not look for modules in the working directory
 _AGENT = _own_python.module("adaptdl_elastic.agent")
 
-_LOOKS = {"ls", "status", "nodes", "events", "explain", "history", "queue"}
-"""Commands that only look, as tests do again and again."""
+_WARM = {"ls", "status", "nodes", "events", "explain", "history", "queue", "stop", "drain", "checkpoint"}
+"""Commands that are forked, unlike those that are started afresh."""
 
 Event = dict[str, Any]
 
@@ -62,8 +62,8 @@ def run_agent(
 def adaptdl(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """The command `adaptdl`, to its end."""
     module, whole = "adaptdl_elastic.autoscaler", environment(**variables)
-    # a request would come before a job's first step, where no change can be in place yet
-    if suits(whole) and arguments[0] in _LOOKS:
+    # a request for another size would come before a job's first step, where no change can be in place yet
+    if suits(whole) and arguments[0] in _WARM:
         return completed(module, arguments, Path.cwd(), whole, PATIENCE)
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
@@ -110,9 +110,9 @@ class ElasticRun:
         directory: Path,
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
-        terminal: int | None = None,
+        terminal: Path | None = None,
     ) -> None:
-        """Start it; `terminal`: a descriptor for its output, of a run that is `fresh`."""
+        """Start it; `terminal`: a device or a pipe for its output, which is opened for writing."""
         self.directory = directory
         self.mark = uuid.uuid4().hex
         self.events: list[Event] = []
@@ -127,16 +127,13 @@ class ElasticRun:
         self.output = (directory / f"output-{self.mark[:6]}").open("w+")
         arguments = [f"--event-log={self._fifo}", *arguments]
         self.process: WarmAgent | subprocess.Popen[bytes]
+        output = terminal or Path(self.output.name)
         if fresh or not suits(whole):
-            self.process = subprocess.Popen(
-                [*_AGENT, *arguments],
-                cwd=directory,
-                env=whole,
-                stdout=self.output if terminal is None else terminal,
-                stderr=subprocess.STDOUT,
-            )
+            with output.open("a") as file:
+                self.process = subprocess.Popen(
+                    [*_AGENT, *arguments], cwd=directory, env=whole, stdout=file, stderr=file
+                )
         else:
-            output = Path(self.output.name)
             self.process = WarmAgent(arguments, directory, whole, output, output)
 
     def _read(self) -> None:

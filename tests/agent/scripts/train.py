@@ -20,7 +20,7 @@ adl.init_process_group("gloo")
 torch.manual_seed(0)
 features = torch.randn(200, 8, generator=torch.Generator().manual_seed(1))
 loader = adl.AdaptiveDataLoader(
-    TensorDataset(features, features.sum(1, keepdim=True)), batch_size=20, shuffle=True
+    TensorDataset(features, features.sum(1, keepdim=True)), batch_size=40, shuffle=True
 )
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
