@@ -98,7 +98,7 @@ def test_no_share_is_a_single_sample_that_a_batchnorm_refuses(
 @pytest.mark.exhaustive
 def test_the_converted_script_of_the_page_for_ddp_scripts_runs_as_it_says(tmp_path: Path) -> None:
     diffs = re.findall(r"^```diff test=test_conversion\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    script, command = ("\n".join(re.findall(r"^[^-](.*)$", diff, re.M)) for diff in diffs)
+    script, command = ("\n".join(line[1:] for line in diff.splitlines() if line[:1] != "-") for diff in diffs)
     (tmp_path / "train.py").write_text(script)
     program, *arguments = command.replace("--nproc-per-node=8", "--nproc-per-node=1").split()
     assert program == "adaptdl-run"

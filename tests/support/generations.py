@@ -122,6 +122,7 @@ def main(script: str, environment: dict[str, str], output: str, arguments: Seque
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
     faulthandler.register(signal.SIGUSR1)  # where does it hang
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     multiprocessing.set_start_method("fork", force=True)  # as in a script started from a shell
