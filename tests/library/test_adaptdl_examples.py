@@ -8,7 +8,7 @@ from typing import Any
 
 import generations
 import pytest
-from by_hand import ROOT
+from elastic_run import ROOT
 from fake_agent import FakeAgent, Process
 
 from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
@@ -26,13 +26,15 @@ EXAMPLES = {  # arguments that make an epoch short, and the samples of the train
 }
 
 
-# Rank 1 waits where it reads a batch while the file is there. If it dies in the middle of a step of a GAN,
-# when one of two models has stepped, all restart.
+# A batch takes its time, so that little is trained while replicas come. Rank 1 waits where it reads a batch
+# while the file is there. If it dies in the middle of a step of a GAN, when one of two models has stepped,
+# all restart.
 HOLD = """
 import os, time, torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 def held(fetcher, index, fetch=_MapDatasetFetcher.fetch):
+    time.sleep(0.05)
     if os.path.exists({hold!r}) and torch.distributed.get_rank() == 1:
         import signs
         signs.sign("held")
@@ -61,7 +63,7 @@ class Heard(queue.Queue[tuple[Process, dict[str, Any], float]]):
 def script(folder: Path, name: str, arguments: str) -> Path:
     """A script that runs an example with these arguments."""
     path = folder / "script.py"
-    run = HOLD.format(hold=str(folder / "hold")) if name == "dcgan.py" else ""
+    run = HOLD.format(hold=str(folder / "hold"))
     run += f"import runpy, sys\nsys.argv += {arguments.split()!r}\n"
     path.write_text(f"{run}runpy.run_path({str(FOLDER / name)!r}, run_name='__main__')\n")
     return path

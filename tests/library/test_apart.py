@@ -97,8 +97,8 @@ def test_one_that_does_not_stop_early_as_the_others_do(start: Any, tmp_path: Pat
     assert "rank 0 has finished, and this replica has not" in job.running[2].text()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("epochs", [2, 4])  # the loop in question is the very last one, or others follow
+# the loop in question is the very last one, or others follow
+@pytest.mark.parametrize(("rank", "epochs"), [(0, 2), (1, 4)])
 def test_a_loop_of_one_replica_only_is_a_clear_error(start: Any, rank: int, epochs: int) -> None:
     job = start(2, kind="alone", rank=rank, epochs=epochs)
     here = job.running[rank]

@@ -16,12 +16,12 @@ from fake_agent import FakeAgent
 
 pytestmark = pytest.mark.processes
 
-SIZE, BATCH = 2003, 8
+SIZE, BATCH = 403, 8
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    with fake_agent.starter(tmp_path, "step", size=SIZE, batch=BATCH, pace=0.2) as start:
+    with fake_agent.starter(tmp_path, "step", size=SIZE, batch=BATCH, pace=0.5) as start:
         yield start
 
 
@@ -80,7 +80,7 @@ def test_survivors_are_not_led_to_a_stranger(start: Any, attack: Any) -> None:
 def test_the_attacker_wins_where_the_guard_is_broken_and_only_there(
     broken: bool, tmp_path: Path, attack: Any
 ) -> None:
-    given = {"size": SIZE, "batch": BATCH, "pace": 0.2, "broken": broken}
+    given = {"size": SIZE, "batch": BATCH, "pace": 0.5, "broken": broken}
     with fake_agent.starter(tmp_path, "step", loop_script_path.UNGUARDED, **given) as start:
         job = start(3)
         attacker = attack(job)

@@ -19,7 +19,8 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
-SEEDS = [*range(8), 352]
+# chosen from a thousand: they have all faults, actions and pairs of actions, and all settings
+SEEDS = [65, 102, 38, 1, 497, 352]
 SECONDS = float(os.environ.get("ADAPTDL_CHAOS_SECONDS", "0"))
 FIRST = int(os.environ.get("ADAPTDL_CHAOS_SEED", "1"))
 

@@ -143,4 +143,4 @@ class Checkpoints(RuleBasedStateMachine):
 
 
 TestCheckpoints = Checkpoints.TestCase
-TestCheckpoints.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestCheckpoints.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import fake_agent
 import loop_script_path
 import pytest
+from elastic_run import run_agent
 
 pytestmark = pytest.mark.processes
 
@@ -30,7 +28,7 @@ def run(folder: Path, ranks: int, converted: bool, batch: float = 32) -> tuple[l
     return [json.loads((folder / f"{name}-{rank}").read_text()) for rank in range(ranks)], texts
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_have_the_same_samples_and_learning_rate(tmp_path: Path, ranks: int) -> None:
     before, _ = run(tmp_path, ranks, converted=False)
     after, texts = run(tmp_path, ranks, converted=True)
@@ -96,36 +94,19 @@ def test_no_share_is_a_single_sample_that_a_batchnorm_refuses(
     assert length == steps == -(-size // batch)
 
 
-def page() -> tuple[list[str], list[str]]:
-    """Return the diffs of your-script.md before the conversion, and after it: scripts and command lines."""
-    diffs = re.findall(r"^```diff test=test_conversion\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    before, after = (
-        ["\n".join(line[1:] for line in diff.splitlines() if line[:1] != left_out) for diff in diffs]
-        for left_out in "+-"
-    )
-    assert len(before) == 2
-    return before, after
-
-
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("converted", [False, True])
-def test_the_page_for_ddp_scripts_runs_as_it_says(tmp_path: Path, converted: bool) -> None:
-    script, command = page()[converted]
+def test_the_converted_script_of_the_page_for_ddp_scripts_runs_as_it_says(tmp_path: Path) -> None:
+    diffs = re.findall(r"^```diff test=test_conversion\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    script, command = ("\n".join(line[1:] for line in diff.splitlines() if line[:1] != "-") for diff in diffs)
     (tmp_path / "train.py").write_text(script)
     program, *arguments = command.replace("--nproc-per-node=8", "--nproc-per-node=1").split()
-    done = subprocess.run(
-        [Path(sys.executable).with_name(program), *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    assert program == "adaptdl-run"
+    done = run_agent(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"epoch \d: (\d\.\d+)", done.stdout)]
     assert len(losses) == 4, done.stdout + done.stderr
     assert all(after < before for before, after in itertools.pairwise(losses)), losses
-    assert (tmp_path / "last.pt").exists() is not converted
-    assert ("batch size 256 over 1 replica" in done.stdout + done.stderr) is converted
-    assert (tmp_path / ".adaptdl" / "mine").is_dir() is converted
+    assert not (tmp_path / "last.pt").exists()
+    assert "batch size 256 over 1 replica" in done.stdout + done.stderr
+    assert (tmp_path / ".adaptdl" / "mine").is_dir()

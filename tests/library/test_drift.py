@@ -31,10 +31,9 @@ def errors(job: FakeAgent) -> list[str]:
 def test_a_clause_on_len_loader_after_growth_is_an_error_with_the_remedy(
     tmp_path: Path, no_sync: bool
 ) -> None:
-    with run(tmp_path, 1, no_sync=no_sync, pace=0.6) as job:
+    with run(tmp_path, 1, no_sync=no_sync, grows=True) as job:
         job.wait_for("step")
         job.rescale(2)
-        (tmp_path / "hurry").touch()
         for line in errors(job):
             assert "at sample 120 of epoch 0" in line, job.outputs()
             assert "adl.expected_batches()" in line
@@ -61,7 +60,7 @@ def test_a_change_on_one_rank_alone_is_an_error(tmp_path: Path, kind: str, found
     ids=str,
 )
 def test_right_scripts_are_not_accused_over_a_change(tmp_path: Path, given: dict[str, Any]) -> None:
-    with run(tmp_path, 1, **given, pace=0.2) as job:
+    with run(tmp_path, 1, **given, grows=True) as job:
         job.wait_for("step")
         job.rescale(2)
         job.finish()

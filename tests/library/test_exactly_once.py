@@ -57,7 +57,7 @@ def job(tmp_path: Path) -> Any:
     return lambda **settings: Job(tmp_path, **settings)
 
 
-@pytest.mark.parametrize(("replicas", "size"), [(3, 61), (1, 61), (2, 61), (3, 1), (3, 2), (3, 4)])
+@pytest.mark.parametrize(("replicas", "size"), [(3, 61), (1, 61), (3, 2)])
 def test_without_any_change(job: Any, replicas: int, size: int) -> None:
     """Also with fewer samples than replicas."""
     run = job(size=size, epochs=2)
@@ -74,7 +74,6 @@ GENERATIONS: dict[str, tuple[dict[str, Any], list[tuple[int, Stop]], int]] = {
         {"evaluate": 1, "epochs": 2}, [(2, (1, "evaluate", 0, 2)), (3, (0, "evaluate", 1, 1))], 1
     ),
     "when 2 of 10 samples are left": ({"size": 10}, [(1, (0, "train", 0, 1))], 3),
-    "with workers": ({"workers": 2, "epochs": 2}, [(2, (0, "train", 1, 2))], 1),
     "with persistent workers": (
         {"workers": 2, "persistent": True, "epochs": 2}, [(2, (0, "train", 1, 2))], 1
     ),

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import fake_agent
+import generations
 import loop_script_path
 import pytest
 import torch
@@ -87,11 +88,9 @@ def test_the_checks_hold_where_they_need_no_gpu(checks: Any, name: str, given: d
         *("gpt2_step", "resnet50_step", "checkpoint_stalls", "self_test", "ranks_10m"),
     ],
 )
-def test_a_check_runs_on_a_cpu_at_a_tiny_size(check: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(CHECKS), "--device", "cpu", "--only", check]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_check_runs_on_a_cpu_at_a_tiny_size(tmp_path: Path, check: str) -> None:
+    done = generations.run_alone(CHECKS, tmp_path, "--device", "cpu", "--only", check)
+    assert done.code == 0, done.output
 
 
 @pytest.mark.processes

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
+from pathlib import Path
 
+import generations
 import psutil
 import pytest
-from by_hand import run_replicas
 
 from adaptdl_elastic.torch._process_group import interfaces
 from adaptdl_elastic.torch._process_group.interfaces import GLOO_VARIABLE, interface_of, listen_on
@@ -68,12 +67,9 @@ collective.broadcast(1)
 
 
 @pytest.mark.processes
-def test_by_hand_nothing_listens_beyond_the_given_address() -> None:
-    ended = run_replicas(["-c", LISTENING], 2)
-    assert [(one.code, one.output.strip()) for one in ended] == [(0, "['127.0.0.1']")] * 2
-
-
-@pytest.mark.processes
-def test_alone_nothing_listens_beyond_loopback() -> None:
-    done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, timeout=200)
-    assert done.stdout.strip() == "['127.0.0.1']", done.stderr
+def test_replicas_without_an_agent_listen_only_on_loopback(tmp_path: Path) -> None:
+    """The address is given to several replicas, and one replica has none."""
+    script = tmp_path / "script.py"
+    script.write_text(LISTENING)
+    ended = [*generations.run(script, 2, tmp_path), generations.run_alone(script, tmp_path)]
+    assert [(one.code, one.output.strip()) for one in ended] == [(0, "['127.0.0.1']")] * 3

@@ -4,9 +4,9 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import generations
 import pytest
 import torch
-from by_hand import run_replicas
 from fresh import Script
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,8 +78,9 @@ def test_two_replicas_then_one_read_every_token_once(tmp_path: Path) -> None:
     read: Counter[int] = Counter()
     total = None
     for generation, (replicas, stop_after) in enumerate([(2, 4), (1, 0)]):
-        arguments = [str(SCRIPT), *map(str, (size, batch_size, bptt_len, stop_after))]
-        ended = run_replicas(arguments, replicas, environment, generation=generation)
+        arguments = [*map(str, (size, batch_size, bptt_len, stop_after))]
+        environment["ADAPTDL_NUM_RESTARTS"] = str(generation)
+        ended = generations.run(SCRIPT, replicas, tmp_path, arguments, **environment)
         assert {e.code for e in ended} == {143 if stop_after else 0}, ended
         for replica in ended:
             result = json.loads(replica.output.splitlines()[-1])

@@ -29,11 +29,9 @@ from adaptdl_elastic.torch._data.sampler import GivenSampler
 
 KINDS = [
     ("sampler", {}),
-    ("batch sampler", {}),
     ("batch sampler", {"workers": 2}),
     ("loader", {}),
     ("stream", {"workers": 2}),
-    ("divided stream", {"workers": 2}),
     ("drawn divided stream", {"workers": 3}),
     ("drawn stream", {}),
 ]

@@ -17,8 +17,10 @@ import pytest
 from fresh import Script
 from loop_grammar import Spec
 
-SEEDS = [*range(24), 2301359]  # the last: a death in the first batch of the second loop that trains
-ALONE = range(100, 106)
+# chosen from a thousand: they have all kinds of loops, and each event in all of them, at their ends, and
+# after others. The last one: a death in the first batch of the second loop that trains.
+SEEDS = [4, 816, 181, 15, 145, 0, 26, 695, 1, 7, 2301359]
+ALONE = range(100, 103)
 SECONDS = float(os.environ.get("ADAPTDL_CHAOS_SECONDS", "0"))
 FIRST = int(os.environ.get("ADAPTDL_CHAOS_SEED", "1"))
 

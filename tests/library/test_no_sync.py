@@ -15,7 +15,7 @@ EPOCHS = 12
 
 
 def test_changes_of_size_come_between_its_steps(tmp_path: Path) -> None:
-    with fake_agent.running(loop_script_path.NO_SYNC, tmp_path, 1, epochs=EPOCHS, pace=0.2) as job:
+    with fake_agent.running(loop_script_path.NO_SYNC, tmp_path, 1, epochs=EPOCHS, pace=0.4) as job:
         for replicas in (2, 3, 1, 2):
             job.wait_for("step")
             job.rescale(replicas)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fake_agent
+import generations
 import loop_script_path
 import numpy as np
 import pytest
@@ -26,6 +24,7 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._elastic import script_objects
 
 pytestmark = pytest.mark.usefixtures("script")
+EPOCHS = 10
 SAVED = ["Trainer.average", "ema", "fit.cycle", "fit.warm_up"]
 LINE = (
     "hidden[0] (AveragedModel) changes in training and is in no checkpoint: it has no variable of its "
@@ -33,32 +32,26 @@ LINE = (
 )
 
 
-def run(folder: Path, checkpoints: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, **settings: Any) -> generations.Ended:
     folder.mkdir(exist_ok=True)
     environment = {
         "LOOP": fake_agent.settings(**settings),
         "OUT": str(folder),
-        "ADAPTDL_CHECKPOINT_PATH": str(checkpoints),
+        "ADAPTDL_CHECKPOINT_PATH": str(folder / "checkpoints"),
         "ADAPTDL_CHECKPOINT_INTERVAL": "0.05",
     }
-    return subprocess.run(
-        [sys.executable, str(loop_script_path.OBJECTS)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    return generations.run_alone(loop_script_path.OBJECTS, folder, **environment)
 
 
 @pytest.mark.processes
 def test_a_resumed_average_and_scheduler_equal_those_of_an_undisturbed_run(tmp_path: Path) -> None:
-    undisturbed = run(tmp_path / "a", tmp_path / "checkpoints-a")
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    assert undisturbed.stderr.count(LINE) == 1
-    killed = run(tmp_path / "b", tmp_path / "checkpoints-b", dies=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    resumed = run(tmp_path / "b", tmp_path / "checkpoints-b")
-    assert resumed.returncode == 0, resumed.stderr
+    undisturbed = run(tmp_path / "a")
+    assert undisturbed.code == 0, undisturbed.output
+    assert undisturbed.output.count(LINE) == 1
+    killed = run(tmp_path / "b", dies=True)
+    assert killed.code == -signal.SIGKILL, killed.output
+    resumed = run(tmp_path / "b")
+    assert resumed.code == 0, resumed.output
     expected, found = (torch.load(tmp_path / name / "result-0") for name in ("a", "b"))
     assert expected["ema"]["n_averaged"] == 40
     assert found.pop("saved") == expected.pop("saved") == SAVED
@@ -67,13 +60,13 @@ def test_a_resumed_average_and_scheduler_equal_those_of_an_undisturbed_run(tmp_p
 
 @pytest.mark.processes
 def test_a_newcomer_in_place_gets_the_average_and_the_scheduler(tmp_path: Path) -> None:
-    with fake_agent.running(loop_script_path.OBJECTS, tmp_path, 2, epochs=18, pace=0.3) as job:
+    with fake_agent.running(loop_script_path.OBJECTS, tmp_path, 2, epochs=EPOCHS, pace=0.9) as job:
         job.wait_for("step", 2)
         job.rescale(3)
         job.finish()
     first, *others = [torch.load(tmp_path / f"result-{rank}") for rank in range(3)]
     for result in (first, *others):
-        assert result["ema"]["n_averaged"] == 18 * 8
+        assert result["ema"]["n_averaged"] == EPOCHS * 8
         assert result.pop("saved") == SAVED
         for name in ("ema", "average", "registered", "net"):  # running means are each replica's own
             result[name] = {key: one for key, one in result[name].items() if "running" not in key}
@@ -85,7 +78,7 @@ def test_a_newcomer_in_place_gets_the_average_and_the_scheduler(tmp_path: Path) 
 @pytest.mark.processes
 @pytest.mark.parametrize("passes", [1, 3])
 def test_the_step_that_a_death_breaks_off_counts_once_in_the_average(tmp_path: Path, passes: int) -> None:
-    often, given = {"ADAPTDL_CHECKPOINT_INTERVAL": "0.1"}, {"epochs": 18, "pace": 0.2, "passes": passes}
+    often, given = {"ADAPTDL_CHECKPOINT_INTERVAL": "0.1"}, {"epochs": EPOCHS, "pace": 0.6, "passes": passes}
     with fake_agent.running(loop_script_path.OBJECTS, tmp_path, 2, often, **given) as job:
         job.wait_for_all({"resilient": 2, "saved": 3})
         (tmp_path / "break").touch()
@@ -93,9 +86,9 @@ def test_the_step_that_a_death_breaks_off_counts_once_in_the_average(tmp_path: P
         job.survive()
         job.finish()
     result = torch.load(tmp_path / "result-0")
-    assert result["ema"]["n_averaged"] == 18 * 8
-    assert result["warm_up"][0] == 18 * 8
-    assert [phase["n"] for phase in result["cycle"][1]] == [0, 18 * 8 % 50 - 16]
+    assert result["ema"]["n_averaged"] == EPOCHS * 8
+    assert result["warm_up"][0] == EPOCHS * 8
+    assert [phase["n"] for phase in result["cycle"][1]] == [0, EPOCHS * 8 % 50 - 16]
 
 
 class Holder:

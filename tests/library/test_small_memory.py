@@ -17,7 +17,7 @@ from adaptdl_elastic.protocol.messages import Stop
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 SIZE, BATCH = 240, 24
-LONG = 20 * SIZE
+LONG = 5 * SIZE
 """Samples of a loop that does not end before what is done to it."""
 
 
@@ -45,7 +45,7 @@ def test_the_batch_becomes_smaller(
     start: Any, tmp_path: Path, where: str, replicas: int, rank: int | None
 ) -> None:
     size = LONG if where == "forward" else SIZE  # after a forward pass the limit comes a few steps later
-    job = start(replicas, fits=[where, rank, 5], size=size, pace=0.01)
+    job = start(replicas, fits=[where, rank, 5], size=size, pace=0.05)
     job.wait_for_event("memory_limit")
     job.finish()
     applied(tmp_path, replicas, size)
@@ -79,7 +79,7 @@ def test_other_loops(start: Any, tmp_path: Path, loop: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_first_batch_of_a_newcomer(start: Any, tmp_path: Path, where: str) -> None:
-    job = start(1, fits=[where, 1, 5], size=LONG, pace=0.01)
+    job = start(1, fits=[where, 1, 5], size=LONG, pace=0.05)
     job.wait_for("step")
     job.rescale(2)
     job.finish()
@@ -89,7 +89,7 @@ def test_the_first_batch_of_a_newcomer(start: Any, tmp_path: Path, where: str) -
 
 
 def test_a_death_after_the_batch_has_become_smaller(start: Any, tmp_path: Path) -> None:
-    job = start(2, fits=["backward", 1, 5], size=LONG, pace=0.01)
+    job = start(2, fits=["backward", 1, 5], size=LONG, pace=0.05)
     job.wait_for_event("memory_limit")
     job.recover(1)
     job.finish()
@@ -98,7 +98,7 @@ def test_a_death_after_the_batch_has_become_smaller(start: Any, tmp_path: Path) 
 
 
 def test_a_restart_begins_with_batches_that_fit(start: Any, tmp_path: Path) -> None:
-    job = start(2, fits=["backward", None, 5], size=LONG, pace=0.01)
+    job = start(2, fits=["backward", None, 5], size=LONG, pace=0.05)
     job.wait_for_event("memory_limit")
     for each in job.running:
         each.channel.send(Stop("x"))
@@ -153,7 +153,7 @@ def test_a_loop_that_is_left_after_a_step_that_did_not_fit(start: Any, tmp_path:
 
 def test_the_limit_is_searched_for_where_the_script_gives_no_bound(start: Any, tmp_path: Path) -> None:
     """24 samples fit, and 48 would not: the search tries 12, 24, 48, 36, 30 and 27."""
-    job = start(2, fits=["forward", None, 30], autoscale=960, search=True, size=LONG, pace=0.01)
+    job = start(2, fits=["forward", None, 30], autoscale=960, search=True, size=20 * SIZE, pace=0.01)
     event = job.wait_for_event("memory_limit")
     assert event["fields"]["largest"] == 27
     assert "30 samples fit into the memory of rank" in event["fields"]["message"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import generations
 import pytest
 import torch.distributed
+from warm_agent import CONTEXT
 
 dist: Any = torch.distributed
 
@@ -25,11 +24,11 @@ print(total.item())
 PATIENCE = 100.0
 
 
-def test_a_round_is_not_misled_by_the_keys_of_the_round_before() -> None:
+def test_a_round_is_not_misled_by_the_keys_of_the_round_before(tmp_path: Path) -> None:
     """A node that joins restarts all replicas, with the same store and the same number of restarts."""
+    (tmp_path / "script.py").write_text(SUM)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
-        **os.environ,
         "ADAPTDL_SECRET": "s",
         "WORLD_SIZE": "2",
         "GROUP_WORLD_SIZE": "1",
@@ -39,18 +38,17 @@ def test_a_round_is_not_misled_by_the_keys_of_the_round_before() -> None:
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     for _ in range(2):
-        with ExitStack() as stack:
-            replicas = [
-                stack.enter_context(
-                    subprocess.Popen(
-                        [sys.executable, "-c", SUM],
-                        env={**common, "RANK": rank, "LOCAL_RANK": rank},
-                        stdout=subprocess.PIPE,
-                        text=True,
-                    )
-                )
-                for rank in ("1", "0")
-            ]
-            for replica in replicas:
-                stack.callback(replica.kill)
-            assert [replica.communicate(timeout=PATIENCE)[0] for replica in replicas] == ["2.0\n", "2.0\n"]
+        outputs = [str(tmp_path / rank) for rank in "10"]
+        replicas = [
+            CONTEXT.Process(
+                target=generations.main,
+                args=(str(tmp_path / "script.py"), {**common, "RANK": rank, "LOCAL_RANK": rank}, output),
+            )
+            for rank, output in zip("10", outputs, strict=True)
+        ]
+        for replica in replicas:
+            replica.start()
+        for replica in replicas:
+            replica.join(PATIENCE)
+            replica.kill()
+        assert [Path(output).read_text() for output in outputs] == ["2.0\n", "2.0\n"]

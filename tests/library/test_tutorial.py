@@ -4,9 +4,10 @@ import re
 import struct
 from pathlib import Path
 
+import generations
 import numpy as np
 import pytest
-from by_hand import ROOT, run_replicas
+from elastic_run import ROOT
 
 SCRIPT = ROOT / "examples" / "adaptdl_tutorial.py"
 
@@ -33,26 +34,22 @@ def idx_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_adaptdls_tutorial_runs_with_only_its_imports_changed(
-    idx_images: Path, tmp_path: Path, replicas: int
-) -> None:
+def test_adaptdls_tutorial_runs_with_only_its_imports_changed(idx_images: Path, tmp_path: Path) -> None:
     environment = {
         "ADAPTDL_CHECKPOINT_PATH": str(tmp_path / "saved"),
         "ADAPTDL_TENSORBOARD_LOGDIR": str(tmp_path / "board"),
     }
-    arguments = [str(SCRIPT), "--data", str(idx_images), "--epochs", "2"]
-    ended = run_replicas(arguments, replicas, environment)
-    assert [e.code for e in ended] == [0] * replicas, ended
+    arguments = ["--data", str(idx_images), "--epochs", "2"]
+    ended = generations.run(SCRIPT, 2, tmp_path, arguments, **environment)
+    assert [e.code for e in ended] == [0, 0], ended
     accuracies = [float(a) for a in re.findall(r"held out: loss .*accuracy ([\d.]+)", ended[0].output)]
     assert len(accuracies) == 2
     assert accuracies[-1] >= 0.8
     assert "Traceback" not in ended[0].output
     assert list((tmp_path / "board").iterdir())
     # the job is over: a later start does nothing again, and has not lost it
-    again = run_replicas(
-        [*arguments, "--save-model", str(tmp_path / "model.pt")], 1, environment, generation=1
-    )
-    assert again[0].code == 0, again
-    assert "step" not in again[0].output
+    arguments += ["--save-model", str(tmp_path / "model.pt")]
+    (again,) = generations.run(SCRIPT, 1, tmp_path, arguments, **environment, ADAPTDL_NUM_RESTARTS="1")
+    assert again.code == 0, again
+    assert "step" not in again.output
     assert (tmp_path / "model.pt").exists()

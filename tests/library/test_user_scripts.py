@@ -18,13 +18,13 @@ from adaptdl_elastic.protocol.messages import SaveCheckpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
-SIZE, EPOCHS = 120, 24  # outlasts whatever is done, and is over in seconds once that is done
+SIZE, EPOCHS = 60, 16  # outlasts whatever is done, and is over in seconds once that is done
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
     with fake_agent.starter(
-        tmp_path, "step", loop_script_path.USER, size=SIZE, epochs=EPOCHS, pace=0.1
+        tmp_path, "step", loop_script_path.USER, size=SIZE, epochs=EPOCHS, pace=0.4
     ) as start:
         yield start
 
@@ -38,7 +38,7 @@ def as_ever(folder: Path, replicas: int, size: int = SIZE) -> list[dict[str, Any
     return results
 
 
-@pytest.mark.parametrize("leave", [(1,), (0,), (0, 1)])
+@pytest.mark.parametrize("leave", [(1,), (0, 1)])
 def test_up_and_down_at_once(start: Any, tmp_path: Path, leave: tuple[int, ...]) -> None:
     """Some leave, rank 0 as well, while others come."""
     job = start(3)

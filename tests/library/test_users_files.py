@@ -119,7 +119,7 @@ def objects(client: Any) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=6, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(
     st.sets(
         st.sampled_from(LIKE_OUR_KEYS) | st.from_regex(r"[a-z][a-z0-9.-]{0,9}", fullmatch=True), min_size=3

@@ -4,7 +4,7 @@ kind: clause, steps with every fourth batch and where the counter meets `len(loa
 `adl.expected_batches()`;
 step, edit and parameter, what one rank does alone; scaler, gradients that are inf; gan, two models of which
 one steps with every second batch. no_sync: accumulate in `no_sync()`. dies: a rank that kills itself in
-mid-epoch.
+mid-epoch. grows: wait in the first epoch until the number of replicas is about to change.
 """
 
 import contextlib
@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 import adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session
 
-S = {"kind": "clause", "no_sync": False, "size": 132, "epochs": 3, "pace": 0.0, "dies": -1}
+S = {"kind": "clause", "no_sync": False, "size": 132, "epochs": 3, "grows": False, "dies": -1}
 S |= json.loads(os.environ["LOOP"])
 OUT = Path(os.environ["OUT"])
 KIND = S["kind"]
@@ -37,6 +38,7 @@ def main():
         optimizer2 = torch.optim.SGD(second.parameters(), lr=0.01)
         model2 = adl.AdaptiveDataParallel(second, optimizer2, name="second")
     loader = adl.AdaptiveDataLoader(torch.randn(S["size"], 4), batch_size=12, shuffle=True)
+    session = _session.current()
     every = 4 if KIND in ("clause", "right") else 1
     for epoch in adl.remaining_epochs_until(S["epochs"]):
         for i, batch in enumerate(loader):
@@ -67,8 +69,8 @@ def main():
                 (net.weight if KIND == "edit" else net.frozen).data.add_(1)
             if adl.rank() == S["dies"] and (epoch, index) == (1, 60):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if adl.batch_counts() and not (OUT / "hurry").exists():
-                time.sleep(S["pace"])
+            while S["grows"] and index >= 24 and session.generation == 0 and not session.consensus.round_open:
+                time.sleep(0.01)
     torch.save(net.state_dict(), OUT / f"weights-{adl.rank()}")
 
 

@@ -7,28 +7,45 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
 import runpy
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from by_hand import Ended
 from ports import free_port
 from warm_agent import CONTEXT
 
 
-def run(script: Path, replicas: int, folder: Path, timeout: float = 200.0, **environment: str) -> list[Ended]:
+class Ended(NamedTuple):
+    """How a replica ended, and all that it printed."""
+
+    code: int
+    output: str
+
+
+def run(
+    script: Path,
+    replicas: int,
+    folder: Path,
+    arguments: Sequence[str] = (),
+    timeout: float = 200.0,
+    **environment: str,
+) -> list[Ended]:
     """Run `script` in so many replicas without a launcher, wait for all of them, and leave none behind."""
     port, processes = str(free_port()), []
     try:
         for rank in range(replicas):
             given = {**environment, "ADAPTDL_NUM_REPLICAS": str(replicas), "ADAPTDL_REPLICA_RANK": str(rank)}
             given |= {"ADAPTDL_MASTER_ADDR": "127.0.0.1", "ADAPTDL_MASTER_PORT": port}
-            process = CONTEXT.Process(target=main, args=(str(script), given, str(folder / f"output-{rank}")))
+            process = CONTEXT.Process(
+                target=main, args=(str(script), given, str(folder / f"output-{rank}"), arguments)
+            )
             process.start()
             processes.append(process)
         ended = []
@@ -47,10 +64,14 @@ def run(script: Path, replicas: int, folder: Path, timeout: float = 200.0, **env
                 process.join()
 
 
-def run_alone(script: Path, folder: Path, timeout: float = 200.0) -> Ended:
+def run_alone(
+    script: Path, folder: Path, *arguments: str, timeout: float = 200.0, **environment: str
+) -> Ended:
     """Run `script` in `folder` as one process that no launcher has started, with its output in `output`."""
     output = folder / "output"
-    process = CONTEXT.Process(target=_alone, args=(str(script), str(folder), str(output)))
+    process = CONTEXT.Process(
+        target=_alone, args=(str(script), str(folder), environment, str(output), arguments)
+    )
     process.start()
     process.join(timeout)
     if process.is_alive():
@@ -61,11 +82,13 @@ def run_alone(script: Path, folder: Path, timeout: float = 200.0) -> Ended:
     return Ended(process.exitcode, output.read_text())
 
 
-def _alone(script: str, folder: str, output: str) -> None:
+def _alone(
+    script: str, folder: str, environment: dict[str, str], output: str, arguments: Sequence[str]
+) -> None:
     os.chdir(folder)
     for name in [name for name in os.environ if name.startswith("ADAPTDL_")]:
         del os.environ[name]
-    main(script, {}, output)
+    main(script, environment, output, arguments)
 
 
 def run_settings(script: Path, replicas: int, folder: Path, code: int = 0, **settings: Any) -> str:
@@ -89,14 +112,17 @@ def run_settings(script: Path, replicas: int, folder: Path, code: int = 0, **set
     return printed
 
 
-def main(script: str, environment: dict[str, str], output: str) -> None:
+def main(script: str, environment: dict[str, str], output: str, arguments: Sequence[str] = ()) -> None:
     os.setsid()
+    # what the server has imported is walked by no garbage collection, nor by what looks for objects
+    gc.freeze()
     os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-    sys.argv = [script]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
     faulthandler.register(signal.SIGUSR1)  # where does it hang
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     multiprocessing.set_start_method("fork", force=True)  # as in a script started from a shell

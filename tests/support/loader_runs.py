@@ -10,7 +10,7 @@ import fake_agent
 import generations
 
 SCRIPT = Path(__file__).parent / "loaders_script.py"
-CHANGED = 2700
+CHANGED = 600
 """Size of the data of `changes`: its epoch takes two minutes, unless it is told to hurry."""
 
 
@@ -28,7 +28,7 @@ def restarts(folder: Path, **settings: Any) -> None:
 
 def changes(folder: Path, **settings: Any) -> None:
     """1, 2, 3 replicas in place, then one dies, and one leaves."""
-    loop = {"size": CHANGED, "batch": 6, "pace": 0.1, **settings}
+    loop = {"size": CHANGED, "batch": 6, "pace": 0.4, **settings}
     with fake_agent.running(SCRIPT, folder, 1, **loop) as job:
         job.wait_for("step")
         job.rescale(2)

@@ -15,7 +15,7 @@ from long_steps import wait
 
 import adaptdl_elastic.torch as adl
 
-S = {"epochs": 3, "size": 240, "pace": 0.0, "dies": -1, **json.loads(os.environ["LOOP"])}
+S = {"epochs": 3, "size": 96, "pace": 0.0, "dies": -1, **json.loads(os.environ["LOOP"])}
 OUT = Path(os.environ["OUT"])
 BATCH, PASSES = 12, 4
 

@@ -9,7 +9,7 @@ import fake_agent
 import loop_script_path
 import torch
 
-SIZE, BATCH = 2004, 12  # 1 to 4 replicas divide it: no uneven window, whose samples would weigh more
+SIZE, BATCH = 600, 12  # 1 to 4 replicas divide it: no uneven window, whose samples would weigh more
 
 
 def applied(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> None:
@@ -44,8 +44,8 @@ def train(folder: Path, replicas: int, **given: Any) -> list[Any]:
 
 
 def as_undisturbed(result: Any, undisturbed: Any) -> None:
-    assert result["steps"] == undisturbed["steps"] == result["counted"] == 80
-    assert result["samples"] == undisturbed["samples"] == [480, 480]
+    assert result["steps"] == undisturbed["steps"] == result["counted"] == 40
+    assert result["samples"] == undisturbed["samples"] == [240, 240]
     for key in ("parameters", "mean", "large", "average"):
         torch.testing.assert_close(result[key], undisturbed[key])
     torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])

@@ -2,9 +2,9 @@
 
 LOOP holds settings as JSON. `faults` is a list of [rank, step, bucket, what], `bucket` counting the
 all-reduces of that step: "die" kills the replica as it comes to it; "miss" lets its result arrive
-everywhere but here. `kind` chooses a script that is written in another way. `large` says how the script
-keeps an average of its parameters that is too large to be copied at every step. `dies_giving` is the rank
-of a replica that dies when it has given the first part of its state to another one.
+everywhere but here. `kind` chooses a script that is written in another way. Averages of its parameters are
+too large to be copied at every step; `large` is another way to keep one more of them. `dies_giving`
+is the rank of a replica that dies when it has given the first part of its state to another one.
 """
 
 import functools
@@ -27,7 +27,7 @@ from adaptdl_elastic.torch._gradient import comm_hook
 from adaptdl_elastic.torch._runtime import position
 
 S = {
-    "epochs": 2, "size": 480, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
+    "epochs": 2, "size": 240, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
     "optimizer": "sgd", "leave": 0, "leavers": [], "evaluate": False, "busy": None,
     "large": None, "dies_giving": None, "drop_last": False,
     **json.loads(os.environ["LOOP"]),
@@ -145,18 +145,21 @@ class Mean(checkpoint.TensorState):
 
 
 class Large(Mean):
-    """An average of 1000 elements, kept in the way that `large` says."""
+    """An average of 1000 elements, whose name is the way in which it is kept."""
+
+    def __init__(self, name):
+        super().__init__(name, 1000)
 
     def add(self, value):
-        if S["large"] == "replaced":
+        if self.name == "replaced":
             self.mean = 0.9 * self.mean + 0.1 * value
-        elif S["large"] == "copied":
+        elif self.name == "copied":
             self.mean.lerp_(value.expand(1000), 0.1)
         else:
             super().add(value)
 
     def state_dict(self):
-        return {"mean": self.mean.clone() if S["large"] == "copied" else self.mean}
+        return {"mean": self.mean.clone() if self.name == "copied" else self.mean}
 
 
 class Average(checkpoint.TensorState):
@@ -179,8 +182,7 @@ class Average(checkpoint.TensorState):
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        width = 32 if S["large"] == "averaged" else 16
-        layers = [torch.nn.Linear(10, width), torch.nn.Tanh(), torch.nn.Linear(width, 16), torch.nn.Tanh()]
+        layers = [torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16), torch.nn.Tanh()]
         norm = [torch.nn.BatchNorm1d(16)] if S["norm"] else []
         self.layers = torch.nn.Sequential(*layers, *norm, torch.nn.Linear(16, 1))
 
@@ -237,10 +239,11 @@ def main():
     evaluation = adl.AdaptiveDataLoader(TensorDataset(inputs), batch_size=S["batch"])
     sums = adl.Accumulator()
     counter = Parts() if S["kind"] == "parts" else Counter()
-    mean, large = Mean("mean", 1), Large("large", 1000)
-    average = Average(net) if S["large"] == "averaged" else None
+    mean, average = Mean("mean", 1), Average(net)
+    names = ("of epochs", "after", "replaced", *([S["large"]] if S["large"] else []))
+    large = {name: Large(name) for name in names}
     for _ in adl.remaining_epochs_until(S["epochs"]):
-        large.add(torch.ones(1))
+        large["of epochs"].add(torch.ones(1))
         for count, (x, y) in enumerate(loader, 1):
             at = _session.current().step
             mark("begun", at)
@@ -250,8 +253,8 @@ def main():
                 for group in optimizer.param_groups:
                     group["lr"] *= 0.99
             bias = net.layers[-1].bias.detach()
-            if S["large"] == "before" or (S["large"] == "before once" and at == 20):
-                large.add(bias)
+            if S["large"] == "before" or (S["large"] == "before once" and at == 10):
+                large[S["large"]].add(bias)
             if S["kind"] == "lbfgs":
                 optimizer.step(functools.partial(closure, model, x, y))
             else:
@@ -263,10 +266,9 @@ def main():
             sums["seen"] += len(x)
             counter.count += 1
             mean.add(net.layers[-1].bias.detach())
-            if S["large"] in ("data", "replaced", "copied"):
-                large.add(bias)
-            if average is not None:
-                average.model.update_parameters(net)
+            for name in large.keys() & {"after", "replaced", "copied"}:
+                large[name].add(bias)
+            average.model.update_parameters(net)
             mark("ended", at)
             if not (OUT / "hurry").exists():
                 time.sleep(S["pace"])  # what a step takes
@@ -289,8 +291,8 @@ def main():
         "seen": seen,
         "counted": counter.count,
         "mean": mean.mean,
-        "large": large.mean[[0, 500]].tolist(),
-        "average": [] if average is None else [p.detach() for p in average.model.parameters()],
+        "large": [one.mean[[0, 500]].tolist() for one in large.values()],
+        "average": [p.detach() for p in average.model.parameters()],
         "samples": samples,
         "steps": _session.current().step,
         "first": first,

@@ -6,11 +6,13 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from warm_agent import CONTEXT
+
+from adaptdl_elastic import _session
 
 
 def run(
@@ -57,6 +59,15 @@ def run(
                 process.close()
             for pipe in pipes:
                 pipe.close()
+
+
+def each(function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Call `function` with each of these arguments, in a session of its own; what replicas may run."""
+    found = []
+    for case in cases:
+        _session.reset()
+        found.append(function(*case))
+    return found
 
 
 def _main(

@@ -112,11 +112,11 @@ class Tied(torch.nn.Module):
         return out
 
 
-def kinds_with_copies(copies: int) -> dict[str, dict[str, Any]]:
+def kinds_with_copies(copies: int, kinds: list[str]) -> dict[str, dict[str, Any]]:
     """Train three steps of models and optimizers of several kinds; return their weights."""
     found = {}
     rank = torch.distributed.get_rank()
-    for kind in ("float32", "bfloat16", "again", "compiled", "momentum"):
+    for kind in kinds:
         net = Tied(again=kind == "again")
         if kind == "compiled":
             net.middle.compile(backend="aot_eager")

@@ -48,7 +48,10 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *("one_thread", *fork_server.PRELOAD),
-        *("adaptdl_elastic.torch.parallel", "adaptdl_elastic.torch.data"),
+        *("adaptdl_elastic.torch.parallel", "adaptdl_elastic.torch.data", "adaptdl_elastic.torch.epoch"),
+        *("adaptdl_elastic.torch._startup", "adaptdl_elastic.torch._elastic.join"),
+        *("adaptdl_elastic.torch._process_group.script_collectives", "torch.utils.serialization"),
+        *("adaptdl_elastic.torch._runtime.worker_processes", "torch.profiler._cupti_monitor"),
         *("adaptdl_elastic.agent.cli", "adaptdl_elastic.agent.launch", "adaptdl_elastic.agent.runtime.agent"),
         *(
             f"adaptdl_elastic.autoscaler.commands.{name}"
@@ -138,7 +141,7 @@ class WarmAgent:
 
 
 def _run(arguments: list[str], directory: str, environment: dict[str, str], out: str, err: str) -> None:
-    # what the server has imported is walked by no garbage collection, nor at the end
+    # what the server has imported is walked by no garbage collection, at no end, and by nothing that looks for objects
     gc.freeze()
     _take_mark(environment.get(MARK, UNMARKED))
     multiprocessing.set_start_method(None, force=True)

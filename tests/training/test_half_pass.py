@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from adaptdl_elastic import _session
 from adaptdl_elastic._session import current as current_session
 from adaptdl_elastic.torch._elastic.recovery import Recovery
 from adaptdl_elastic.torch._gradient.comm_hook import Norms
@@ -81,11 +82,17 @@ def test_the_variance_is_that_of_the_samples(checkpointed: bool) -> None:
     assert measured(model, 500) == pytest.approx(truth(model), rel=0.1)
 
 
-def test_the_variance_is_right_where_the_loss_is_divided_by_the_items_of_the_whole_batch() -> None:
-    """As models of transformers divide it by `num_items_in_batch`."""
-    torch.manual_seed(0)
-    model = Model()
-    assert measured(model, 500, num_items_in_batch=16) == pytest.approx(truth(model), rel=0.1)
+def test_the_variance_is_the_same_in_other_loops() -> None:
+    """Clipped gradients, and losses as those of transformers."""
+
+    def of(clip: float = 1e9, **named: int) -> float:
+        _session.reset()
+        torch.manual_seed(0)
+        model = Model()
+        return measured(model, 20, lambda: nn.utils.clip_grad_norm_(model.parameters(), clip), **named)
+
+    expected = pytest.approx(of(), rel=1e-3)
+    assert [of(clip=0.01), of(num_items_in_batch=16)] == [expected] * 2
 
 
 def test_with_dropout_the_variance_is_that_of_samples_and_masks() -> None:
@@ -93,13 +100,6 @@ def test_with_dropout_the_variance_is_that_of_samples_and_masks() -> None:
     torch.manual_seed(0)
     model = Model(dropout=0.5)
     assert measured(model, 600) == pytest.approx(truth(model), rel=0.15)
-
-
-def test_clipped_gradients_are_measured_as_they_were() -> None:
-    torch.manual_seed(0)
-    model = Model()
-    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
-    assert measured(model, 500, clip) == pytest.approx(truth(model), rel=0.1)
 
 
 def test_nothing_of_the_training_is_changed_by_it() -> None:

@@ -36,7 +36,7 @@ def squared_norm(gradients: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("shares", [(8, 8), (2,) * 8, (3, 3, 2), (3, 2, 0), (8, 1)], ids=str)
 def test_shares_of_a_batch_give_both_moments_without_bias(shares: tuple[int, ...]) -> None:
-    batch, trials = sum(shares), 60_000
+    batch, trials = sum(shares), 20_000
     samples, ends = sample_gradients(trials, batch), np.cumsum(shares)
     parts = [samples[:, end - size : end].sum(1) / batch for size, end in zip(shares, ends, strict=True)]
     mean, own = squared_norm(sum(parts)).mean(), sum(squared_norm(part).mean() for part in parts)
@@ -50,7 +50,7 @@ def test_shares_of_a_batch_give_both_moments_without_bias(shares: tuple[int, ...
 
 @pytest.mark.parametrize("batch", [2, 3, 8, 15])
 def test_balanced_signs_give_both_moments_without_bias(batch: int) -> None:
-    trials = 40_000
+    trials = 10_000
     generator = torch.Generator().manual_seed(1)
     signs = np.stack([balanced_signs(batch, generator).numpy() for _ in range(trials)])
     gradients = sample_gradients(trials, batch)

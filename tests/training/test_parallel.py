@@ -50,27 +50,23 @@ def test_one_replica_trains_bit_for_bit_as_ddp(optimizer: str, options: dict[str
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("count", "optimizer", "options"),
-    [*itertools.product((2, 3), ("sgd",), DDP_OPTIONS[:5:2] + DDP_OPTIONS[3:4]), (2, "adam", {})],
-    ids=str,
-)
-def test_replicas_train_bit_for_bit_as_ddp(count: int, optimizer: str, options: dict[str, Any]) -> None:
-    unused = bool(options.get("find_unused_parameters"))
-    results = replicas.run(cases.same_as_ddp, count, optimizer, unused, options)
-    assert [same for same, *_ in results] == [True] * count
-    assert len({(sqr, var) for _, sqr, var in results}) == 1, "replicas disagree on the statistics"
-    assert results[0][2] > 0.0
+def test_replicas_train_bit_for_bit_as_ddp() -> None:
+    given: list[tuple[str, bool, dict[str, Any]]] = [("adam", False, {})]
+    given += [("sgd", "find_unused_parameters" in one, one) for one in DDP_OPTIONS]
+    for case, *results in zip(given, *replicas.run(replicas.each, 3, cases.same_as_ddp, given), strict=True):
+        assert [same for same, *_ in results] == [True] * 3, case
+        assert len({(sqr, var) for _, sqr, var in results}) == 1, f"the statistics differ: {case}"
+        assert results[0][2] > 0.0, case
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["SGD", "SparseAdam"])
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_sparse_gradients_train_as_with_ddp(kind: str, count: int, accumulate: bool) -> None:
-    for same, sqr, var in replicas.run(cases.sparse_as_ddp, count, kind, accumulate):
-        assert same
-        assert sqr + var > 0.0
+def test_sparse_gradients_train_as_with_ddp(count: int) -> None:
+    given = [*itertools.product(("SGD", "SparseAdam"), (False, True))]
+    for found in replicas.run(replicas.each, count, cases.sparse_as_ddp, given):
+        for case, (same, sqr, var) in zip(given, found, strict=True):
+            assert same, case
+            assert sqr + var > 0.0, case
 
 
 @pytest.mark.processes
@@ -141,12 +137,14 @@ def test_the_uneven_end_of_an_epoch_weighs_every_sample_the_same(plan: list[list
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("options", [o for o in DDP_OPTIONS[1:] if "static_graph" not in o], ids=str)
 @pytest.mark.parametrize("plan", [EVEN, TWO], ids=["one replica", "two replicas"])
-def test_ddps_options_go_with_accumulation(plan: list[list[list[int]]], options: dict[str, Any]) -> None:
+def test_ddps_options_go_with_accumulation(plan: list[list[list[int]]]) -> None:
     sizes = [sum(map(sum, window)) for window in plan]
-    for ours in replicas.run(cases.windows, len(plan[0][0]), plan, max(sizes), 0.3, False, options):
-        assert_close(ours, cases.one_by_one(sizes, 0.3))
+    options = [one for one in DDP_OPTIONS[1:] if "static_graph" not in one]
+    given = [(plan, max(sizes), 0.3, False, one) for one in options]
+    for found in replicas.run(replicas.each, len(plan[0][0]), cases.windows, given):
+        for ours in found:
+            assert_close(ours, cases.one_by_one(sizes, 0.3))
 
 
 def test_a_static_graph_can_not_accumulate() -> None:
@@ -410,24 +408,14 @@ def test_a_model_without_tensor_outputs_can_not_accumulate() -> None:
         adp(torch.randn(4, 6))
 
 
-NO_SPACE = pytest.mark.skipif(
-    " " in torch.__file__, reason="torch's inductor cannot link below a path with a space"
-)
-
-
-@pytest.mark.parametrize(
-    "backend",
-    ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600), NO_SPACE])],
-)
-@pytest.mark.exhaustive
-def test_compiled_models(backend: str) -> None:
+def test_compiled_models() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
     x, y = cases.samples(16)
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
-        adp = cases.adaptive(torch.compile(model, backend=backend))
+        adp = cases.adaptive(torch.compile(model, backend="aot_eager"))
         cases.measure_always(adp)
         for _ in range(5):
             losses.append(cases.fit(adp, adp.optimizer, x, y))
