@@ -141,7 +141,7 @@ class WarmAgent:
 
 
 def _run(arguments: list[str], directory: str, environment: dict[str, str], out: str, err: str) -> None:
-    # what the server has imported is walked by no garbage collection, at no end, and by nothing that looks for objects
+    # no garbage collection walks what the server has imported, nor does what looks for objects
     gc.freeze()
     _take_mark(environment.get(MARK, UNMARKED))
     multiprocessing.set_start_method(None, force=True)
