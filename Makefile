@@ -9,7 +9,7 @@ PIP     = -m pip install $(shell [ -t 2 ] || echo --quiet) --disable-pip-version
 # without byte code a run of the tests costs a minute of CPU time more
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-integrations demo cluster-demo team-demo ec2-demo slurm-demo soak chaos simulate-faults planted-defects mutants figures docs dist quick test test-all test-integrations slurm-test rooms matrix lint clean
+.PHONY: help install install-integrations demo cluster-demo team-demo ec2-demo slurm-demo soak chaos simulate-faults planted-defects mutants coverage figures docs dist quick test test-all test-integrations slurm-test rooms matrix lint clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -59,6 +59,15 @@ planted-defects: $(STAMP) ## SECONDS=60 SEED=1: 29 defects put into copies of th
 
 mutants: $(STAMP) ## SEED=1: 40 changes of one line in copies of the pure modules, for their tests to notice
 	@$(BIN)/python tests/simulation/mutants.py --seed $(or $(SEED),1)
+
+# data of processes lie in one folder, since tests run in many
+coverage: export ADAPTDL_COVERAGE := $(or $(TMPDIR),/tmp)/adaptdl-coverage
+coverage: $(STAMP) ## SUITES="--once --rest": product lines that no test runs, processes included
+	@rm -rf $$ADAPTDL_COVERAGE && mkdir $$ADAPTDL_COVERAGE
+	@for suite in $(or $(SUITES),--once --rest); do \
+		$(BIN)/python -m coverage run --rcfile=tests/coverage.cfg -m pytest $$suite -n 3 --dist worksteal; done
+	@$(BIN)/python -m coverage combine --rcfile=tests/coverage.cfg -q
+	@$(BIN)/python -m coverage report --rcfile=tests/coverage.cfg
 
 figures: $(STAMP) ## benchmarks/README.md: measure its rows again, in a quarter of an hour; what needs a GPU or hours is named
 	@$(BIN)/python benchmarks/figures.py --measure
