@@ -221,7 +221,7 @@ class DriftWatch:
             hidden = getattr(model, "parameters_to_ignore", ())
             for name, param in model.module.named_parameters():
                 if name not in hidden and not model.has_own_process_group and _comparable(param):
-                    bits = _bits(param.detach()).sum(dtype=torch.int64)
+                    bits = _sum_of_bits(param.detach())
                     sums[param.device] = sums.get(param.device, 0) * 31 + bits
         return {f"{_kind(device)} {number}": int(sums[device]) for number, device in enumerate(sums)}
 
@@ -236,16 +236,17 @@ class DriftWatch:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as integers: of 8 bytes if possible, whose sum is 40 times faster on a CPU.
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bits as integers of 8 bytes, which is 15 times faster than that of others.
 
     The result depends on the elements only, since replicas may have other strides and addresses.
     """
     size = tensor.element_size()
-    if tensor.numel() * size % 8:
-        return tensor.view(_INTEGERS[size])
     flat = tensor.contiguous().view(-1)
-    return (flat.clone() if flat.storage_offset() * size % 8 else flat).view(torch.int64)
+    flat = flat.clone() if flat.storage_offset() * size % 8 else flat
+    whole = flat.numel() - flat.numel() % (8 // size)
+    rest = flat[whole:].view(_INTEGERS[size])
+    return flat[:whole].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
 
 
 def _comparable(param: torch.Tensor) -> bool:
