@@ -36,7 +36,13 @@ from adaptdl_elastic import _own_python
 from adaptdl_elastic.agent.runtime.forked_child import SERVER, Command, become, remember_modules, run
 from adaptdl_elastic.protocol import environment
 
-PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "adaptdl_elastic.torch")
+PRELOAD = (
+    *("numpy", "torch", "torch.distributed", "torch._dynamo"),
+    # what a replica needs up to its first step; `adaptdl_elastic.torch` imports names at their first use
+    *(f"adaptdl_elastic.torch.{name}" for name in ("_startup", "data", "epoch", "parallel")),
+    *("adaptdl_elastic.torch._elastic.join", "adaptdl_elastic.torch._process_group.script_collectives"),
+    "adaptdl_elastic.torch._runtime.worker_processes",
+)
 _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = (
     f"{_own_python.WITHOUT_DIRECTORY}"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from adaptdl_elastic.agent.runtime.fork_server import PRELOAD, ForkServer
+from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import SERVER, Command
 
 _READ_EARLY = (
@@ -76,6 +76,5 @@ class ServerForker:
                 process.close()
                 self._process = None
         if self._process is None:
-            modules = (*PRELOAD, "adaptdl_elastic.torch.parallel")
-            self._process = ForkServer.start(self._environment, modules, lasting=True)
+            self._process = ForkServer.start(self._environment, lasting=True)
         return self._process

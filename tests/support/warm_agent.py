@@ -48,10 +48,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *("one_thread", *fork_server.PRELOAD),
-        *("adaptdl_elastic.torch.parallel", "adaptdl_elastic.torch.data", "adaptdl_elastic.torch.epoch"),
-        *("adaptdl_elastic.torch._startup", "adaptdl_elastic.torch._elastic.join"),
-        *("adaptdl_elastic.torch._process_group.script_collectives", "torch.utils.serialization"),
-        *("adaptdl_elastic.torch._runtime.worker_processes", "torch.profiler._cupti_monitor"),
+        *("torch.utils.serialization", "torch.profiler._cupti_monitor"),
         *("adaptdl_elastic.agent.cli", "adaptdl_elastic.agent.launch", "adaptdl_elastic.agent.runtime.agent"),
         *(
             f"adaptdl_elastic.autoscaler.commands.{name}"
