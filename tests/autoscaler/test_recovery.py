@@ -171,6 +171,11 @@ TRANSITIONS = {
         n0 lose 0; decide -> recover n1:0 n2:0
         n1 running=None; ended n1 0 stopped 143; n1 leave; decide -> +1 recover n2:0 "lost n1; 1 goes on"
         settle -> on:n2 restarts=0""",
+    "nothing is decided about a drained node if all others have gone on": """
+        resilient nodes=4 slots=1
+        n0 lose 0; decide -> recover
+        running n2; running n3
+        n1 running=None; ended n1 0 stopped 143; n1 leave; decide -> +0""",
     "all are drained one after another before they could go on": """
         resilient nodes=3 slots=1
         n0 lose 0; decide -> recover n1:0 n2:0
