@@ -111,14 +111,18 @@ def test_an_error_after_the_same_step_ends_the_job(tmp_path: Path) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
-def test_a_script_that_cannot_be_loaded_is_tried_once(tmp_path: Path) -> None:
+def test_a_script_that_cannot_be_loaded_is_tried_once_and_with_once_never_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('never')\nx = (\n")
-    done = run_agent(tmp_path, "--standalone", "script.py")
+    done = run_agent(tmp_path, "--standalone", "--once", "script.py")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\nSyntaxError: ") == 1, done.stderr
     failed, end = lines_of_ours(done.stderr)
     assert failed.startswith("adaptdl-run: replica 0 failed (exit code 1): SyntaxError: ")
     assert end.startswith("adaptdl-run: failed, and a restart would not help: rank 0: SyntaxError: ")
+    done = run_agent(tmp_path, "--standalone", "--once", "script.py")
+    assert done.returncode == 1
+    (end,) = lines_of_ours(done.stderr)
+    assert "has failed: failed, and a restart would not help: rank 0: SyntaxError: " in end
 
 
 def test_the_survivors_of_a_killed_replica_show_no_traceback(tmp_path: Path) -> None:

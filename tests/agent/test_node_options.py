@@ -49,7 +49,16 @@ def test_agents_listen_in_the_given_range_and_a_command_returns_behind_its_check
     cluster.check(replicas=2)
 
 
-def test_a_directory_that_is_not_shared_is_found_out(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_directory_that_all_can_write_or_that_is_not_shared_is_found_out(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    of_all = tmp_path / "of all"
+    of_all.mkdir()
+    of_all.chmod(0o777)
+    refused = cluster.train("refused", f"--checkpoint-path={of_all}")
+    assert refused.wait() == 1
+    assert f"other users can write to {of_all}, where" in refused.text()
+    assert refused.text().count("\n") == 1
     restart = "--rescale=restart"
     # otherwise the second agent does not find the secret of the job, and is refused
     env = {"ADAPTDL_SECRET": "given"}

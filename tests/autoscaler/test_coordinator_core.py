@@ -115,10 +115,15 @@ def test_an_agent_that_leaves_takes_no_other_job_from_its_node(pump: Pump) -> No
     assert pump.question().nodes[0].draining
 
 
-def test_pauses_are_measured_on_one_clock_and_remembered(pump: Pump) -> None:
-    play(pump, "job a; node n0 a 2; settle; ask a replicas=1; decide; all step; wait 2.5; settle")
+@pytest.mark.parametrize("ahead", [0.0, 420.0, -420.0])
+def test_pauses_are_measured_on_one_clock_and_remembered(pump: Pump, ahead: float) -> None:
+    """The other node's clock is wrong by minutes."""
+    play(pump, "job a max_replicas=2; node n0 a 1; settle; node n1 a 1")
+    pump.agents[1].clock = lambda: pump.clock() + ahead
+    play(pump, "ask a replicas=2; decide; all step; wait 2.5; settle -> n0=1 n1=1")
     assert pump.status("a").last_pause == pytest.approx(2.5)
-    assert pump.status("a").pauses[-1] == pytest.approx(2.5)
+    play(pump, "n0 register draining=True; decide; all step; wait 1.5; settle -> n1=1")
+    assert pump.status("a").pauses == pytest.approx((2.5, 1.5))
 
 
 def test_the_prediction_error_is_in_the_status_and_said_once_a_generation(pump: Pump) -> None:

@@ -171,6 +171,26 @@ TRANSITIONS = {
         n0 lose 0; decide -> recover n1:0 n2:0
         n1 running=None; ended n1 0 stopped 143; n1 leave; decide -> +1 recover n2:0 "lost n1; 1 goes on"
         settle -> on:n2 restarts=0""",
+    "nothing is decided about a drained node if all others have gone on": """
+        resilient nodes=4 slots=1
+        n0 lose 0; decide -> recover
+        running n2; running n3
+        n1 running=None; ended n1 0 stopped 143; n1 leave; decide -> +0""",
+    "all are drained one after another before they could go on": """
+        resilient nodes=3 slots=1
+        n0 lose 0; decide -> recover n1:0 n2:0
+        n1 running=None; ended n1 0 stopped 143; n1 leave; decide -> +1 recover n2:0
+        n2 running=None; ended n2 0 stopped 143; n2 leave; decide -> +1 restart drain n0=1 restarts=0""",
+    "a stop comes while a node is drained before it could go on": """
+        resilient nodes=3 slots=1
+        n0 lose 0; decide; ask a stop=True
+        n1 running=None; ended n1 0 stopped 143; n1 leave; decide -> recover n2:0
+        settle -> restart stop stopped nowhere""",
+    "too few go on without a node that was drained": """
+        resilient nodes=3 slots=1 min_nodes=2 rescale_timeout=20
+        n0 lose 0; decide -> recover n1:0 n2:0
+        n1 running=None; ended n1 0 stopped 143; n1 leave; decide -> +0
+        wait 20.1; decide -> +1 abort n0=1 n2=1 restarts=0""",
     "a recovery that does not come about becomes a restart": """
         resilient rescale_timeout=20
         n0 lose 0; decide

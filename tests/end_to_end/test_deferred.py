@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.etcd, pytest
 def job(tmp_path: Path, **variables: str) -> ElasticRun:
     arguments = ["--standalone", "--nproc-per-node=1:2", "--rdzv-id=like-nccl", "--no-autoscale"]
     arguments += ["--max-restarts=0", str(SUPPORT / "deferred_script.py"), "30", "0.12"]
-    # a self-test with two devices starts three processes more: tests/library/test_deferred.py
+    # tests/library/test_deferred.py runs the self-test on two devices, which takes three processes more
     return ElasticRun(arguments, tmp_path, {"SCRIPT": str(SCRIPT), "DEFERRED_DEVICES": "1", **variables})
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import fake_agent
+import generations
 import loop_script_path
 import pytest
 from elastic_run import run_agent
+from ports import free_port
 
 pytestmark = pytest.mark.processes
 
@@ -94,19 +96,43 @@ def test_no_share_is_a_single_sample_that_a_batchnorm_refuses(
     assert length == steps == -(-size // batch)
 
 
+def page(left_out: str) -> list[str]:
+    """Return the script of the page and its command line, from the diffs without lines of this kind."""
+    diffs = re.findall(r"^```diff test=test_conversion\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    kept = ["\n".join(line[1:] for line in diff.splitlines() if line[:1] != left_out) for diff in diffs]
+    assert len(kept) == 2
+    return kept
+
+
+def assert_losses_fall(printed: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"epoch \d: (\d\.\d+)", printed)]
+    assert len(losses) == 4, printed
+    assert all(after < before for before, after in itertools.pairwise(losses)), losses
+
+
+@pytest.mark.exhaustive
+def test_the_script_of_the_page_runs_before_its_conversion(tmp_path: Path) -> None:
+    """As `torchrun` runs it, on one replica."""
+    script, command = page("+")
+    assert re.fullmatch(r"torchrun --standalone --nproc-per-node=\d+ train.py", command)
+    (tmp_path / "train.py").write_text(script)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    done = generations.run_alone(tmp_path / "train.py", tmp_path, **common)
+    assert done.code == 0, done.output
+    assert_losses_fall(done.output)
+    assert (tmp_path / "last.pt").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_converted_script_of_the_page_for_ddp_scripts_runs_as_it_says(tmp_path: Path) -> None:
-    diffs = re.findall(r"^```diff test=test_conversion\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    script, command = ("\n".join(line[1:] for line in diff.splitlines() if line[:1] != "-") for diff in diffs)
+    script, command = page("-")
     (tmp_path / "train.py").write_text(script)
     program, *arguments = command.replace("--nproc-per-node=8", "--nproc-per-node=1").split()
     assert program == "adaptdl-run"
     done = run_agent(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"epoch \d: (\d\.\d+)", done.stdout)]
-    assert len(losses) == 4, done.stdout + done.stderr
-    assert all(after < before for before, after in itertools.pairwise(losses)), losses
+    assert_losses_fall(done.stdout)
     assert not (tmp_path / "last.pt").exists()
     assert "batch size 256 over 1 replica" in done.stdout + done.stderr
     assert (tmp_path / ".adaptdl" / "mine").is_dir()

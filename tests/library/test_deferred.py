@@ -206,8 +206,8 @@ def test_one_survivor_has_the_sum_and_another_has_not(start: Any, tmp_path: Path
 
 @pytest.mark.processes
 def test_the_self_test_passes(processes: Callable[..., str | None]) -> None:
-    """On one device; tests/end_to_end/test_deferred.py has two."""
-    assert processes(180.0, DEFERRED_DEVICES="1") is None
+    """On two devices; jobs of tests/end_to_end/test_deferred.py run it on one."""
+    assert processes(180.0, DEFERRED_DEVICES="2") is None
 
 
 @pytest.mark.processes

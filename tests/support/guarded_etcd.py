@@ -59,8 +59,7 @@ class GuardedEtcd:
         pair = ServerTls(
             self._server / "server.pem", self._server / "server-key.pem", client_ca=self._server / "ca.pem"
         )
-        # by default each login costs 60 ms of CPU time
-        self.etcd = EtcdServer(binary=binary, v2=api == "v2", tls=pair, args=["--bcrypt-cost=4", *args])
+        self.etcd = EtcdServer(binary=binary, v2=api == "v2", tls=pair, args=args)
 
     def __enter__(self) -> GuardedEtcd:
         self.etcd.start()
