@@ -11,7 +11,7 @@ from elastic_run import environment
 
 HUGGINGFACE = """
 import torch, transformers
-from adaptdl_elastic.torch.frameworks.huggingface import Trainer, TrainingArguments
+from adaptdl_elastic.torch.frameworks.huggingface import ElasticArgumentsMixin, Trainer, TrainingArguments
 net = torch.nn.Linear(2, 2)
 """
 LIGHTNING = """
@@ -47,96 +47,93 @@ def ran(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+# what scripts begin with, the packages that they need, and what each of them goes on with: the message
+REFUSED: list[tuple[str, list[str], dict[str, str]]] = [
+    (
+        HUGGINGFACE,
+        ["transformers"],
+        {
+            "Trainer(net, transformers.TrainingArguments(output_dir='out', use_cpu=True))": (
+                "an elastic Trainer needs its own TrainingArguments"
+            ),
+            "TrainingArguments(output_dir='out', use_cpu=True, auto_find_batch_size=True)": (
+                "auto_find_batch_size=True in an elastic Trainer: give the batch size"
+            ),
+            "Trainer(net, max_batch_size=64)": "max_batch_size in a Trainer: give it to TrainingArguments",
+            "TrainingArguments(output_dir='out', use_cpu=True, max_batch_size=4)": (
+                "max_batch_size=4 is below the initial batch of 8"
+            ),
+            "TrainingArguments(output_dir='out', use_cpu=True, local_bsz_bounds=[4, 8])": (
+                "local_bsz_bounds without max_batch_size in an elastic Trainer: give both"
+            ),
+            """
+class Arguments(transformers.TrainingArguments, ElasticArgumentsMixin): pass
+Arguments(output_dir='out', use_cpu=True)""": (
+                "Arguments: ElasticArgumentsMixin must be the first of its bases"
+            ),
+        },
+    ),
+    (
+        HUGGINGFACE,
+        ["transformers", "trl"],
+        {
+            """
+from trl import GRPOConfig
+class Arguments(ElasticArgumentsMixin, GRPOConfig): pass
+Arguments(output_dir='out', use_cpu=True, max_batch_size=64)""": (
+                "num_generations with max_batch_size, by which steps and batches are of many sizes"
+            ),
+            """
+from trl import SFTConfig
+class Arguments(TrainingArguments, SFTConfig): pass
+Arguments(output_dir='out', use_cpu=True)""": "write class Arguments(ElasticArgumentsMixin, SFTConfig)",
+        },
+    ),
+    (
+        LIGHTNING,
+        ["lightning"],
+        {
+            "ElasticStrategy(autoscale_batch_size=64)": (
+                "autoscale_batch_size in ElasticStrategy: give max_batch_size"
+            ),
+            "ElasticStrategy(local_bsz_bounds=(4, 8))": (
+                "local_bsz_bounds without max_batch_size in ElasticStrategy: give both"
+            ),
+            "fit(Net(), 64, reload_dataloaders_every_n_epochs=1)": (
+                "reload_dataloaders_every_n_epochs with max_batch_size: leave one of them out"
+            ),
+            "fit(Net(), 64, limit_train_batches=2)": (
+                "limit_train_batches or overfit_batches with max_batch_size"
+            ),
+            "fit(Net(automatic=False))": (
+                "manual optimization with ElasticStrategy: use automatic optimization"
+            ),
+            "net = Net(); fit(net).fit(net, torch.utils.data.DataLoader(torch.randn(4, 2)))": (
+                "fit() a second time with ElasticStrategy: only one fit() per script"
+            ),
+        },
+    ),
+    (
+        ACCELERATE,
+        ["accelerate"],
+        {
+            "Accelerator(cpu=True, max_batch_size=64)": (
+                "max_batch_size in an Accelerator: call prepared_loader.autoscale_batch_size(...)"
+            ),
+            "Accelerator(cpu=True).prepare(net, torch.optim.SGD(net.parameters()))": (
+                "prepare() in an elastic job: give one model, its optimizer and its loader"
+            ),
+        },
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        pytest.param(
-            HUGGINGFACE + "Trainer(net, transformers.TrainingArguments(output_dir='out', use_cpu=True))",
-            "an elastic Trainer needs its own TrainingArguments",
-            marks=pytest.mark.needs("transformers"),
-        ),
-        pytest.param(
-            HUGGINGFACE + "TrainingArguments(output_dir='out', use_cpu=True, auto_find_batch_size=True)",
-            "auto_find_batch_size=True in an elastic Trainer: give the batch size",
-            marks=pytest.mark.needs("transformers"),
-        ),
-        pytest.param(
-            HUGGINGFACE + "Trainer(net, max_batch_size=64)",
-            "max_batch_size in a Trainer: give it to TrainingArguments",
-            marks=pytest.mark.needs("transformers"),
-        ),
-        pytest.param(
-            HUGGINGFACE + "TrainingArguments(output_dir='out', use_cpu=True, max_batch_size=4)",
-            "max_batch_size=4 is below the initial batch of 8",
-            marks=pytest.mark.needs("transformers"),
-        ),
-        pytest.param(
-            HUGGINGFACE + "from trl import GRPOConfig\n"
-            "from adaptdl_elastic.torch.frameworks.huggingface import ElasticArgumentsMixin\n"
-            "class Arguments(ElasticArgumentsMixin, GRPOConfig): pass\n"
-            "Arguments(output_dir='out', use_cpu=True, max_batch_size=64)",
-            "num_generations with max_batch_size, by which steps and batches are of many sizes",
-            marks=pytest.mark.needs("transformers", "trl"),
-        ),
-        pytest.param(
-            HUGGINGFACE + "TrainingArguments(output_dir='out', use_cpu=True, local_bsz_bounds=[4, 8])",
-            "local_bsz_bounds without max_batch_size in an elastic Trainer: give both",
-            marks=pytest.mark.needs("transformers"),
-        ),
-        pytest.param(
-            ACCELERATE + "Accelerator(cpu=True, max_batch_size=64)",
-            "max_batch_size in an Accelerator: call prepared_loader.autoscale_batch_size(...)",
-            marks=pytest.mark.needs("accelerate"),
-        ),
-        pytest.param(
-            HUGGINGFACE + "from trl import SFTConfig\n"
-            "class Arguments(TrainingArguments, SFTConfig): pass\nArguments(output_dir='out', use_cpu=True)",
-            "write class Arguments(ElasticArgumentsMixin, SFTConfig)",
-            marks=pytest.mark.needs("transformers", "trl"),
-        ),
-        pytest.param(
-            HUGGINGFACE + "import transformers\n"
-            "from adaptdl_elastic.torch.frameworks.huggingface import ElasticArgumentsMixin\n"
-            "class Arguments(transformers.TrainingArguments, ElasticArgumentsMixin): pass\n"
-            "Arguments(output_dir='out', use_cpu=True)",
-            "Arguments: ElasticArgumentsMixin must be the first of its bases",
-            marks=pytest.mark.needs("transformers"),
-        ),
-        pytest.param(
-            LIGHTNING + "ElasticStrategy(autoscale_batch_size=64)",
-            "autoscale_batch_size in ElasticStrategy: give max_batch_size",
-            marks=pytest.mark.needs("lightning"),
-        ),
-        pytest.param(
-            LIGHTNING + "ElasticStrategy(local_bsz_bounds=(4, 8))",
-            "local_bsz_bounds without max_batch_size in ElasticStrategy: give both",
-            marks=pytest.mark.needs("lightning"),
-        ),
-        pytest.param(
-            LIGHTNING + "fit(Net(), 64, reload_dataloaders_every_n_epochs=1)",
-            "reload_dataloaders_every_n_epochs with max_batch_size: leave one of them out",
-            marks=pytest.mark.needs("lightning"),
-        ),
-        pytest.param(
-            LIGHTNING + "fit(Net(), 64, limit_train_batches=2)",
-            "limit_train_batches or overfit_batches with max_batch_size",
-            marks=pytest.mark.needs("lightning"),
-        ),
-        pytest.param(
-            LIGHTNING + "fit(Net(automatic=False))",
-            "manual optimization with ElasticStrategy: use automatic optimization",
-            marks=pytest.mark.needs("lightning"),
-        ),
-        pytest.param(
-            LIGHTNING + "net = Net(); fit(net).fit(net, torch.utils.data.DataLoader(torch.randn(4, 2)))",
-            "fit() a second time with ElasticStrategy: only one fit() per script",
-            marks=pytest.mark.needs("lightning"),
-        ),
-        pytest.param(
-            ACCELERATE + "Accelerator(cpu=True).prepare(net, torch.optim.SGD(net.parameters()))",
-            "prepare() in an elastic job: give one model, its optimizer and its loader",
-            marks=pytest.mark.needs("accelerate"),
-        ),
+        pytest.param(begin + rest, message, marks=pytest.mark.needs(*packages))
+        for begin, packages, lines in REFUSED
+        for rest, message in lines.items()
     ],
 )
 @pytest.mark.processes

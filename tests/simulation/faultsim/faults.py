@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from adaptdl_elastic.rendezvous.schema.records import DrainRequest, JobRequest, JobState, encode
 from adaptdl_elastic.rendezvous.store.base import Change
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
     from faultsim.world import World
 
 SIGTERM, SIGKILL = 15, 9
+T = TypeVar("T")
 _ERRORS = ("ValueError at train.py:7", "KeyError at train.py:9")  # kinds of errors of scripts
+
+
+class NothingToHarmError(Exception):
+    """There is no victim for a fault now."""
 
 
 class Faults:
@@ -76,7 +82,10 @@ class Faults:
             self._do(self._chance.choice(kinds))
 
     def _do(self, kind: str) -> None:
-        if not self.resting and KINDS[kind](self):
+        if self.resting:
+            return
+        with suppress(NothingToHarmError):
+            KINDS[kind](self)
             self.count += 1
             self.changed_at = self._kernel.now
             if kind not in _HARMLESS:
@@ -101,11 +110,19 @@ class Faults:
         self._world.truth.lasting += 1
         self._later(seconds, end)
 
-    def _note(self, text: str) -> bool:
+    def _note(self, text: str) -> None:
         self._kernel.note(f"FAULT {text}")
-        return True
 
     # -- victims
+
+    def _enough(self, found: list[T], least: int = 1) -> list[T]:
+        """Return `found`, or give the fault up if these are too few."""
+        if len(found) < least:
+            raise NothingToHarmError
+        return found
+
+    def _one_of(self, found: list[T], least: int = 1) -> T:
+        return self._chance.choice(self._enough(found, least))
 
     def _agents(self) -> list[AgentProcess]:
         return [agent for agent in self._world.agents if agent.alive]
@@ -122,44 +139,33 @@ class Faults:
 
     # -- deaths
 
-    def kill_replica(self) -> bool:
+    def kill_replica(self) -> None:
         """SIGKILL, as from the kernel when memory is short."""
-        found = self._replicas()
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of(self._replicas())
         self._note(f"kills {victim.name}")
         self._world.truth.job(victim.job).deaths += 1
         self._kernel.kill(victim, -SIGKILL, "(a fault)")
-        return True
 
-    def fail_replica(self) -> bool:
+    def fail_replica(self) -> None:
         """An error of the script, of one of a few kinds."""
-        found = self._replicas()
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of(self._replicas())
         kind = self._chance.choice(_ERRORS)
         self._note(f"{victim.name} raises {kind}")
         self._world.truth.failed(victim, kind)
         victim.fail(kind, "(an error of the script)")
-        return True
 
-    def kill_fork_server(self) -> bool:
+    def kill_fork_server(self) -> None:
         """A fork server dies, and its replicas with it."""
         found = [agent for agent in self._agents() if agent.forks is not None and not agent.forks.died]
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of(found)
         assert victim.forks is not None
         running = victim.forks.running
         self._note(f"kills the fork server of {victim.name}, and {len(running)} replicas")
         # one that has been asked for and does not run yet is lost, too
         self._world.truth.job(victim.job.spec.job).deaths += max(1, len(running))
         victim.forks.die()
-        return True
 
-    def kill_store(self) -> bool:
+    def kill_store(self) -> None:
         """The process that serves the TCPStore of an agent's newest generation dies."""
         found = [agent for agent in self._agents() if agent.forks is not None and not agent.forks.died]
         for victim in self._chance.sample(found, len(found)):
@@ -168,44 +174,32 @@ class Faults:
                 self._note(f"kills the store of {victim.name}'s newest generation")
                 self._world.truth.job(victim.job.spec.job).deaths += 1  # replicas that meet there fail
                 victim.forks.tell_death(number)
-                return True
-        return False
+                return
+        raise NothingToHarmError
 
-    def kill_agent(self) -> bool:
+    def kill_agent(self) -> None:
         """An agent dies; another one is started in its place, soon or later."""
-        found = self._agents()
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of(self._agents())
         self._note(f"kills {victim.name}")
         self._kernel.kill(victim, -SIGKILL, "(a fault)")
         delay = self._chance.choice([0.1, 1.0, 4.0, 8.0, 20.0]) * self._chance.random()
         self._later(delay, lambda: self.start_agent(victim.machine, victim.job.spec.job))
-        return True
 
-    def kill_coordinator(self) -> bool:
+    def kill_coordinator(self) -> None:
         """A coordinator dies; its agent starts it again."""
-        found = self._coordinators()
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of(self._coordinators())
         self._note(f"kills {victim.name}")
         self._kernel.kill(victim, -SIGKILL, "(a fault)")
-        return True
 
-    def crash_machine(self) -> bool:
+    def crash_machine(self) -> None:
         """A machine loses its power, and boots later."""
-        found = self._machines()
-        if len(found) < 2:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of(self._machines(), least=2)
         self._note(f"crashes {victim.name}")
         for replica in self._replicas():
             if replica.machine is victim:
                 self._world.truth.job(replica.job).deaths += 1
         victim.crash()
         self._later(self._chance.choice([2.0, 10.0, 30.0]) * self._chance.random(), lambda: self.boot(victim))
-        return True
 
     def boot(self, machine: Machine) -> None:
         """Start a machine, and its agents with it."""
@@ -222,12 +216,9 @@ class Faults:
         if machine.up and not there and again:
             self._world.start_agent(machine, job)
 
-    def die_at_write(self) -> bool:
+    def die_at_write(self) -> None:
         """A process dies just before one of its next writes into the store."""
-        found: list[Process] = [*self._agents(), *self._coordinators()]
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim: Process = self._one_of([*self._agents(), *self._coordinators()])
         count = self._world.writes.get(victim.name, 0) + self._chance.randint(1, 6)
         self._world.kill_before[victim.name] = count
         self._note(f"{victim.name} will die before its write {count}")
@@ -237,26 +228,22 @@ class Faults:
             victim.at_end.append(
                 lambda: self._later(delay, lambda: self.start_agent(agent.machine, agent.job.spec.job))
             )
-        return True
 
     # -- stopped clocks
 
-    def stop_process(self) -> bool:
+    def stop_process(self) -> None:
         """SIGSTOP to one process, and SIGCONT later."""
         found: list[Process] = [*self._agents(), *self._coordinators(), *self._replicas()]
         found = [one for one in found if not one.stopped]
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of(found)
         seconds = self._chance.choice([1.0, 4.0, 8.0, 20.0]) * self._chance.random()
         self._note(f"stops {victim.name} for {seconds:.2f} s")
         if isinstance(victim, Replica):
             self._world.truth.job(victim.job).deaths += 1  # it may be taken to hang
         victim.stop()
         self._over_in(seconds, partial(self._go_on, victim))
-        return True
 
-    def stop_coordinators(self) -> bool:
+    def stop_coordinators(self) -> None:
         """All coordinators stand still for a while, and see together what has happened meanwhile."""
         found = [one for one in self._coordinators() if not one.stopped]
         seconds = self._chance.choice([0.3, 1.0, 4.0, 12.0]) * self._chance.random()
@@ -264,32 +251,26 @@ class Faults:
         for one in found:
             one.stop()
             self._over_in(seconds, partial(self._go_on, one))
-        return bool(found)
+        self._enough(found)
 
-    def hang_replica(self) -> bool:
+    def hang_replica(self) -> None:
         """A replica hangs for good: all of it, or only its script, whose other threads go on to answer.
 
         Only one that has reported a step: before that a replica may take its time.
         """
         found = [one for one in self._replicas() if one.takes_steps and not one.stopped]
         found = [one for one in found if self._world.jobs[one.job].hang_timeout]
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of(found)
         whole = self._chance.random() < 0.5
         self._note(f"{'all' if whole else 'the script'} of {victim.name} hangs")
         self._world.truth.job(victim.job).deaths += 1
         victim.hangs = True
         if whole:
             victim.stop()
-        return True
 
-    def stop_machine(self) -> bool:
+    def stop_machine(self) -> None:
         """All processes of a machine stand still for a while."""
-        found = self._machines()
-        if not found:
-            return False
-        machine = self._chance.choice(found)
+        machine = self._one_of(self._machines())
         seconds = self._chance.choice([1.0, 4.0, 8.0, 20.0]) * self._chance.random()
         self._note(f"stops {machine.name} for {seconds:.2f} s")
         victims = [one for one in machine.processes if one.alive and not one.stopped]
@@ -299,29 +280,22 @@ class Faults:
             victim.stop()
         for victim in victims:
             self._over_in(seconds, partial(self._go_on, victim))
-        return True
 
-    def jump_clock(self) -> bool:
+    def jump_clock(self) -> None:
         """The wall clock of a machine is set, as by NTP; monotonic clocks go on."""
-        found = self._machines()
-        if not found:
-            return False
-        machine = self._chance.choice(found)
+        machine = self._one_of(self._machines())
         seconds = self._chance.choice([-1.0, 1.0]) * self._chance.choice([2.0, 60.0, 4000.0])
         seconds *= self._chance.random()
         self._note(f"sets the wall clock of {machine.name} by {seconds:.2f} s")
         machine.wall_offset += seconds
         for process in machine.processes:
             process.wall_offset += seconds
-        return True
 
     # -- the network and the store
 
-    def split_network(self) -> bool:
+    def split_network(self) -> None:
         """Machines cannot reach each other, and all reach the store: silence, or connections that break."""
-        found = self._machines()
-        if len(found) < 2:
-            return False
+        found = self._enough(self._machines(), 2)
         side = self._chance.sample(found, self._chance.randint(1, len(found) - 1))
         names = frozenset(one.name for one in side)
         others = frozenset(one.name for one in found) - names
@@ -333,13 +307,10 @@ class Faults:
         if breaks:
             for mesh in {one.mesh.number: one.mesh for one in self._replicas() if one.mesh}.values():
                 mesh.reset((names, others))
-        return True
 
-    def cut_line(self) -> bool:
+    def cut_line(self) -> None:
         """A machine, or several, cannot reach the store for a while."""
-        found = self._machines()
-        if not found:
-            return False
+        found = self._enough(self._machines())
         victims = self._chance.sample(found, self._chance.randint(1, len(found)))
         seconds = self._chance.choice([1.0, 4.0, 8.0, 20.0]) * self._chance.random()
         refused = self._chance.random() < 0.3
@@ -347,14 +318,10 @@ class Faults:
         for machine in victims:
             machine.line.cut, machine.line.refused = True, refused
             self._over_in(seconds, partial(self._mend, machine))
-        return True
 
-    def bad_line(self) -> bool:
+    def bad_line(self) -> None:
         """A machine's requests and answers get lost, or come late, for a while."""
-        found = self._machines()
-        if not found:
-            return False
-        machine = self._chance.choice(found)
+        machine = self._one_of(self._machines())
         seconds = 15.0 * self._chance.random()
         self._note(f"{machine.name} has a bad line for {seconds:.2f} s")
         line, chance = machine.line, self._chance
@@ -362,19 +329,17 @@ class Faults:
         line.late_requests = 0.1 * chance.random()
         line.seconds = chance.choice([0.001, 0.05, 0.4])
         self._over_in(seconds, partial(self._mend, machine))
-        return True
 
-    def store_down(self) -> bool:
+    def store_down(self) -> None:
         """The store answers nobody for a while."""
         etcd = self._world.etcd
         if not etcd.up:
-            return False
+            raise NothingToHarmError
         seconds = self._chance.choice([1.0, 4.0, 8.0, 16.0]) * self._chance.random()
         renew = self._chance.random() < 0.5
         self._note(f"takes the store away for {seconds:.2f} s")
         etcd.go_down()
         self._over_in(seconds, partial(self._bring_back, renew))
-        return True
 
     def _go_on(self, process: Process) -> None:
         if isinstance(process, Replica) and process.hangs:
@@ -395,29 +360,22 @@ class Faults:
         for machine in self._world.machines.values():
             machine.troubled_at = self._kernel.now
 
-    def compact(self) -> bool:
+    def compact(self) -> None:
         """The store forgets its history."""
         self._note("compacts the store")
         self._world.etcd.compact()
-        return True
 
-    def expire_lease(self) -> bool:
+    def expire_lease(self) -> None:
         """A lease runs out, as if its holder had not been heard."""
-        leases = self._world.etcd.leases
-        if not leases:
-            return False
-        number = self._chance.choice(sorted(leases))
+        number = self._one_of(sorted(self._world.etcd.leases))
         self._note(f"lets lease {number} run out")
         self._world.etcd.revoke(number)
-        return True
 
     # -- what people ask for
 
-    def drain(self) -> bool:
+    def drain(self) -> None:
         """SIGTERM to an agent: it leaves, and another one comes later."""
-        found = [agent for agent in self._agents() if not agent.departing]
-        if len(found) < 2:
-            return False
+        found = self._enough([agent for agent in self._agents() if not agent.departing], 2)
         fresh = [agent for agent in found if self._is_to_start(agent)]
         victim = self._chance.choice(fresh if fresh and self._chance.random() < 0.5 else found)
         self._note(f"drains {victim.name}")
@@ -426,7 +384,6 @@ class Faults:
         victim.at_end.append(
             lambda: self._later(delay, lambda: self.start_agent(victim.machine, victim.job.spec.job))
         )
-        return True
 
     def _is_to_start(self, agent: AgentProcess) -> bool:
         """Whether the newest plan has replicas for an agent that runs none yet."""
@@ -434,61 +391,46 @@ class Faults:
         named = plan is not None and any(place.agent == agent.identity for place in plan.placements)
         return named and agent.forks is not None and not agent.forks.running
 
-    def hurry(self) -> bool:
+    def hurry(self) -> None:
         """SIGTERM once more to an agent that is about to leave: it stops at once."""
-        found = [agent for agent in self._agents() if agent.departing]
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of([agent for agent in self._agents() if agent.departing])
         self._note(f"hurries {victim.name}")
         victim.notice(SIGTERM)
-        return True
 
-    def stop_job(self) -> bool:
+    def stop_job(self) -> None:
         """A person asks for a job to stop: seldom, since nothing happens to it after that."""
         name = self._chance.choice(sorted(self._world.jobs))
         status = self._world.truth.job(name).status
         if self._chance.random() < 0.7 or status is None or status.state.ended:
-            return False
+            raise NothingToHarmError
         self._note(f"asks job {name} to stop")
         asked = replace(self._world.requests.get(name, JobRequest()), stop=True, run=status.run)
         self._world.requests[name] = asked
         self._world.stops.add(name)
         self._world.etcd.put(self._world.keys.job(name, "request"), encode(asked), None)
-        return True
 
-    def start_again(self) -> bool:
+    def start_again(self) -> None:
         """A person starts a job again that was stopped or has failed, or one that is done and stays so."""
         names = []
         for name in sorted(self._world.jobs):
             status = self._world.truth.job(name).status
             if status is not None and status.state.ended:
                 names.append(name)
-        if not names:
-            return False
-        name = self._chance.choice(names)
+        name = self._one_of(names)
         self._note(f"starts job {name} again")
         self._world.stops.discard(name)
         for machine in self._machines():
             self._later(4.0 * self._chance.random(), partial(self.start_agent, machine, name, True))
-        return True
 
-    def start_twice(self) -> bool:
+    def start_twice(self) -> None:
         """Another agent is started on a machine that has one, and finds the name taken or takes it."""
-        found = self._agents()
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of(self._agents())
         self._note(f"starts another agent beside {victim.name}")
         self._world.start_agent(victim.machine, victim.job.spec.job)
-        return True
 
-    def supplant(self) -> bool:
+    def supplant(self) -> None:
         """An agent stands still until its lease has run out, and a watchdog starts another one beside it."""
-        found = [agent for agent in self._agents() if not agent.stopped]
-        if not found:
-            return False
-        victim = self._chance.choice(found)
+        victim = self._one_of([agent for agent in self._agents() if not agent.stopped])
         begins = 5.0 + 4.0 * self._chance.random()
         seconds = begins + 10.0 * self._chance.random()
         self._note(f"stops {victim.name} for {seconds:.2f} s; another one comes after {begins:.2f} s")
@@ -496,13 +438,10 @@ class Faults:
         self._over_in(seconds, partial(self._go_on, victim))
         again = partial(self._world.start_agent, victim.machine, victim.job.spec.job)
         self._later(begins, again)
-        return True
 
-    def ask_to_drain(self) -> bool:
+    def ask_to_drain(self) -> None:
         """The autoscaler asks for a node, or for all of them, to be left, and takes that back later."""
-        found, chance = self._machines(), self._chance
-        if len(found) < 2:
-            return False
+        found, chance = self._enough(self._machines(), 2), self._chance
         victims = found if chance.random() < 0.4 else [chance.choice(found)]
         within, again = chance.choice([0.0, 0.1, 1.0]), chance.random() < 0.5
         keys = {one.name: self._world.keys.drain(one.name) for one in victims}
@@ -518,9 +457,8 @@ class Faults:
                     self.start_agent(machine, job, again)
 
         self._later(within + 15.0 * chance.random(), take_back)
-        return True
 
-    def scale(self) -> bool:
+    def scale(self) -> None:
         """A person asks for another size, or for a checkpoint."""
         name = self._chance.choice(sorted(self._world.jobs))
         key = self._world.keys.job(name, "request")
@@ -535,7 +473,6 @@ class Faults:
         self._world.requests[name] = asked
         self._note(f"asks job {name} for {asked}")
         self._world.etcd.put(key, encode(asked), None)
-        return True
 
     # -- the end of it
 
@@ -592,7 +529,7 @@ kill_replica fail_replica kill_fork_server kill_store kill_agent kill_coordinato
 stop_process stop_coordinators hang_replica stop_machine jump_clock split_network cut_line bad_line store_down
 compact expire_lease drain hurry stop_job start_again start_twice supplant ask_to_drain scale
 """
-KINDS: dict[str, Callable[[Faults], bool]] = {name: getattr(Faults, name) for name in _NAMES.split()}
+KINDS: dict[str, Callable[[Faults], None]] = {name: getattr(Faults, name) for name in _NAMES.split()}
 _HARMLESS = (  # nothing may be lost by them
     "kill_coordinator", "compact", "drain", "ask_to_drain", "scale", "stop_job", "jump_clock",
 )  # fmt: skip
