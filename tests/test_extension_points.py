@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 from click.testing import CliRunner
+from commands import ended
 from elastic_run import environment
 from other_package import write_distribution
 
@@ -130,9 +130,7 @@ def test_a_job_runs_on_a_store_of_another_package(tmp_path: Path) -> None:
     command = ["adaptdl-run", "--rdzv-endpoint", "toy://127.0.0.1:1", "--nnodes=1:2", "train.py"]
     with LocalServer() as server:
         place = {"TOY_SOCKET": server.endpoint.removeprefix(SCHEME), "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(
-            command, cwd=tmp_path, env={**environment(), **place}, capture_output=True, text=True, check=False
-        )
+        done = ended(command, tmp_path, env={**environment(), **place})
         assert (done.returncode, "trained" in done.stdout) == (0, True), done.stderr
         assert [item for item in server.store.range("/adaptdl/v1/default/jobs/").items if "/spec" in item.key]
 

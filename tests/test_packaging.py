@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from commands import ended
 from record_version import runs
 from setuptools import find_packages
 
@@ -267,12 +268,5 @@ def _install_as_the_page_says(wheel: Path, folder: Path) -> None:
     }
     text += "test $(command -v adaptdl-run) = $(dirname $(command -v adaptdl))/adaptdl-run\n"
     text += f"test $(command -v adaptdl) = {folder}/opt/bin/adaptdl\n"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ended(["bash", "-euo", "pipefail", "-c", text], folder, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,11 +6,11 @@ import ast
 import importlib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import ended
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -24,9 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     there = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "-d", str(there)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = ended(command, ROOT, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
     return there
 

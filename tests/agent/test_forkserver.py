@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import ended
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adaptdl_elastic.agent.machine.device_locks import is_locked
@@ -93,9 +94,7 @@ def runner(server: ForkServer, tmp_path: Path) -> Runner:
 
 def plainly(directory: Path, *arguments: str) -> tuple[int, str, str]:
     """What `python -u` does with the same script."""
-    done = subprocess.run(
-        [sys.executable, "-u", *arguments], cwd=directory, capture_output=True, text=True, check=False
-    )
+    done = ended([sys.executable, "-u", *arguments], directory)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from commands import ended
 from forbidden import forbidden
 from hypothesis import given
 from hypothesis import strategies as st
@@ -426,12 +426,5 @@ open("job", "w").write(encode(Submission(**{**vars(spec), **more})))
 print(spec.new_field, parse(["--spec", "job"]).new_field)
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", way],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ended([sys.executable, "-c", way], tmp_path, env=environment)
     assert done.stdout == "9 9\n", done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import LONG, TRAIN, Cluster
+from commands import ended
 from elastic_run import PATIENCE, ElasticRun, environment, run_agent
 from ports import free_port
 from torch.distributed.run import determine_local_world_size
@@ -30,14 +31,11 @@ def launch(
     """`adaptdl-run` or `torchrun` in `directory`, to its end."""
     if launcher == "adaptdl-run":
         return run_agent(directory, *arguments, **variables)
-    return subprocess.run(
+    return ended(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
-        cwd=directory,
+        directory,
         env=environment(TMPDIR=str(directory), **variables),
-        capture_output=True,
-        text=True,
         timeout=PATIENCE,
-        check=False,
     )
 
 

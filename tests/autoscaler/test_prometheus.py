@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ended
 from filled_metrics import filled_pump, observe
 from polling import until
 from ports import free_port
@@ -221,9 +222,7 @@ def test_each_alert_fires_on_its_trouble_and_none_on_a_healthy_cluster(tmp_path:
     ]
     path = tmp_path / "tests.yml"
     path.write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": tests}))
-    checked = subprocess.run(
-        [program("promtool"), "test", "rules", str(path)], capture_output=True, text=True
-    )
+    checked = ended([program("promtool"), "test", "rules", str(path)])
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

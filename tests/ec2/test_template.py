@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cloud_template import TEMPLATE, UnknownNameError, group_tags, load_template
 from cloud_template import user_data as rendered
+from commands import ended
 
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 
@@ -37,11 +38,8 @@ def user_data(template: dict[str, Any], name: str) -> str:
 
 @pytest.mark.processes
 def test_cfn_lint_accepts_it() -> None:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("cfn-lint"), "--non-zero-exit-code", "informational", TEMPLATE],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = ended(
+        [Path(sys.executable).with_name("cfn-lint"), "--non-zero-exit-code", "informational", TEMPLATE]
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

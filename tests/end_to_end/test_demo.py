@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ended
 from elastic_run import ROOT, environment
 
 Events = list[dict[str, Any]]
@@ -88,12 +88,9 @@ def test_the_demo_fails_with_four_lines_where_nothing_was_measured(pictured: Eve
 @pytest.mark.etcd
 @pytest.mark.timeout(400)
 def test_the_demonstration_grows_by_goodput_and_draws_its_picture(tmp_path: Path) -> None:
-    run = subprocess.run(
+    run = ended(
         [sys.executable, str(ROOT / "examples" / "demo.py"), "--epochs=15"],
         env=environment(XDG_RUNTIME_DIR=str(tmp_path), ADAPTDL_DEMO_DIR=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        check=False,
     )
     # A quarter of its epochs may end with 94 %, and beside other tests steps take longer at one moment than
     # at another, whatever the size. What the demo says of that is tested above, with the picture's events.

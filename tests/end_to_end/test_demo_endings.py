@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import ended
 from elastic_run import ROOT
 
 EXAMPLES = str(ROOT / "examples")
@@ -51,12 +51,9 @@ def test_any_other_error_is_one_line_too_and_its_traceback_goes_to_a_file(
 @pytest.mark.exhaustive
 @pytest.mark.processes
 def test_a_demo_whose_run_fails_says_so_in_its_last_line(tmp_path: Path) -> None:
-    run = subprocess.run(
+    run = ended(
         [sys.executable, f"{EXAMPLES}/demo.py", "--no-such-option"],
         env={"PATH": "/usr/bin:/bin", "ADAPTDL_DEMO_DIR": str(tmp_path), "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert run.returncode == 1
     out = tmp_path / ".demo"

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import generations
 import pytest
+from commands import ended
 from elastic_run import ElasticRun
 from etcd_server import EtcdServer
 
@@ -70,15 +71,7 @@ def run(snippet: Snippet, directory: Path, endpoint: str, timeout: float = 560) 
     if snippet.exported:
         environment["ADAPTDL_ETCD"] = endpoint
     text = snippet.text.replace("etcd0:2379", endpoint).replace("/shared", str(directory))
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    done = ended(["bash", "-euo", "pipefail", "-c", text], directory, env=environment, timeout=timeout)
     assert done.returncode == 0, f"{snippet.page}:{snippet.line}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

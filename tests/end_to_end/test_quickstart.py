@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import ended
 from units import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,15 +41,7 @@ def test_the_notebook_runs_and_its_job_is_done(tmp_path: Path) -> None:
         "PYTHONPATH": str(ROOT),
         "XDG_RUNTIME_DIR": str(tmp_path),
     }
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    done = ended([sys.executable, str(script)], tmp_path, env=environment, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "critical batch size" in done.stdout
     job, report = blocks("howto/batch-size.md", "bash", "test_quickstart")[0].splitlines()

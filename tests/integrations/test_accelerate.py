@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import framework_runs
 import pytest
+from commands import ended
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerate_loop.py"
 SIZE = 480
@@ -77,11 +77,9 @@ def test_folds_after_a_resume_are_those_of_an_undisturbed_run(tmp_path: Path, st
     def printed(folder: str, stop: int) -> list[str]:
         variables = {"STOP": str(stop), "ADAPTDL_CHECKPOINT_PATH": str(tmp_path / folder)}
         command = [sys.executable, str(SCRIPT.with_name("accelerate_folds.py"))]
-        ended = subprocess.run(
-            command, env=os.environ | variables, capture_output=True, text=True, timeout=200
-        )
-        assert ended.returncode == 0, ended.stderr
-        return [line for line in ended.stdout.splitlines() if line[:2] in ("0 ", "1 ", "2 ")]
+        done = ended(command, env=os.environ | variables, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 ", "2 ")]
 
     undisturbed = printed("calm", -1)
     assert len({line[2:] for line in undisturbed}) == 3

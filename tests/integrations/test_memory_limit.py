@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import framework_runs
 import pytest
+from commands import ended
 
 SCRIPT = Path(__file__).parent / "scripts" / "memory_limit.py"
 
@@ -25,12 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(600)]
 def test_a_trainer_finds_the_memory_limit_by_itself(tmp_path: Path, framework: str, steps: int) -> None:
     given = framework_runs.variables(tmp_path, ADAPTDL_REPORT_INTERVAL="0.2")
     given |= {"ADAPTDL_CHECKPOINT_PATH": str(tmp_path / "saved"), "ADAPTDL_CHECKPOINT_INTERVAL": "0"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), framework],
-        env={**framework_runs.environment(), **given},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+    done = ended(
+        [sys.executable, str(SCRIPT), framework], tmp_path, env={**framework_runs.environment(), **given}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

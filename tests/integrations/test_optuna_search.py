@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from commands import ended
 
 pytestmark = [
     pytest.mark.needs("optuna"),
@@ -76,13 +76,10 @@ def jobs(folder: Path) -> list[psutil.Process]:
 
 def test_a_search_goes_on_when_a_trial_hangs_and_one_fails(folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ran = subprocess.run(
+    ran = ended(
         [sys.executable, "search.py", "--trials=5", "--parallel=2", "train.py"],
-        cwd=folder,
+        folder,
         env={**os.environ, "PATH": path, "OUT": str(folder), "EXAMPLES": str(EXAMPLES)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = ran.stdout.splitlines()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import ended
 from elastic_run import environment
 
 HUGGINGFACE = """
@@ -42,9 +43,7 @@ net = torch.nn.Linear(2, 2)
 
 def ran(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a script in a folder to its end."""
-    return subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, env=environment(), capture_output=True, text=True
-    )
+    return ended([sys.executable, "-c", script], folder, env=environment())
 
 
 # what scripts begin with, the packages that they need, and what each of them goes on with: the message

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import ended
 
 pytestmark = [
     pytest.mark.needs("ray"),
@@ -200,10 +201,9 @@ def run(folder: Path, body: str) -> dict[str, Any]:
 def search(folder: Path, body: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program that searches, and wait for its end."""
     (folder / "search.py").write_text(HEAD + body)
-    return subprocess.run(
-        [sys.executable, "search.py"], cwd=folder, capture_output=True, text=True, timeout=900,
-        env={**variables_of(folder), **variables},
-    )  # fmt: skip
+    return ended(
+        [sys.executable, "search.py"], folder, env={**variables_of(folder), **variables}, timeout=900
+    )
 
 
 def variables_of(folder: Path) -> dict[str, str]:
@@ -289,9 +289,8 @@ def test_a_search_whose_driver_is_killed_is_restored(tmp_path: Path) -> None:
 def test_the_example_finds_a_rate(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "tune_ray.py"
     variables = {**variables_of(tmp_path), "HOME": str(tmp_path), "RAY_ADDRESS": "local"}
-    done = subprocess.run(
-        [sys.executable, example, "--trials", "2", "--epochs", "1"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=900, env=variables,
-    )  # fmt: skip
+    done = ended(
+        [sys.executable, example, "--trials", "2", "--epochs", "1"], tmp_path, env=variables, timeout=900
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "best: accuracy 0." in done.stdout

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import ended
 
 pytestmark = pytest.mark.processes
 
@@ -13,9 +13,7 @@ DRIVER = Path(__file__).parent.parent / "support" / "crash_save.py"
 
 
 def test_killed_at_any_point_of_a_save_a_loadable_checkpoint_is_left(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, str(DRIVER), str(tmp_path / "saved")], capture_output=True, text=True, timeout=250
-    )
+    run = ended([sys.executable, str(DRIVER), str(tmp_path / "saved")], timeout=250)
     assert run.returncode == 0, run.stderr
     kills = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(kills) > 20  # it did die that often

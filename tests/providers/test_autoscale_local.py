@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import ended
 from elastic_run import MARK, ROOT, environment, marked
 from etcd_server import EtcdServer
 from other_package import write_distribution
@@ -62,13 +63,7 @@ class Autoscaled:
 
     def run(self, command: str, *arguments: str) -> str:
         """An `adaptdl` command, as in another terminal; what it printed."""
-        done = subprocess.run(
-            [*self._adaptdl(command), *arguments],
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        done = ended([*self._adaptdl(command), *arguments], env=self.environ, timeout=200)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from commands import ended
 from warm_agent import MARK, WarmAgent, completed, suits
 
 from adaptdl_elastic import _own_python
@@ -49,9 +50,7 @@ def run_agent(
     mark = uuid.uuid4().hex
     whole = environment(**{"XDG_RUNTIME_DIR": str(directory), MARK: mark, **variables})
     if fresh or not suits(whole):
-        done = subprocess.run(
-            [*_AGENT, *arguments], cwd=directory, env=whole, capture_output=True, text=True, check=False
-        )
+        done = ended([*_AGENT, *arguments], directory, env=whole)
     else:
         done = completed("adaptdl_elastic.agent", arguments, directory, whole, None)
     left = orphans(mark)
@@ -65,14 +64,7 @@ def adaptdl(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     # a request for another size would come before a job's first step, where no change can be in place yet
     if suits(whole) and arguments[0] in _WARM:
         return completed(module, arguments, Path.cwd(), whole, PATIENCE)
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env=whole,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    return ended([sys.executable, "-m", module, *arguments], env=whole, timeout=PATIENCE)
 
 
 def marked(mark: str) -> list[psutil.Process]:

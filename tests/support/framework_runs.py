@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from typing import Any
 
 import generations
 import torch
+from commands import ended
 from elastic_run import PATIENCE, ROOT, ElasticRun, environment
 
 SUPPORT = Path(__file__).parent
@@ -38,13 +38,7 @@ def undisturbed(script: Path, folder: Path, **extra: str) -> dict[str, Any]:
     """Run the script as one process without a launcher; return its summary."""
     folder.mkdir()
     (folder / "hurry").touch()
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**environment(), **variables(folder, **extra)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
+    done = ended([sys.executable, str(script)], folder, env={**environment(), **variables(folder, **extra)})
     assert done.returncode == 0, done.stdout + done.stderr
     return summary(folder)
 

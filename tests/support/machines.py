@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import psutil
+from commands import ended
 from etcd_server import tied
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,9 +127,7 @@ def _hidden(path: str) -> bool:
 def _lacking(probe: str) -> str:
     """Return what this machine says where it has not what a room needs, else nothing."""
     spaces = ["--mount", "--propagation=private", "--net", "--pid", "--ipc", "--uts", "--fork"]
-    done = subprocess.run(
-        ["unshare", *spaces, "bash", "-c", probe], capture_output=True, text=True, check=False
-    )
+    done = ended(["unshare", *spaces, "bash", "-c", probe])
     # mount's hint to look at dmesg is indented
     said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith(" ")]
     return "".join(said[-1:] or [f"exit code {done.returncode}"]) if done.returncode else ""
