@@ -11,12 +11,19 @@ import pytest
 from cluster import Cluster
 from etcd_server import EtcdServer
 
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+
 
 @pytest.fixture(scope="session")
 def shared_etcd() -> Iterator[EtcdServer]:
     """An etcd that stays up; each test has a cluster of its own in it."""
     with EtcdServer() as etcd:
         yield etcd
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
 
 
 @pytest.fixture

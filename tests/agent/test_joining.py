@@ -28,11 +28,6 @@ KEYS = Keys("test")
 NODE = NodeRecord("here", "job", "run-1", "agent-1", "127.0.0.1", 1, version="1.0")
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
 def spec(run: str) -> JobSpec:
     return JobSpec("job", run)
 

@@ -33,11 +33,6 @@ HERE, KEY = "127.0.0.1", b"of the job's agents"
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
 def first(store: MemoryStore) -> int:
     """The port of an agent on node `one` that is registered."""
     port = link_probe.serve(HERE, None, KEY)

@@ -44,11 +44,6 @@ SOON = 100.0  # seconds, for what is only waited for when a test fails
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
 def registration(store: MemoryStore) -> Iterator[Registration]:
     made = Registration(store, KEYS, NODE)
     made.register()

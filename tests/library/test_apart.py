@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import generations
 import loop_script_path
 import pytest
 import torch
-from fake_agent import FakeAgent
 
 from adaptdl_elastic.protocol.messages import ChangePlan, SaveCheckpoint
 from adaptdl_elastic.torch._elastic.rescale import Plan
@@ -22,10 +20,7 @@ pytestmark = pytest.mark.processes
 SIZE = 48
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    with fake_agent.starter(tmp_path, None, loop_script_path.APART, size=SIZE) as start:
-        yield start
+start = fake_agent.starts(None, loop_script_path.APART, size=SIZE)
 
 
 def seen(folder: Path, loop: str) -> dict[int, Counter[int]]:

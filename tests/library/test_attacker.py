@@ -19,10 +19,7 @@ pytestmark = pytest.mark.processes
 SIZE, BATCH = 403, 8
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    with fake_agent.starter(tmp_path, "step", size=SIZE, batch=BATCH, pace=0.5) as start:
-        yield start
+start = fake_agent.starts("step", size=SIZE, batch=BATCH, pace=0.5)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import generations
 import loop_script_path
 import pytest
 import torch
-from fake_agent import FakeAgent
 
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
@@ -23,10 +21,7 @@ pytestmark = pytest.mark.processes
 SIZE, BATCH = 403, 8
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    with fake_agent.starter(tmp_path, "step", size=SIZE, batch=BATCH, pace=0.5) as start:
-        yield start
+start = fake_agent.starts("step", size=SIZE, batch=BATCH, pace=0.5)
 
 
 def check(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,7 @@ from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    with fake_agent.starter(tmp_path, "resilient", size=SIZE, batch=BATCH, pace=0.01, late=0.5) as start:
-        yield start
+start = fake_agent.starts("resilient", size=SIZE, batch=BATCH, pace=0.01, late=0.5)
 
 
 def evaluated(folder: Path, epochs: int, size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,7 @@ LONG = 5 * SIZE
 """Samples of a loop that does not end before what is done to it."""
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    with fake_agent.starter(tmp_path, "hello", size=SIZE, batch=BATCH) as start:
-        yield start
+start = fake_agent.starts("hello", size=SIZE, batch=BATCH)
 
 
 def applied(folder: Path, replicas: int, size: int = SIZE) -> None:

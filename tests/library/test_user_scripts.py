@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import generations
 import loop_script_path
 import pytest
 import torch
-from fake_agent import FakeAgent
 
 from adaptdl_elastic.protocol.messages import SaveCheckpoint
 
@@ -21,12 +19,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 SIZE, EPOCHS = 60, 16  # outlasts whatever is done, and is over in seconds once that is done
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    with fake_agent.starter(
-        tmp_path, "step", loop_script_path.USER, size=SIZE, epochs=EPOCHS, pace=0.4
-    ) as start:
-        yield start
+start = fake_agent.starts("step", loop_script_path.USER, size=SIZE, epochs=EPOCHS, pace=0.4)
 
 
 def as_ever(folder: Path, replicas: int, size: int = SIZE) -> list[dict[str, Any]]:

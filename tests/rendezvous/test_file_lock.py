@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,9 +87,6 @@ def test_many_share_the_lock_of_one_name_at_a_time(tmp_path: Path) -> None:
                         mixed.append([*inside])
                     inside.remove(name)
 
-    threads = [threading.Thread(target=want, args=(name,)) for name in "aabb"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(want, "aabb"))
     assert not mixed

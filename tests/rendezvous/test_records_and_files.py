@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -190,23 +189,3 @@ def test_one_of_a_user_has_the_lock_of_a_job(own: Path) -> None:
     theirs.release()
     other.release()
     assert [path for path in own.rglob("*") if path.is_file()] == []
-
-
-def test_many_threads_have_the_lock_one_at_a_time(own: Path) -> None:
-    inside, had = list[int](), list[int]()
-
-    def want() -> None:
-        announcement = runtime_file.Announcement("job")
-        for _ in range(200):
-            if announcement.take():
-                inside.append(1)
-                had.append(len(inside))
-                inside.pop()
-                announcement.release()
-
-    threads = [threading.Thread(target=want) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(had) == {1}

@@ -20,6 +20,7 @@ from typing import Any
 import generations
 import loop_script_path
 import psutil
+import pytest
 import torch.distributed
 
 from adaptdl_elastic.protocol.channel import Channel
@@ -323,6 +324,17 @@ def starter(
             return job
 
         yield start
+
+
+def starts(word: str | None, script: Path = loop_script_path.PATH, **defaults: Any) -> Any:
+    """Return a fixture that is such a function, for the folder of the test."""
+
+    @pytest.fixture
+    def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
+        with starter(tmp_path, word, script, **defaults) as function:
+            yield function
+
+    return start
 
 
 def settings(**given: Any) -> str:

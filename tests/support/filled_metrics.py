@@ -20,27 +20,12 @@ def filled_pump() -> Pump:
     pump.node("n0", "b", 4)
     pump.settle()
     agent = pump.agents[0]
-    agent.report(
-        pump.plan("a"),
-        throughput=5000.0,
-        efficiency=0.8,
-        gain=3.0,
-        lr_factor=2.0,
-        progress=0.25,
-        goodput=3900.0,
-    )
+    figures = {"throughput": 5000.0, "efficiency": 0.8, "gain": 3.0, "lr_factor": 2.0, "progress": 0.25}
+    agent.report(pump.plan("a"), **figures, goodput=3900.0)
     pump.ask("a", replicas=2)
     pump.settle()
-    agent.report(
-        pump.plan("a"),
-        throughput=5000.0,
-        efficiency=0.8,
-        gain=3.0,
-        lr_factor=2.0,
-        progress=0.25,
-        stragglers=(Straggler(3, "n7", "data", 3.5),),
-        reported={"loss": 0.25},
-    )
+    stragglers = (Straggler(3, "n7", "data", 3.5),)
+    agent.report(pump.plan("a"), **figures, stragglers=stragglers, reported={"loss": 0.25})
     gpu = GpuUsage(0.5, 3 << 30, 80 << 30)
     pump.store.put(
         pump.keys.usage_of("n0"), encode(NodeUsage("n0", 0.75, 2 << 30, 8 << 30, (gpu,), pump.view().wall))
