@@ -127,7 +127,6 @@ def train(name: str, way: str, seed: int) -> dict[str, Any]:
         if fixed:
             # Held at one size, with the scale counted from the initial one: not in the loader's public API.
             loader._elastic._local_bounds = (fixed, fixed)
-            loader._elastic._announce_limits()
         model, epochs = adl.AdaptiveDataParallel(net, optimizer), adl.remaining_epochs_until(10**6)
         size = lambda: loader.current_batch_size  # noqa: E731
     spent, below = 0.0, 0

@@ -169,7 +169,6 @@ def replica(job: Job) -> Outcome:
         loader.autoscale_batch_size(job.batch_size)
         # Held at one size, with the scale counted from the initial one: not in the loader's public API.
         loader._elastic._local_bounds = (local, local)
-        loader._elastic._announce_limits()
     test = adl.AdaptiveDataLoader(data.test, batch_size=250)
     net = mlp() if job.net == "mlp" else Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=job.lr, momentum=0.9, weight_decay=5e-4)
