@@ -203,6 +203,8 @@ def test_the_unit_on_two_nodes_while_the_password_is_replaced(cluster: Cluster) 
     cluster.wait_for("/adaptdl/v1/default/reports/steady/", "/node", STEPPED)
     for machine, agent in zip(NODES, agents, strict=True):
         assert users_of(room, agent, machine) == {"trainer"}
+    # a coordinator that begins while files and etcd have other passwords is refused, and begins again
+    cluster.wait_for("/adaptdl/v1/default/coordinator/standby/", "", "")
     before = room.read("/etc/adaptdl/password", "node1")
     cluster.replace_password()
     assert room.read("/etc/adaptdl/password", "node1") != before
