@@ -65,7 +65,7 @@ coverage: export ADAPTDL_COVERAGE := $(or $(TMPDIR),/tmp)/adaptdl-coverage
 coverage: $(STAMP) ## SUITES="--once --rest": product lines that no test runs, processes included
 	@rm -rf $$ADAPTDL_COVERAGE && mkdir $$ADAPTDL_COVERAGE
 	@for suite in $(or $(SUITES),--once --rest); do \
-		$(BIN)/python -m coverage run --rcfile=tests/coverage.cfg -m pytest $$suite -n 3 --dist worksteal; done
+		$(BIN)/python -m coverage run --rcfile=tests/coverage.cfg -m pytest $$suite -n 3 --dist worksteal || true; done
 	@$(BIN)/python -m coverage combine --rcfile=tests/coverage.cfg -q
 	@$(BIN)/python -m coverage report --rcfile=tests/coverage.cfg
 
