@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from elastic_run import ElasticRun
 from numbers_state import write
+from polling import until
 
 from adaptdl_elastic.storage import DirectoryStorage
 
@@ -21,6 +22,7 @@ from adaptdl_elastic import storage
 def opened(path):
     if EARLY:
         from adaptdl_elastic import _session
+        open("opened", "w").close()
         while not _session.current().stop_asked: time.sleep(0.01)
     raise OSError(errno.EIO, "Input/output error")
 
@@ -41,7 +43,10 @@ def test_a_stop_ends_the_wait_for_a_checkpoint(tmp_path: Path, how: str, replica
     options = ["--checkpoint-timeout=250", f"--nproc-per-node={replicas}", "--checkpoint-path=saved"]
     with ElasticRun(["--standalone", "--rdzv-id=job", *options, "script.py"], tmp_path) as run:
         run.wait_for_event("started")
-        if not early:
+        # before that the agent does not know that the script can save
+        if early:
+            until("nothing is opened", (tmp_path / "opened").exists)
+        else:
             run.wait_until_adaptdl_says("waiting for it, 300 s at most", "status", "job")
         if how == "stop":
             stopped = run.adaptdl("stop", "job", "--wait")
