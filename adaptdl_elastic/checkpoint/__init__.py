@@ -33,6 +33,7 @@ import io
 import logging
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -46,6 +47,7 @@ from adaptdl_elastic.checkpoint.manager import CheckpointError, CheckpointManage
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.protocol.environment import HERE
 from adaptdl_elastic.protocol.messages import Hints
+from adaptdl_elastic.reducer import PeerFinishedError
 from adaptdl_elastic.storage.locations import open_storage
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_STOP_SECONDS = 5.0  # between the ends of two replicas that are asked to stop at the same time
 PATIENCE = 300.0
 """Seconds that a start waits for checkpoints that cannot be read now."""
 
@@ -461,7 +464,12 @@ def _agree(manager: CheckpointManager, rank: int, broadcast: Callable[[Any], Any
         if problem is not None:
             raise CheckpointError(problem)
         return chosen
-    chosen, problem = broadcast(None)
+    try:
+        chosen, problem = broadcast(None)
+    except PeerFinishedError:
+        # a stop has ended rank 0; this replica's own comes as a signal, which ends the wait
+        threading.Event().wait(_STOP_SECONDS)
+        raise
     if problem is not None:
         raise CheckpointError(f"rank 0: {problem}")
     if chosen is None:
