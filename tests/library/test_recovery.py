@@ -424,16 +424,8 @@ COPIED = "'copied', which cannot be put back because its `state_dict` does not r
         ({"kind": "two models"}, 2, "several models"),  # the second one's first: the first one has stepped
         ({"kind": "parts"}, 0, "'counter', which cannot be put back because it has a `sync` of its own"),
         ({"kind": "lbfgs"}, 0, ""),
-        (
-            {"large": "before once"},
-            0,
-            BEFORE,
-        ),
-        (
-            {"large": "copied"},
-            0,
-            COPIED,
-        ),
+        ({"large": "before once"}, 0, BEFORE),
+        ({"large": "copied"}, 0, COPIED),
     ],
 )
 @pytest.mark.essential
