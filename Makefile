@@ -61,9 +61,9 @@ mutants: $(STAMP) ## SEED=1: 40 changes of one line in copies of the pure module
 	@$(BIN)/python tests/simulation/mutants.py --seed $(or $(SEED),1)
 
 # data of processes lie in one folder, since tests run in many
-coverage: export ADAPTDL_COVERAGE := $(or $(TMPDIR),/tmp)/adaptdl-coverage
+coverage: export ADAPTDL_COVERAGE := $(CURDIR)/$(VENV)/coverage
 coverage: $(STAMP) ## SUITES="--once --rest": product lines that no test runs, processes included
-	@rm -rf $$ADAPTDL_COVERAGE && mkdir $$ADAPTDL_COVERAGE
+	@rm -rf "$$ADAPTDL_COVERAGE" && mkdir "$$ADAPTDL_COVERAGE"
 	@for suite in $(or $(SUITES),--once --rest); do \
 		$(BIN)/python -m coverage run --rcfile=tests/coverage.cfg -m pytest $$suite -n 3 --dist worksteal || true; done
 	@$(BIN)/python -m coverage combine --rcfile=tests/coverage.cfg -q
