@@ -126,14 +126,15 @@ def test_a_leader_that_is_refused_leaves_its_office_to_one_that_is_not(world: Wo
 def test_a_coordinator_goes_on_when_it_is_let_in_again(world: World) -> None:
     served = world.start("first")
     world.led_by("first")
+    world.resized("job", 2)
     world.guarded.change_password(NEXT_PASSWORD)
-    world.store.put(KEYS.job("job", "request"), encode(JobRequest(replicas=2)))
+    world.store.put(KEYS.job("job", "request"), encode(JobRequest(replicas=3)))  # needs a write
     with world.store.watch(KEYS.coordinator_leader, 1) as watch:  # until it has given its office up
         assert any(change.kind == "delete" for change in watch)
     assert world.offices["first"].given_up.wait(PATIENCE)
     assert not served.leads.is_set()
     world.password("first").write_text(NEXT_PASSWORD)
-    world.until(KEYS.job("job", "plan"), lambda text: decode(Plan, text).replicas == 2)
+    world.until(KEYS.job("job", "plan"), lambda text: decode(Plan, text).replicas == 3)
     world.led_by("first")
 
 

@@ -67,7 +67,7 @@ def main():
                 optimizer2.zero_grad()
             if KIND in ("edit", "parameter") and index == 60 and adl.rank() == 0:
                 (net.weight if KIND == "edit" else net.frozen).data.add_(1)
-            if adl.rank() == S["dies"] and (epoch, index) == (1, 60):
+            if adl.rank() == S["dies"] and (session.generation, epoch, index) == (0, 1, 60):
                 os.kill(os.getpid(), signal.SIGKILL)
             while S["grows"] and index >= 24 and session.generation == 0 and not session.consensus.round_open:
                 time.sleep(0.01)
