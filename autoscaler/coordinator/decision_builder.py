@@ -26,7 +26,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_models import reports_by_script
 from adaptdl_elastic.autoscaler.coordinator.job_phase import JobChange
 from adaptdl_elastic.autoscaler.coordinator.node_speeds import NodeClasses, node_classes
 from adaptdl_elastic.autoscaler.coordinator.node_types import memory_limits
-from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_plan, nearest, rooms
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_plan, lost, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, why_pending
 from adaptdl_elastic.autoscaler.held_facts import Observed
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -201,6 +201,7 @@ class DecisionBuilder:
         # a generation that goes on while the plan is in force has not proven its nodes and size yet
         sizes, worked = failure_owner.worked(job, mine, base) if mine is not None else ((), ())
         failed_as, on, size = failure_owner.remembered(job, mine, change.failed_as)
+        leaving = tuple(holding(self.view, job))
         plan = Plan(
             job=job.job,
             run=job.spec.record.run,
@@ -211,7 +212,8 @@ class DecisionBuilder:
             reason=change.reason,
             fence=self.fence,
             created=self.view.wall,
-            leaving=tuple(holding(self.view, job)),
+            leaving=leaving,
+            lost=lost(before, leaving) if change.transition is Transition.RECOVER else (),
             base=base,
             groups=change.groups,
             first=before.first,

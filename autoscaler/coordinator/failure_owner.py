@@ -158,7 +158,7 @@ def _replicas(job: JobView, plan: Plan, generation: int) -> dict[str, int]:
         generation = survivors.before(plan)
     if plan.transition is Transition.ABORT:  # some had ended before
         return {}
-    return {one.node: one.replicas for one in plan.leaving if one.generation == generation}
+    return {one.node: one.replicas for one in (*plan.lost, *plan.leaving) if one.generation == generation}
 
 
 def avoided(view: View, job: JobView) -> list[str]:

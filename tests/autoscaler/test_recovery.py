@@ -342,6 +342,19 @@ def test_an_error_of_a_larger_size_that_all_replicas_raise_one_after_another_lim
     play(pump, "settle; later 3 -> restarts=0")
 
 
+def test_a_final_error_of_a_larger_size_on_one_node_after_another_limits_the_job(pump: Pump) -> None:
+    error, node = 'kind="RuntimeError at s.py:5" final=True', "a 1 resilient=True inplace=True"
+    play(
+        pump,
+        f"""
+        job a max_replicas=2 max_nodes=2 autoscale=False; node n0 {node}; ask a replicas=1; settle -> n0=1
+        node n1 {node}; ask a replicas=2; settle; decide -> inplace n0=1 n1=1 on:n0,n1
+        n1 newcomer_fails 0 {error}; decide -> recover n0=1
+        n0 fail "boom" {error}; settle; later 3 -> running n0=1 restarts=0 "...at or below 1 replica..."
+        """,
+    )
+
+
 NEWCOMER_FAILS = {
     "killed twice": ("lose 0", "lose 0"),
     "raises": ('newcomer_fails 0 kind="NameError at train.py:3" message="name x"',),

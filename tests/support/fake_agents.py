@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.protocol.messages import Groups
@@ -271,9 +272,9 @@ class FakeAgent:
             return
         self._die(slots)
 
-    def newcomer_fails(self, *slots: int, message: str = "boom", kind: str = "", exit_code: int = 1) -> None:
+    def newcomer_fails(self, *slots: int, exit_code: int = 1, message: str = "boom", **more: Any) -> None:
         """Newcomers raise an error, or are killed, after they have joined; the others live on."""
-        self._die(slots, Failure(slots[0], exit_code, message, kind=kind))
+        self._die(slots, Failure(slots[0], exit_code, message, **more))
 
     def _die(self, slots: tuple[int, ...], failure: Failure | None = None) -> None:
         assert self.running is not None

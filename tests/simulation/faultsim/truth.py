@@ -317,7 +317,7 @@ class Truth:
         job.errors.append((replica.generation, kind))
 
     def broke(self, replica: Replica, defect: Defect) -> None:
-        """The script's defect shows: it counts unless the job has worked without that node, or at a size.
+        """The script's defect shows: it counts unless the job has worked, and can, without that node or size.
 
         So no job that has committed steps ends, or uses up restarts, by a newcomer or by a larger size.
         """
@@ -328,7 +328,8 @@ class Truth:
         now = frozenset(one.machine.name for one in replica.mesh.members.values()) if replica.mesh else None
         earlier = [(size, nodes) for size, nodes in job.worked if nodes != now or defect.above]
         worked = any(defect.node not in nodes and not 0 < defect.above < size for size, nodes in earlier)
-        if not worked or any(defect.node in nodes for _, nodes in earlier):
+        can = defect.above or self._stays_elsewhere(replica)
+        if not worked or not can or any(defect.node in nodes for _, nodes in earlier):
             self.failed(replica, "NameError at train.py:1")
             job.deaths += defect.final * self._world.specs[replica.job].max_restarts
 
@@ -541,6 +542,12 @@ class Truth:
             return  # it is given back when that node's lease has run out
         if later >= restarts > job.deaths + self._world.network.troubled:
             self._kernel.defect(f"job {name} has used {restarts} restarts after {job.deaths} failures")
+
+    def _stays_elsewhere(self, replica: Replica) -> bool:
+        """Whether another machine is registered for a replica's job, and is not drained."""
+        others = (name for name in self._world.machines if name != replica.machine.name)
+        found = (self._world.etcd.get(self._world.keys.node(name, replica.job)) for name in others)
+        return any(one is not None and '"draining":false' in one.value for one in found)
 
     def _vanishes(self, agent: AgentProcess) -> bool:
         """Whether an agent is dead, and its registration is still there."""
