@@ -101,7 +101,8 @@ class JobTruth:
     lost_steps: int = 0
     losses: int = 0  # restarts that lost steps
     deaths: int = 0  # replicas that faults have killed, or that ended with an error of their own
-    worked: set[tuple[int, frozenset[str]]] = field(default_factory=set)  # (replicas, nodes) that took steps
+    # (generation, replicas, nodes) that took steps
+    worked: set[tuple[int, int, frozenset[str]]] = field(default_factory=set)
     broken: bool = False  # the script's defect has shown
     budget: Budget = field(default_factory=Budget)
     recorded: CheckpointRecord | None = None  # what the store says
@@ -220,7 +221,8 @@ class Truth:
                 self._kernel.defect(f"{replica.name} takes step {step + 1} of a job that is finished")
             job.resumed = True  # what is heard of that end from now on is too late
         job.newest, job.committed_at = step + 1, self._kernel.now
-        job.worked.add((mesh.size, frozenset(member.machine.name for member in mesh.members.values())))
+        nodes = frozenset(member.machine.name for member in mesh.members.values())
+        job.worked.add((mesh.generation, mesh.size, nodes))
         self._kernel.note(f"job {replica.job}: step {step + 1} on {mesh.size} replicas")
 
     def _begins(self, job: JobTruth, mesh: Mesh, replica: Replica, step: int) -> bool:
@@ -325,8 +327,10 @@ class Truth:
         job.broken = True
         if not replica.joining:
             self.excuse()
-        now = frozenset(one.machine.name for one in replica.mesh.members.values()) if replica.mesh else None
-        earlier = [(size, nodes) for size, nodes in job.worked if nodes != now or defect.above]
+        now = replica.mesh and replica.mesh.generation
+        earlier = [
+            (size, nodes) for generation, size, nodes in job.worked if generation != now or defect.above
+        ]
         worked = any(defect.node not in nodes and not 0 < defect.above < size for size, nodes in earlier)
         can = defect.above or self._stays_elsewhere(replica)
         if not worked or not can or any(defect.node in nodes for _, nodes in earlier):
