@@ -26,7 +26,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_models import reports_by_script
 from adaptdl_elastic.autoscaler.coordinator.job_phase import JobChange
 from adaptdl_elastic.autoscaler.coordinator.node_speeds import NodeClasses, node_classes
 from adaptdl_elastic.autoscaler.coordinator.node_types import memory_limits
-from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_plan, lost, nearest, rooms
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, why_pending
 from adaptdl_elastic.autoscaler.held_facts import Observed
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -213,7 +213,7 @@ class DecisionBuilder:
             fence=self.fence,
             created=self.view.wall,
             leaving=leaving,
-            lost=lost(before, leaving) if change.transition is Transition.RECOVER else (),
+            lost=failure_owner.lost(job, before, leaving) if change.transition is Transition.RECOVER else (),
             base=base,
             groups=change.groups,
             first=before.first,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
@@ -21,11 +21,12 @@ from adaptdl_elastic.autoscaler.coordinator.job_phase import (
     late_nodes,
     requested_replicas,
 )
-from adaptdl_elastic.autoscaler.coordinator.slots import nearest, rooms
+from adaptdl_elastic.autoscaler.coordinator.slots import named, nearest, rooms
 from adaptdl_elastic.rendezvous.schema.records import (
     CHANGED_CODE,
     Cause,
     Failure,
+    Leaving,
     Outcome,
     Plan,
     SizeLimit,
@@ -159,6 +160,22 @@ def _replicas(job: JobView, plan: Plan, generation: int) -> dict[str, int]:
     if plan.transition is Transition.ABORT:  # some had ended before
         return {}
     return {one.node: one.replicas for one in (*plan.lost, *plan.leaving) if one.generation == generation}
+
+
+def lost(job: JobView, plan: Plan, leaving: Sequence[Leaving]) -> tuple[Leaving, ...]:
+    """Return the replicas that have ended in the generation that a recovery follows.
+
+    Survivors of an earlier death that have made no step since then still belong to the generation before it.
+
+    Args:
+        job: the job.
+        plan: the plan before the recovery's.
+        leaving: the replicas that are there.
+    """
+    still = plan.transition is Transition.RECOVER and not _has_stepped(job, plan.generation)
+    base = survivors.before(plan) if still else min((one.generation for one in leaving), default=-1)
+    there = set(leaving)
+    return tuple(one for one in (*plan.lost, *named(plan)) if one.generation == base and one not in there)
 
 
 def avoided(view: View, job: JobView) -> list[str]:

@@ -102,8 +102,7 @@ def size_of(plan: Plan) -> int:
     """
     if plan.cause is not Cause.DRAIN or plan.transition is not Transition.INPLACE:
         return plan.replicas
-    base = survivors.before(plan)
-    before = sum(one.replicas for one in plan.leaving if one.generation == base)
+    before = sum(survivors.replicas_before(plan).values())
     return min(plan.replicas, before) if before else plan.replicas
 
 

@@ -221,7 +221,7 @@ def _blame(
     """
     failed = {node: one for node, one in failed.items() if one.kind != CHANGED_CODE}
     sure = {node for node, one in failed.items() if not jobs.accidental(one)}
-    blamed, before = sure or set(failed if joining else ()), _before(plan)
+    blamed, before = sure or set(failed if joining else ()), survivors.replicas_before(plan)
     if not blamed:
         return None
     what, fresh = failed[min(blamed)].message, blamed - set(before)
@@ -234,7 +234,7 @@ def _take_back(
     draft: DecisionBuilder, job: JobView, plan: Plan, why: str, limit: SizeLimit | None = None
 ) -> None:
     """Continue the generation that a change in place has not left yet, under a new number."""
-    was = _before(plan)
+    was = survivors.replicas_before(plan)
     if was and set(was) <= set(draft.view.agents(job.job)) and was != in_plan(plan):
         draft.publish(job, JobChange(was, plan.cause, Transition.INPLACE, why, limit=limit))
     else:
@@ -289,7 +289,7 @@ def _drain(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Pla
     if not leaving:
         return False
     if plan.cause is Cause.DRAIN and plan.transition is Transition.INPLACE and health.starting:
-        fresh = set(in_plan(plan)) - set(_before(plan))
+        fresh = set(in_plan(plan)) - set(survivors.replicas_before(plan))
         if fresh and not fresh & {*leaving, *health.stopped}:
             return False  # the newcomers are about to take over from the replicas that leave
     draft.replan(job, plan, Cause.DRAIN, None, f"drains {', '.join(leaving)}")
@@ -344,7 +344,7 @@ def _late_in_place(
 
     No replica has left the previous generation, so it continues under a new number.
     """
-    was, late = _before(plan), _awaited(job, plan, starting)
+    was, late = survivors.replicas_before(plan), _awaited(job, plan, starting)
     if not late:
         due += timeout  # the newcomers are ready: now the running replicas need time to agree on a step
     if draft.view.now < due:
@@ -362,11 +362,5 @@ def _late_in_place(
 
 def _awaited(job: JobView, plan: Plan, starting: set[str]) -> set[str]:
     """Return the nodes whose newcomers are not ready for a change in place."""
-    was, ready = _before(plan), {node for (g, node) in job.ready if g == plan.generation}
+    was, ready = survivors.replicas_before(plan), {node for (g, node) in job.ready if g == plan.generation}
     return {n for n, count in in_plan(plan).items() if n in starting and count > was.get(n, 0)} - ready
-
-
-def _before(plan: Plan) -> dict[str, int]:
-    """Return the replicas by node in the generation that a change in place follows."""
-    before = survivors.before(plan)
-    return {one.node: one.replicas for one in plan.leaving if one.generation == before}

@@ -52,23 +52,11 @@ def released(view: View, job: JobView, node: str, agent: str, generation: int) -
 
 def holding(view: View, job: JobView) -> list[Leaving]:
     """Return all replicas of this job that exist, or may still exist."""
-    named = [] if job.plan is None else _of(job.plan.record)
-    return [one for one in named if not released(view, job, one.node, one.agent, one.generation)]
+    known = [] if job.plan is None else named(job.plan.record)
+    return [one for one in known if not released(view, job, one.node, one.agent, one.generation)]
 
 
-def lost(plan: Plan, leaving: Sequence[Leaving]) -> tuple[Leaving, ...]:
-    """Return the replicas that have ended in the oldest generation of `leaving`, which the next plan names.
-
-    Args:
-        plan: the plan before it.
-        leaving: what `holding` returns.
-    """
-    base = min((one.generation for one in leaving), default=-1)
-    there = {one.node for one in leaving if one.generation == base}
-    return tuple(one for one in (*plan.lost, *_of(plan)) if one.generation == base and one.node not in there)
-
-
-def _of(plan: Plan) -> list[Leaving]:
+def named(plan: Plan) -> list[Leaving]:
     """Return the replicas that a plan names: those that leave, and its own."""
     placements = () if plan.claim else plan.placements
     own = [Leaving(p.node, p.replicas, p.agent, plan.generation, p.slots, p.devices) for p in placements]

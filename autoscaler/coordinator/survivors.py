@@ -59,11 +59,18 @@ def said_hello(job: JobView, plan: Plan) -> bool:
 
 
 def before(plan: Plan) -> int:
-    """Return the generation that a change in place follows; -1 if there is none.
+    """Return the generation that a change in place or a recovery follows; -1 if there is none.
 
     A change that was taken back never ran.
     """
-    return plan.base if plan.base >= 0 else min((one.generation for one in plan.leaving), default=-1)
+    held = (*plan.lost, *plan.leaving)
+    return plan.base if plan.base >= 0 else min((one.generation for one in held), default=-1)
+
+
+def replicas_before(plan: Plan) -> dict[str, int]:
+    """Return the replicas by node that still hold the generation that a change in place follows."""
+    base = before(plan)
+    return {one.node: one.replicas for one in plan.leaving if one.generation == base}
 
 
 def begun(job: JobView, plan: Plan) -> bool:

@@ -347,10 +347,11 @@ def test_a_final_error_of_a_larger_size_on_one_node_after_another_limits_the_job
     play(
         pump,
         f"""
-        job a max_replicas=2 max_nodes=2 autoscale=False; node n0 {node}; ask a replicas=1; settle -> n0=1
-        node n1 {node}; ask a replicas=2; settle; decide -> inplace n0=1 n1=1 on:n0,n1
-        n1 newcomer_fails 0 {error}; decide -> recover n0=1
-        n0 fail "boom" {error}; settle; later 3 -> running n0=1 restarts=0 "...at or below 1 replica..."
+        job a max_replicas=3 max_nodes=3 autoscale=False; node n0 {node}; ask a replicas=1; settle -> n0=1
+        node n1 {node}; node n2 {node}; ask a replicas=3; settle; decide -> inplace on:n0,n1,n2
+        n2 newcomer_fails 0 {error}; decide -> recover n0=1 n1=1
+        n0 newcomer_fails 0 {error}; n0 step; n1 newcomer_fails 0 {error}; decide -> recover n1=1
+        settle; later 3 -> running restarts=0 "...at or below 1 replica..."
         """,
     )
 

@@ -61,13 +61,7 @@ def main() -> None:
     for epoch in adl.remaining_epochs_until(EPOCHS):
         for turn, (x, y, numbers) in enumerate(loader):
             step = int(optimizer.state[held[0]]["step"]) + 1 if held[0] in optimizer.state else 1
-            torch.nn.functional.mse_loss(model(x), y).backward()
-            if (turn + 1) % args.every == 0:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                if adl.is_optim_step():
-                    scheduler.step()
-                optimizer.zero_grad()
+            # before the step: a replica that dies right after it has no time to
             local = adl.current_dataloader().local_samples
             fields = {
                 "epoch": epoch,
@@ -77,6 +71,13 @@ def main() -> None:
             }
             with (args.folder / f"record-{os.getpid()}").open("a") as file:
                 file.write(json.dumps(fields) + "\n")
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            if (turn + 1) % args.every == 0:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                if adl.is_optim_step():
+                    scheduler.step()
+                optimizer.zero_grad()
             assert [id(param) for param in held] == [id(param) for param in net.parameters()]
             if not (args.folder / "hurry").exists():
                 time.sleep(0.5)
