@@ -50,7 +50,7 @@ _SOFT, _HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_SOFT, min(_HARD, 16384)), _HARD))
 
 
-# tests make many objects and few cycles: with Python's own thresholds a tenth of the CPU time goes to searches
+# tests make many objects and few cycles; with Python's thresholds a tenth of their time goes to searches
 gc.set_threshold(50_000, 20, 20)
 
 
