@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import resource
 import shutil
@@ -49,7 +50,13 @@ _SOFT, _HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_SOFT, min(_HARD, 16384)), _HARD))
 
 
+# tests make many objects and few cycles; with Python's thresholds a tenth of their time goes to searches
+gc.set_threshold(50_000, 20, 20)
+
+
 def pytest_collection_finish() -> None:
+    # modules and collected tests stay: no search has to look at them
+    gc.freeze()
     # several processes run tests on the same cores, where threads that wait for each other would spin
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

@@ -31,18 +31,9 @@ def test_a_certificate_by_options_and_a_user_whose_password_is_nowhere_to_be_rea
             name: f"--etcd-{name}={guarded.environ[f'ADAPTDL_ETCD_{name.upper()}']}"
             for name in ("ca", "cert", "key")
         }
-        files = {
-            name: value for name, value in guarded.environ.items() if "USER" in name or "PASSWORD" in name
-        }
-        rest = [
-            f"--rdzv-endpoint={endpoint}",
-            "--rdzv-id=job",
-            "--log-dir=logs",
-            "--redirects=3",
-            "--checkpoint-path=saved",
-            TRAIN,
-            *LONG,
-        ]
+        files = {name: value for name, value in guarded.environ.items() if "USER" in name or "PASS" in name}
+        rest = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "--log-dir=logs", "--redirects=3"]
+        rest += ["--checkpoint-path=saved", TRAIN, *LONG]
         with ElasticRun(["--etcd-timeout=1", pem["ca"], *rest], tmp_path, files) as run:
             assert run.wait() == 1
             (line,) = run.text().splitlines()

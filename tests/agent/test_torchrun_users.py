@@ -191,6 +191,7 @@ def test_a_module_and_a_path(tmp_path: Path) -> None:
     assert said(run_agent(tmp_path, "--run-path", str(path))) == f"__main__ {path}\n"
 
 
+@pytest.mark.exhaustive
 def test_as_many_replicas_as_torchrun_counts() -> None:
     found = run_options.parse(["--nproc-per-node=auto", USER], {})
     assert found.slots == int(determine_local_world_size("auto"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -33,30 +33,26 @@ def rigid(name: str, **changes: object) -> JobInfo:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def eight_wide_jobs() -> tuple[list[JobInfo], Mapping[str, Allocation]]:
-    """Return jobs on two nodes each. They leave 32 of 64 slots, and nowhere four together."""
-    jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2) for i in range(8)]
-    current = allocate(jobs, NODES, {}, 0.0).allocations
+def wide_jobs(nodes: Sequence[NodeInfo] = NODES) -> tuple[list[JobInfo], Mapping[str, Allocation]]:
+    """Return jobs on two nodes each. They leave half of the slots, and nowhere four together."""
+    jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2) for i in range(len(nodes) // 2)]
+    current = allocate(jobs, nodes, {}, 0.0).allocations
     assert all(current.values())
     return jobs, current
 
 
 def test_jobs_that_must_span_nodes_take_turns_with_one_that_finds_no_room_beside_them() -> None:
-    jobs, current = eight_wide_jobs()
+    jobs, current = wide_jobs(NODES[:8])
     jobs.append(rigid("whole"))
-    waiting, longest, turns = dict.fromkeys(j.name for j in jobs), 0.0, 0
-    for step in range(50):
-        now = 60.0 * step
-        asked = [replace(j, waiting_since=waiting[j.name]) for j in jobs]
-        found = allocate(asked, NODES, current, now)
-        assert sum(not a for a in found.allocations.values()) <= 1
-        turns += bool(found.allocations["whole"])
-        current = found.allocations
-        for j in jobs:
-            since = waiting[j.name]
-            waiting[j.name] = None if current[j.name] else now if since is None else since  # type: ignore[assignment]
-            longest = max(longest, now - (waiting[j.name] or now))
-    assert turns > 10
+    waiting, longest, turns = dict[str, float]({"whole": 0.0}), 0.0, set[str]()
+    for now in map(float, range(60, 3060, 60)):
+        asked = [replace(j, waiting_since=waiting.get(j.name)) for j in jobs]
+        current = allocate(asked, NODES[:8], current, now).allocations
+        waiting = {j.name: waiting.get(j.name, now) for j in jobs if not current[j.name]}
+        assert len(waiting) <= 1
+        turns |= waiting.keys()
+        longest = max([longest, *(now - since for since in waiting.values())])
+    assert len(turns) >= 3
     assert longest <= 960.0
 
 
@@ -282,14 +278,14 @@ def test_overdue_jobs_start_in_the_order_of_their_waits_whatever_weights_there_a
 
 
 def test_a_longer_job_does_not_push_out_another_before_its_time() -> None:
-    jobs, current = eight_wide_jobs()
+    jobs, current = wide_jobs()
     found = allocate([*jobs, rigid("whole", remaining=1e9, waiting_since=0.0)], NODES, current, 800.0)
     assert found.changed == ()
     assert found.reasons["whole"].text.endswith("(waiting for 800 s)")
 
 
 def test_the_decision_does_not_depend_on_the_order_of_the_jobs() -> None:
-    jobs, current = eight_wide_jobs()
+    jobs, current = wide_jobs()
     everybody = [*jobs, rigid("whole", waiting_since=0.0)]
     straight = allocate(everybody, NODES, current, 1000.0).allocations
     everybody.reverse()

@@ -24,6 +24,7 @@ from adaptdl_elastic.autoscaler.provisioning import nodes
 from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
+UV = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or ""
 
 
 class Here:
@@ -71,14 +72,13 @@ def test_a_node_without_a_gpu_gets_torch_without_cuda_if_it_can(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if tool == "uv" and uv is None:
+    if tool == "uv" and not UV:
         pytest.skip("there is no uv here")
     main, cpu = indexes
     monkeypatch.setattr(nodes, "CPU_INDEX", cpu if reached else f"http://127.0.0.1:{free_port()}/simple")
     own = stub_wheel(tmp_path, "adaptdl-elastic", "0.1.0", ["torch>=2.8", "numpy"])
     here: Any = Here(main)
-    facts = node_at(tmp_path, gpus=gpus, uv=uv if tool == "uv" else "")
+    facts = node_at(tmp_path, gpus=gpus, uv=UV if tool == "uv" else "")
     python = nodes.make_environment(here, facts, own, ["torch", "numpy"], "torch==2.13.0\n")
     code = "import importlib.metadata as m; print(m.version('torch'), m.version('adaptdl-elastic'))"
     assert here.run("node1", [python, "-c", code]).split() == [version, "0.1.0"]
@@ -96,8 +96,9 @@ def node_at(folder: Path, **facts: Any) -> Any:
     )
 
 
+@pytest.mark.parametrize("uv", [UV, ""], ids=["uv", "pip"])
 def test_two_builds_of_one_version_have_an_environment_each_and_share_the_packages(
-    indexes: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uv: str, indexes: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main, cpu = indexes
     monkeypatch.setattr(nodes, "CPU_INDEX", cpu)
@@ -107,7 +108,7 @@ def test_two_builds_of_one_version_have_an_environment_each_and_share_the_packag
         content = {"adaptdl_elastic/__init__.py": f"content = {text}"}
         own = stub_wheel(tmp_path / text, "adaptdl-elastic", "0.1.0", needs, content)
         monkeypatch.setattr(_program, "version", lambda text=text: f"0.1.0+{text}")
-        pythons.append(nodes.make_environment(here, node_at(tmp_path), own, needs, "torch==2.13.0\n"))
+        pythons.append(nodes.make_environment(here, node_at(tmp_path, uv=uv), own, needs, "torch==2.13.0\n"))
     assert pythons[0] == pythons[2] != pythons[1]
     code = "import adaptdl_elastic as a, importlib.metadata as m"
     code += "; print(a.content, m.distribution('torch')._path)"

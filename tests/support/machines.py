@@ -195,29 +195,15 @@ class Room:
     def _make_machines(self) -> None:
         needed = _needed()
         hosts = ["127.0.0.1 localhost", *(f"{ip} {name}" for name, ip in self.addresses.items())]
-        given = [
-            *EMPTY,
-            "--",
-            *self._shared,
-            "--",
-            *(path for path in needed if _hidden(path)),
-            "--",
-            *needed,
-        ]
-        spaces = [
-            "--mount",
-            "--propagation=private",
-            "--net",
-            "--pid",
-            "--ipc",
-            "--uts",
-            "--fork",
-            "--kill-child",
-        ]
+        hidden = filter(_hidden, needed)
+        given = [*EMPTY, "--", *self._shared, "--", *hidden, "--", *needed]
+        spaces = ["--mount", "--propagation=private", "--net", "--pid", "--ipc", "--uts", "--fork"]
         enter = ["nsenter", "-t", str(self._inside), "-m", "-n", "-p"]
         script = ["bash", "-c", _MACHINE, "machine", str(BASE)]
         begun = {
-            name: self._open([*enter, "unshare", *spaces, *script, name, "\n".join(hosts), *given])
+            name: self._open(
+                [*enter, "unshare", *spaces, "--kill-child", *script, name, "\n".join(hosts), *given]
+            )
             for name in self.addresses
         }
         self._started += begun.values()
@@ -226,12 +212,9 @@ class Room:
             (first,) = main_process(process).children()
             self._first[name] = first.pid
         for number, (name, address) in enumerate(self.addresses.items()):
-            pid = self._first[name]
-            end = f"hub{number}"
-            self._network(
-                self._inside,
-                f"link add {end} type veth peer name eth0 netns {pid}\nlink set {end} master hub up",
-            )
+            pid, end = self._first[name], f"hub{number}"
+            joined = f"link add {end} type veth peer name eth0 netns {pid}\nlink set {end} master hub up"
+            self._network(self._inside, joined)
             self._network(pid, f"link set lo up\naddr add {address}/24 dev eth0\nlink set eth0 up")
 
     @staticmethod

@@ -75,7 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         return
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    dropped = set(left_out)
+    items[:] = [item for item in items if item not in dropped]
 
 
 def _starts_processes(item: pytest.Item) -> bool:

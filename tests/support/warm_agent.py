@@ -41,8 +41,9 @@ _READ_BEFORE = (
     *("LANG", "LC_"),
 )
 _SECRETS = ("ADAPTDL_ETCD_", "ADAPTDL_SECRET")
-# `elastic_run.environment` gives the first two to all agents, torch the last one to who makes an optimizer
-_OURS = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
+# `elastic_run.environment` gives the first two to all agents, torch the third to who makes an optimizer; an
+# agent reads the last one when it has started
+_OURS = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
