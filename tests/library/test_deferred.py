@@ -205,12 +205,6 @@ def test_one_survivor_has_the_sum_and_another_has_not(start: Any, tmp_path: Path
 
 
 @pytest.mark.processes
-def test_the_self_test_passes(processes: Callable[..., str | None]) -> None:
-    """On two devices; jobs of tests/end_to_end/test_deferred.py run it on one."""
-    assert processes(180.0, DEFERRED_DEVICES="2") is None
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("fault", "devices", "limit", "why"),
     [
@@ -406,9 +400,11 @@ def test_where_no_verdict_can_be_kept_the_test_runs_all_the_same(
 def test_a_process_beside_the_job_can_have_the_verdict_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On two devices; jobs of tests/end_to_end/test_deferred.py run the self-test on one."""
     command = _own_python.module(selftest.__name__, "deferred", "--import", "deferred_backend", "--keep")
-    environment = {**os.environ, **PATH, "XDG_RUNTIME_DIR": str(tmp_path), "DEFERRED_DEVICES": "1"}
-    assert subprocess.run(command, env=environment).returncode == 0
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv("DEFERRED_DEVICES", "1")
+    variables = {"XDG_RUNTIME_DIR": str(tmp_path), "DEFERRED_DEVICES": "2", "SELFTEST_OF": str(tmp_path)}
+    for name, value in {**variables, **PATH}.items():
+        monkeypatch.setenv(name, value)
+    assert subprocess.run(command).returncode == 0
     assert selftest.remembered("deferred") == ""
+    until("processes are left", lambda: not marked(tmp_path), 200)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import generations
-import loop_script_path
 import pytest
+from loop_script_path import PATH
 from ports import free_port
 
 pytestmark = pytest.mark.processes
@@ -160,14 +157,12 @@ def test_outside_of_loops_an_interrupt_is_pythons(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    options = ["--nproc-per-node=2", f"--master-port={free_port()}", str(loop_script_path.PATH)]
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options],
-        env={**environment, "OUT": str(tmp_path), "LOOP": '{"evaluate": 1}', "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=250,
-    )
+    (tmp_path / "torchrun.py").write_text("from torch.distributed.run import main\nmain()\n")
+    options = ["--run-path", "--start-method=fork", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    variables = {"OUT": str(tmp_path), "LOOP": '{"evaluate": 1}'}
+    # it forks its replicas, which do not import torch again
+    done = generations.run_alone(tmp_path / "torchrun.py", tmp_path, *options, str(PATH), **variables)
+    assert done.code == 0, done.output
     lines = [line for line in generations.records(tmp_path) if line["loop"] == "train"]
     assert sorted(sample for line in lines for sample in line["samples"]) == list(range(61))
     assert {line["replicas"] for line in lines} == {2}

@@ -21,7 +21,7 @@ for fold in range(3):
     model = adl.AdaptiveDataParallel(net, optimizer, name=f"fold {fold}")
     numbers = torch.randperm(72)[:48]
     loader = adl.AdaptiveDataLoader(samples[numbers], batch_size=12, shuffle=True)
-    for _ in adl.remaining_epochs_until((2, 60, 3)[fold], name=f"fold {fold}"):
+    for _ in adl.remaining_epochs_until((2, 24, 3)[fold], name=f"fold {fold}"):
         drawn = torch.rand(())
         for batch in loader:
             optimizer.zero_grad()
@@ -29,6 +29,6 @@ for fold in range(3):
             optimizer.step()
             if fold == 1 and not (OUT / "hurry").exists():
                 signs.sign("second")
-                time.sleep(0.2)
+                time.sleep(0.5)
     scores[fold].value = net.weight.sum().item()
 torch.save([[score.value for score in scores], adl.finished_epochs()], OUT / f"result-{adl.rank()}")

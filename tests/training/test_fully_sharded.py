@@ -69,8 +69,7 @@ def test_parts_that_move_keep_weights_states_and_references() -> None:
 def test_copies_of_parts_train_and_measure_as_one_copy_does(
     count: int, needed: tuple[tuple[int, ...], ...]
 ) -> None:
-    one = replicas.run(sharded_cases.with_copies, count, 1)[0]
-    for found in replicas.run(sharded_cases.with_copies, count, 2):
+    for one, found in replicas.run(replicas.each, count, sharded_cases.with_copies, [(1,), (2,)]):
         assert found["needed"] == needed
         assert_close(found["weights"], one["weights"])
         assert found["statistics"] == pytest.approx(one["statistics"], rel=1e-4)
@@ -81,8 +80,8 @@ def test_copies_of_parts_train_and_measure_as_one_copy_does(
 @pytest.mark.timeout(300)
 def test_copies_train_mixed_tied_frozen_recomputed_and_compiled_parts_alike() -> None:
     kinds = ["float32", "bfloat16", "momentum"]
-    one = replicas.run(sharded_cases.kinds_with_copies, 4, 1, kinds)[0]
-    for found in replicas.run(sharded_cases.kinds_with_copies, 4, 2, [*kinds, "again", "compiled"]):
+    cases = [(1, kinds), (2, [*kinds, "again", "compiled"])]
+    for one, found in replicas.run(replicas.each, 4, sharded_cases.kinds_with_copies, cases):
         for kind, weights in found.items():
             assert_close(weights, one.get(kind, one["float32"]))
 

@@ -185,7 +185,7 @@ def test_the_window_is_bounded() -> None:
 def test_the_standard_error_of_the_noise_scale_is_that_of_repeated_runs() -> None:
     """|G|² by the exact variance of repeated runs: two thirds of them lie within one standard error."""
     rng, away = np.random.default_rng(0), []
-    for _ in range(150):
+    for _ in range(75):
         moments = Moments(1)
         for _ in range(200):
             moments.add(noisy(2.0, 5.0, rng))

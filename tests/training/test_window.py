@@ -358,7 +358,7 @@ def test_the_first_micro_batch_is_all_of_its_passes() -> None:
         nn.init.constant_(model.weight, 0.2)
         adp = cases.adaptive(model, 0.0, name=f"{joint}")
         cases.measure_always(adp)
-        for _ in range(200):
+        for _ in range(20):
             with FakeLoader([[16], [16]], 32, 16) as loader:
                 for loader.chunk in range(2):
                     losses = [
