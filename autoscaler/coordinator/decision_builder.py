@@ -201,7 +201,8 @@ class DecisionBuilder:
         # a generation that goes on while the plan is in force has not proven its nodes and size yet
         sizes, worked = failure_owner.worked(job, mine, base) if mine is not None else ((), ())
         failed_as, on, size = failure_owner.remembered(job, mine, change.failed_as)
-        leaving = tuple(holding(self.view, job))
+        leaving, recovers = tuple(holding(self.view, job)), change.transition is Transition.RECOVER
+        base = failure_owner.followed(job, before) if recovers else base
         plan = Plan(
             job=job.job,
             run=job.spec.record.run,
@@ -213,7 +214,7 @@ class DecisionBuilder:
             fence=self.fence,
             created=self.view.wall,
             leaving=leaving,
-            lost=failure_owner.lost(job, before, leaving) if change.transition is Transition.RECOVER else (),
+            lost=failure_owner.lost(before, base, set(leaving)) if recovers else (),
             base=base,
             groups=change.groups,
             first=before.first,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
@@ -162,19 +162,27 @@ def _replicas(job: JobView, plan: Plan, generation: int) -> dict[str, int]:
     return {one.node: one.replicas for one in (*plan.lost, *plan.leaving) if one.generation == generation}
 
 
-def lost(job: JobView, plan: Plan, leaving: Sequence[Leaving]) -> tuple[Leaving, ...]:
-    """Return the replicas that have ended in the generation that a recovery follows.
+def followed(job: JobView, plan: Plan) -> int:
+    """Return the generation that a recovery follows.
 
     Survivors of an earlier death that have made no step since then still belong to the generation before it.
 
     Args:
         job: the job.
         plan: the plan before the recovery's.
-        leaving: the replicas that are there.
     """
     still = plan.transition is Transition.RECOVER and not _has_stepped(job, plan.generation)
-    base = survivors.before(plan) if still else min((one.generation for one in leaving), default=-1)
-    there = set(leaving)
+    return survivors.before(plan) if still else survivors.present(job, plan)[0]
+
+
+def lost(plan: Plan, base: int, there: Collection[Leaving]) -> tuple[Leaving, ...]:
+    """Return the replicas that have ended in the generation `base`, which a recovery follows.
+
+    Args:
+        plan: the plan before the recovery's.
+        base: the generation.
+        there: the replicas that are there.
+    """
     return tuple(one for one in (*plan.lost, *named(plan)) if one.generation == base and one not in there)
 
 

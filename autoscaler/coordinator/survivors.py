@@ -63,8 +63,7 @@ def before(plan: Plan) -> int:
 
     A change that was taken back never ran.
     """
-    held = (*plan.lost, *plan.leaving)
-    return plan.base if plan.base >= 0 else min((one.generation for one in held), default=-1)
+    return plan.base if plan.base >= 0 else min((one.generation for one in plan.leaving), default=-1)
 
 
 def replicas_before(plan: Plan) -> dict[str, int]:

@@ -355,8 +355,8 @@ class Plan:
     fence: int = 0  # revision of the leader that wrote the plan; never decreases
     created: float = 0.0
     leaving: tuple[Leaving, ...] = ()  # replicas that must be gone before this generation starts
-    lost: tuple[Leaving, ...] = ()  # of a recovery: replicas that had ended in its survivors' generation
-    base: int = -1  # of a change in place: the generation that runs until this one begins
+    lost: tuple[Leaving, ...] = ()  # of a recovery: replicas that have left `base`, the dead among them
+    base: int = -1  # of a change in place or a recovery: the generation that it follows
     groups: Groups = ()  # of a recovery: of each, one replica has to live until they have said their own
     first: int = 0  # first generation of this run; ADAPTDL_NUM_RESTARTS is generation - first
     restarts: int = 0  # restarts counted against the budget, including the one for this generation

@@ -342,18 +342,29 @@ def test_an_error_of_a_larger_size_that_all_replicas_raise_one_after_another_lim
     play(pump, "settle; later 3 -> restarts=0")
 
 
-def test_a_final_error_of_a_larger_size_on_one_node_after_another_limits_the_job(pump: Pump) -> None:
-    error, node = 'kind="RuntimeError at s.py:5" final=True', "a 1 resilient=True inplace=True"
-    play(
-        pump,
-        f"""
-        job a max_replicas=3 max_nodes=3 autoscale=False; node n0 {node}; ask a replicas=1; settle -> n0=1
-        node n1 {node}; node n2 {node}; ask a replicas=3; settle; decide -> inplace on:n0,n1,n2
-        n2 newcomer_fails 0 {error}; decide -> recover n0=1 n1=1
-        n0 newcomer_fails 0 {error}; n0 step; n1 newcomer_fails 0 {error}; decide -> recover n1=1
-        settle; later 3 -> running restarts=0 "...at or below 1 replica..."
-        """,
-    )
+ERROR, NODE = 'newcomer_fails 0 kind="RuntimeError at s.py:5" final=True', "a 1 resilient=True inplace=True"
+JOB = f"job a max_replicas=3 max_nodes=3 autoscale=False; node n0 {NODE}"
+GROWN = f"{JOB}; ask a replicas=1; settle; node n1 {NODE}; node n2 {NODE}; ask a replicas=3; decide"
+LIMITED = 'running restarts=0 "...at or below 1 replica..."'
+ONE_AFTER_ANOTHER = {
+    "all have begun": f"""
+        {GROWN}; settle; decide -> inplace on:n0,n1,n2
+        n2 {ERROR}; decide -> recover n0=1 n1=1
+        n0 {ERROR}; n0 step; n1 {ERROR}; decide -> recover n1=1
+        settle; later 3 -> {LIMITED}""",
+    "one has not said so": f"""
+        {GROWN}; decide; decide; decide; all steps=False; n1 switch; n2 switch; n2 {ERROR}; decide -> recover
+        n1 step; n1 {ERROR}; decide; n0 step; n0 {ERROR}; decide; settle; later 3 -> {LIMITED}""",
+    "the larger size had worked": f"""
+        {JOB}; node n1 {NODE}; node n2 {NODE}; ask a replicas=3; settle; later 30 -> n0=1 n1=1 n2=1
+        n2 lose 0; decide -> recover n0=1 n1=1
+        n0 step; n1 steps=False; n0 {ERROR}; decide; n1 step; n1 {ERROR}; decide; decide -> limit=None""",
+}
+
+
+@pytest.mark.parametrize("script", ONE_AFTER_ANOTHER.values(), ids=ONE_AFTER_ANOTHER)
+def test_errors_on_one_node_after_another_are_those_of_the_size_before(pump: Pump, script: str) -> None:
+    play(pump, script)
 
 
 NEWCOMER_FAILS = {

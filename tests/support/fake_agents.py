@@ -286,6 +286,12 @@ class FakeAgent:
         if not self.alive:
             self._end(Outcome.FAILED, failure)
 
+    def switch(self) -> None:
+        """Its replicas begin with the newest plan, though others have not left the generation before."""
+        self.step()
+        assert self.waiting is not None
+        self._start(self.waiting)
+
     def notice(self) -> None:
         """Its replicas find that somebody elsewhere is gone."""
         assert self.running is not None
