@@ -91,8 +91,7 @@ def owner_of(view: View, job: JobView, plan: Plan, lived: float) -> Owner | None
         return Owner(nodes)
     if CHANGED_CODE in kinds:
         return Owner(nodes) if others else None
-    elsewhere = known and plan.failed_on != nodes
-    place = some and bool(kinds) and not elsewhere and others
+    place = some and bool(kinds) and others and not (known and plan.failed_on != nodes)
     if not sizes and early and place:
         return Owner(nodes)
     replicas = min(sum(size.values()), plan.failed_size if known else math.inf)
@@ -221,7 +220,9 @@ def worked(job: JobView, plan: Plan, without: int = -1) -> tuple[tuple[int, ...]
     The generation `without` does not count.
     """
     sizes, nodes = set(plan.sizes), set(plan.worked)
-    for generation in {plan.generation, survivors.before(plan)} - {without}:
+    # some of a generation before one that was given up may have ended
+    last = plan.generation - 1 if plan.transition is Transition.RESTART else survivors.before(plan)
+    for generation in {plan.generation, last} - {without}:
         held = _replicas(job, plan, generation)
         if held and _has_stepped(job, generation):
             sizes.add(sum(held.values()))

@@ -119,6 +119,11 @@ FAILURES = {
         later late_pardon 61; n0 report max_profiled_replicas=1; later 61 -> n0=1 n1=1
         n0 fail "RuntimeError: shape" final=True; settle -> n0=1
         later late_pardon 61; n0 report max_profiled_replicas=1; later 61 -> n0=1""",
+    "what a lost node leaves is no size that worked": """
+        job a min_nodes=2 min_replicas=3 max_replicas=3 max_nodes=2; node n0 a 2; node n1 a 1; settle
+        n0 vanish; wait 20; decide -> abort node_lost nowhere
+        node n0 a 2; decide; decide; decide; settle -> n0=2 n1=1 sizes=(3,)
+        n0 fail "RuntimeError: shape" final=True; settle -> sizes=(3,)""",
     # the smaller one is tried only if the larger one fails as well
     "an error that comes with a batch size limits the job to smaller ones": f"""
         start max_restarts=0

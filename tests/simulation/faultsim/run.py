@@ -186,12 +186,13 @@ def _liveness(world: World) -> None:
     kernel.run(healed + PROGRESS_SECONDS, lambda: bool(kernel.defects) or all(map(_over, _jobs(world))))
     for name in world.jobs:
         job = truth.job(name)
-        if not _over(job) and job.committed_at <= healed + 30.0 and not kernel.defects:
+        waits = job.status is not None and "is left out" in job.status.reason  # for ten minutes
+        if not (_over(job) or waits) and job.committed_at <= healed + 30.0 and not kernel.defects:
             kernel.defect(f"job {name} does not train {PROGRESS_SECONDS:g} s after healing: {job.status}")
     longest = max(job.script.steps * job.script.step_seconds * 2.0 for job in world.jobs.values())
     # a defect may use up all restarts, most of them after the longest pause
     tries = max(job.spec.max_restarts if job.script.defect else 0 for job in world.jobs.values())
-    until = kernel.now + longest + PROGRESS_SECONDS + tries * (longest + 60.0)
+    until = kernel.now + longest + 600.0 + PROGRESS_SECONDS + tries * (longest + 60.0)
     kernel.run(until, lambda: bool(kernel.defects) or all(map(_over, _jobs(world))))
     for name in world.jobs:
         if not _over(truth.job(name)) and not kernel.defects:
