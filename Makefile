@@ -92,7 +92,7 @@ quick: $(STAMP) ## the short tests that start no process, in about two minutes
 
 # three at a time on two cores, because processes of the end-to-end tests wait a part of the time; both end with
 # what they cost in CPU seconds
-test: lint ## every feature once, on real processes and a real etcd, in about a quarter of an hour on two cores
+test: lint ## every feature once, on real processes and a real etcd, in about ten minutes on two cores
 	@$(BIN)/python -m pytest --once -n 3 --dist worksteal
 
 test-all: $(STAMP) ## the rest: faults, long waits, every case

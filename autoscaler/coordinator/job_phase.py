@@ -177,11 +177,10 @@ def _leavers_ended(view: View, job: JobView, plan: Plan) -> bool:
 
     A change that comes when the script ends leaves no replica out: all replicas go on to that end.
     """
-    base = survivors.before(plan)
     return plan.transition is not Transition.INPLACE or all(
         released(view, job, one.node, one.agent, one.generation)
         for one in plan.leaving
-        if one.generation == base
+        if one.generation == survivors.before(plan)
     )
 
 

@@ -277,6 +277,11 @@ TRANSITIONS = {
         n0 lose 0; decide
         ended n0 -1 aborted -9; ended n1 -1 stopped; ended n1 0 done
         decide -> running {ANEW} "rank 0 failed: SIGKILL (restart 1 of 3)\"""",
+    "a job whose survivors end after one failed on its way to them is not done": """
+        resilient nodes=3 slots=1
+        n2 lose 0; decide -> recover n0:0 n1:0
+        n1 step; n0 lose 0; n0 step; decide -> recover n1:0
+        ended n1 -1 stopped; ended n1 0 done; decide -> running restarts=1""",
     "a job whose dead node had ended is done": """
         resilient slots=1
         n0 lose 0; decide
