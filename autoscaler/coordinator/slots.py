@@ -58,9 +58,8 @@ def holding(view: View, job: JobView) -> list[Leaving]:
 
 def named(plan: Plan) -> list[Leaving]:
     """Return the replicas that a plan names: those that leave, and its own."""
-    placements = () if plan.claim else plan.placements
-    own = [Leaving(p.node, p.replicas, p.agent, plan.generation, p.slots, p.devices) for p in placements]
-    return [*plan.leaving, *own]
+    mine, own = plan.generation, plan.placements
+    return [*plan.leaving, *(Leaving(p.node, p.replicas, p.agent, mine, p.slots, p.devices) for p in own)]
 
 
 def used(view: View, job: JobView) -> dict[str, set[str]]:

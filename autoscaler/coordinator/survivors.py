@@ -115,9 +115,10 @@ def failed_until(job: JobView, plan: Plan, generation: int) -> list[str]:
             earlier = (r for r, n in job.running if n == node and plan.first <= r < generation)
             generations.add(max(earlier, default=generation))
     bad = (Outcome.FAILED, Outcome.ABORTED)
+    there = {node for g, node in job.running if plan.first <= g <= generation}
     # all replicas of a recovery go on from an earlier generation, whether they have formed its own or not
     known = job.ended if plan.transition is Transition.RECOVER else job.running
-    return [node for g, node in known if g in generations and _outcome(job, g, node) in bad]
+    return [node for g, node in known if g in generations and node in there and _outcome(job, g, node) in bad]
 
 
 def last_that_ran(job: JobView, plan: Plan) -> int:
