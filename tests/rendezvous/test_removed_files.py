@@ -6,11 +6,12 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+import polling
 import pytest
 
 from adaptdl_elastic import _private
@@ -67,18 +68,19 @@ def job(places: list[Path]) -> Iterator[Job]:
     assert not [path for place in places for path in place.glob(f"{OWN}/*")]
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+until = partial(polling.until, "the job's files are not as they should be")
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder at once, since the job may be writing into it."""
+    shutil.rmtree(folder.rename(folder.with_name("removed")))
 
 
 REMOVALS: dict[str, Callable[[list[Path]], object]] = {
-    "a logout": lambda places: shutil.rmtree(places[0]),
-    "the directory": lambda places: shutil.rmtree(places[0] / OWN),
-    "a cleaner of /tmp": lambda places: shutil.rmtree(places[1] / OWN),
-    "both": lambda places: [shutil.rmtree(place / OWN) for place in places[:2]],
+    "a logout": lambda places: remove(places[0]),
+    "the directory": lambda places: remove(places[0] / OWN),
+    "a cleaner of /tmp": lambda places: remove(places[1] / OWN),
+    "both": lambda places: [remove(place / OWN) for place in places[:2]],
     "the note": lambda places: (places[0] / OWN / "job.json").unlink(),
     "the socket": lambda places: [path.unlink() for path in (places[1] / OWN).glob("store-*/socket")],
     "a rename": lambda places: [(place / OWN).rename(place / "old") for place in places[:2]],
@@ -111,7 +113,7 @@ def test_a_directory_that_others_can_enter_is_not_trusted(places: list[Path], jo
         if how == "opened to others":
             own.chmod(0o755)
             continue
-        shutil.rmtree(own)
+        remove(own)
         if how == "replaced":
             own.mkdir()
             own.chmod(0o777)
@@ -126,7 +128,7 @@ def test_a_directory_that_others_can_enter_is_not_trusted(places: list[Path], jo
         if how in ("replaced", "a link"):
             assert not [*(place / OWN).iterdir()]
         if how == "opened to others":
-            shutil.rmtree(place / OWN)
+            remove(place / OWN)
 
 
 @pytest.mark.parametrize("number", [0, 1])
