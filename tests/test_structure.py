@@ -20,7 +20,7 @@ MOST_PRIVATE_USES_OF_TESTS = 40
 MOST_CODE_LINES = 51_851
 """Lines of code of the product. Raise it only by the budget that an issue names."""
 
-MOST_LINES_BESIDE = 69_819
+MOST_LINES_BESIDE = 69_818
 """Lines of code of tests, benchmarks and examples together. An issue may raise it by at most 300."""
 
 

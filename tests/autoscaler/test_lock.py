@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import urllib.error
 import urllib.request
 import venv
@@ -140,7 +139,7 @@ def mac(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/*/site-packages")
     (site / "looks_like_a_mac.py").write_text(MAC)
-    places = [sysconfig.get_path("purelib"), str(ROOT)]
+    places = [*(path for path in sys.path if path.endswith("site-packages")), str(ROOT)]
     (site / "places.pth").write_text("\n".join([*places, "import looks_like_a_mac", ""]))
     (site / f"torch-{TORCH}.dist-info").mkdir()
     metadata_file = site / f"torch-{TORCH}.dist-info" / "METADATA"
