@@ -17,7 +17,7 @@ from import_graph import ROOT, Module, cycles, imports, measure, private_uses, p
 MOST_PRIVATE_USES_OF_TESTS = 40
 """Places in which tests may use underscored names of the product; most are in `tests/support/insides.py`."""
 
-MOST_CODE_LINES = 51_851
+MOST_CODE_LINES = 51_849
 """Lines of code of the product. Raise it only by the budget that an issue names."""
 
 MOST_LINES_BESIDE = 69_818

@@ -177,11 +177,9 @@ def _leavers_ended(view: View, job: JobView, plan: Plan) -> bool:
 
     A change that comes when the script ends leaves no replica out: all replicas go on to that end.
     """
-    return plan.transition is not Transition.INPLACE or all(
-        released(view, job, one.node, one.agent, one.generation)
-        for one in plan.leaving
-        if one.generation == survivors.before(plan)
-    )
+    base, inplace = survivors.before(plan), plan.transition is Transition.INPLACE
+    those = (one for one in plan.leaving if one.generation == base)
+    return not inplace or all(released(view, job, one.node, one.agent, one.generation) for one in those)
 
 
 def _without_word(
